@@ -1,0 +1,169 @@
+"""The Accelerate training API, launched, watched and debugged from a notebook cell.
+
+The public names are loaded on first use (PEP 562), so that `import notebook_accelerate` costs milliseconds and
+loads no torch: kernels, planners and panels import this package long before anything is trained.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from notebook_accelerate.accelerator import Accelerator
+    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.data_loader import skip_first_batches
+    from notebook_accelerate.errors import (
+        ChannelClosedError,
+        DeviceBusyError,
+        LaunchError,
+        NotebookAccelerateError,
+        PortInUseError,
+        RunNotFinishedError,
+        RunStoppedError,
+        RunTimeoutError,
+        SerializationError,
+        WorkerDiedError,
+        WorkerError,
+    )
+    from notebook_accelerate.launch import Run, runs, shutdown
+    from notebook_accelerate.launchers import debug_launcher, notebook_launcher
+    from notebook_accelerate.state import PartialState
+    from notebook_accelerate.utils.dataclasses import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
+    from notebook_accelerate.utils.imports import is_rich_available
+    from notebook_accelerate.utils.memory import find_executable_batch_size
+    from notebook_accelerate.utils.random import synchronize_rng_states
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accelerator",
+    "AutocastKwargs",
+    "ChannelClosedError",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeviceBusyError",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
+    "LaunchConfig",
+    "LaunchError",
+    "NotebookAccelerateError",
+    "PartialState",
+    "PortInUseError",
+    "ProfileKwargs",
+    "Run",
+    "RunNotFinishedError",
+    "RunStoppedError",
+    "RunTimeoutError",
+    "SerializationError",
+    "WorkerDiedError",
+    "WorkerError",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "is_rich_available",
+    "notebook_launcher",
+    "runs",
+    "shutdown",
+    "skip_first_batches",
+    "synchronize_rng_states",
+]
+
+# Where each public name lives, by module below this package.
+_NAMES_OF_MODULE = {
+    "accelerator": ("Accelerator",),
+    "config.launch": ("LaunchConfig",),
+    "data_loader": ("skip_first_batches",),
+    "errors": (
+        "ChannelClosedError",
+        "DeviceBusyError",
+        "LaunchError",
+        "NotebookAccelerateError",
+        "PortInUseError",
+        "RunNotFinishedError",
+        "RunStoppedError",
+        "RunTimeoutError",
+        "SerializationError",
+        "WorkerDiedError",
+        "WorkerError",
+    ),
+    "launch": ("Run", "runs", "shutdown"),
+    "launchers": ("debug_launcher", "notebook_launcher"),
+    "state": ("PartialState",),
+    "utils.dataclasses": (
+        "AutocastKwargs",
+        "DDPCommunicationHookType",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "GradScalerKwargs",
+        "InitProcessGroupKwargs",
+        "ProfileKwargs",
+    ),
+    "utils.imports": ("is_rich_available",),
+    "utils.memory": ("find_executable_batch_size",),
+    "utils.random": ("synchronize_rng_states",),
+}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
+
+# Submodules that scripts reach as attributes after a plain `import notebook_accelerate`.
+_SUBMODULES = frozenset(
+    (
+        "accelerator",
+        "big_modeling",
+        "checkpointing",
+        "data_loader",
+        "errors",
+        "hooks",
+        "inference",
+        "launchers",
+        "local_sgd",
+        "logging",
+        "optimizer",
+        "parallelism_config",
+        "scheduler",
+        "state",
+        "tracking",
+        "utils",
+    )
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, or a submodule, when it is asked for the first time.
+
+    Args:
+        name: The attribute that was not found on the package.
+
+    Returns:
+        The object, kept as an attribute from then on.
+
+    Raises:
+        AttributeError: The package has no such name.
+    """
+    if name in _MODULE_OF_NAME:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,51 @@
+"""Fixtures of all groups: the leak check, and the skips for machines that lack a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import leaks
+
+# Two ranks and a kernel share few cores: one thread each, here and in everything that is started from here.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, thread, socket, variable, handler or process group behind."""
+    if request.node.get_closest_marker("leaks_ok"):
+        yield
+        return
+    before = leaks.take()
+    yield
+    if lines := leaks.compare(before):
+        pytest.fail("left behind:\n  " + "\n  ".join(lines), pytrace=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot run; demand a reason of every `leaks_ok`."""
+    missing = {"gpu": _without_gpu(items), "xla": _without_xla()}
+    for item in items:
+        for name, reason in missing.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+        mark = item.get_closest_marker("leaks_ok")
+        if mark and not (mark.args or mark.kwargs.get("reason")):
+            raise pytest.UsageError(f'{item.nodeid}: say what is left behind: @pytest.mark.leaks_ok("...")')
+
+
+def _without_gpu(items: list[pytest.Item]) -> str | None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return None
+    import torch
+
+    # device_count asks NVML where it can: no CUDA context in the process that kernels are started from.
+    return None if torch.cuda.device_count() else "no CUDA device on this machine"
+
+
+def _without_xla() -> str | None:
+    return None if importlib.util.find_spec("torch_xla") else "torch_xla is not installed"

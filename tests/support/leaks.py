@@ -1,0 +1,101 @@
+"""What a test may not leave behind in its process, and the comparison of before and after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import psutil
+
+# Set by libraries when they are first imported, or by pytest for its own use.
+_ENVIRONMENT_NOISE = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "COLUMNS", "LINES")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The parts of a process's state that a test can leak into."""
+
+    children: frozenset[str]
+    threads: frozenset[str]
+    sockets: frozenset[str]
+    environment: frozenset[tuple[str, str]]
+    handlers: frozenset[str]
+    process_group: bool
+
+
+def take() -> Snapshot:
+    """Return the state of this process now."""
+    return Snapshot(
+        children=_children(),
+        threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
+        sockets=_sockets(),
+        environment=frozenset(item for item in os.environ.items() if not item[0].startswith(_ENVIRONMENT_NOISE)),
+        handlers=frozenset(f"{number.name}: {signal.getsignal(number)}" for number in _SIGNALS),
+        process_group=_process_group(),
+    )
+
+
+def compare(before: Snapshot, patience: float = 3.0) -> list[str]:
+    """Return one line per thing that was not there before; what ends within `patience` seconds is not one.
+
+    Args:
+        before: The state to compare with.
+        patience: Seconds to wait for ends that are under way.
+
+    Returns:
+        Lines for a test's failure, empty where nothing leaked.
+    """
+    deadline = time.monotonic() + patience
+    while (lines := _differences(before, take())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return lines
+
+
+def _differences(before: Snapshot, after: Snapshot) -> list[str]:
+    lines = [f"child process: {entry}" for entry in sorted(after.children - before.children)]
+    lines += [f"thread: {entry}" for entry in sorted(after.threads - before.threads)]
+    lines += [f"socket: {entry}" for entry in sorted(after.sockets - before.sockets)]
+    changed = sorted(before.environment ^ after.environment)
+    lines += [f"environment variable: {name}={value!r}" for name, value in changed]
+    lines += [f"signal handler: {entry}" for entry in sorted(after.handlers - before.handlers)]
+    if after.process_group and not before.process_group:
+        lines.append("torch process group: still initialised")
+    return lines
+
+
+def _children() -> frozenset[str]:
+    """Return the descendants of this process, less the helpers that multiprocessing keeps for the whole session."""
+    keep = {getattr(forkserver._forkserver, "_forkserver_pid", None)}
+    keep.add(getattr(resource_tracker._resource_tracker, "_pid", None))
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.pid not in keep and child.ppid() not in keep:
+                found.append(f"{child.pid} {child.status()} {' '.join(child.cmdline())[:120]}")
+        except psutil.NoSuchProcess:
+            continue
+    return frozenset(found)
+
+
+def _sockets() -> frozenset[str]:
+    found = set()
+    for entry in Path("/proc/self/fd").glob("*"):
+        try:
+            target = str(entry.readlink())
+        except OSError:  # closed since the listing
+            continue
+        if target.startswith("socket:"):
+            found.add(target)
+    return frozenset(found)
+
+
+def _process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())

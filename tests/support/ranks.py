@@ -1,0 +1,239 @@
+"""Run a plain function on every rank of a gloo world, in a tenth of a second.
+
+Ranks are forked from a server process that has torch imported and nothing initialised, so a test pays neither the
+import of torch nor what earlier tests left in this process. The server is started by the first call and ends with
+the test session.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import cloudpickle
+
+_PRELOAD = [
+    "pytest",
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "notebook_accelerate.accelerator",
+    "notebook_accelerate.utils",
+]
+# Once a rank has failed, the others get this long (seconds) to notice and report, then they are killed.
+_GRACE = 5.0
+
+
+class RankError(AssertionError):
+    """A rank of `run_ranks` failed; the message is its traceback.
+
+    Args:
+        message: The tracebacks, the rank that failed first on top.
+        rank: The rank that failed first.
+        reports: The text of each rank that failed, by rank, in the order of failure.
+    """
+
+    def __init__(self, message: str, rank: int, reports: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reports = dict(reports)
+
+
+@dataclass
+class _Outcome:
+    """What one rank sent back."""
+
+    value: Any = None
+    error: BaseException | None = None
+    report: str | None = None
+
+
+@dataclass
+class _World:
+    """The processes of one call and what has come back from them."""
+
+    processes: list[BaseProcess] = field(default_factory=list)
+    pipes: dict[int, Connection] = field(default_factory=dict)
+    outcomes: dict[int, _Outcome] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[int]:
+        """Ranks that failed, in the order in which the failures arrived."""
+        return [rank for rank, outcome in self.outcomes.items() if outcome.report is not None]
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    timeout: float = 120.0,
+    process_group: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call `fn(*args)` in `world_size` fresh processes that have torchrun's environment.
+
+    Args:
+        fn: What each rank calls; it reads its rank from the environment, `PartialState` or torch.distributed.
+        args: Its arguments, the same for every rank; they and the results travel by pickle.
+        world_size: How many ranks.
+        timeout: Seconds for all ranks together; after that their stacks are printed and they are killed.
+        process_group: Set up torch's default process group (gloo) before the call. Otherwise the function does,
+            as `PartialState()` and `Accelerator()` do.
+        env: More environment variables for the ranks, over those of this process.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankError: A rank raised, died, or ran out of time; `__cause__` is the exception of the rank that failed first.
+    """
+    world = _start(fn, args, world_size, timeout, process_group, dict(env or {}))
+    try:
+        _collect(world, time.monotonic() + timeout)
+    finally:
+        _end(world)
+    if world.failed:
+        first = world.outcomes[world.failed[0]]
+        reports = {rank: world.outcomes[rank].report or "" for rank in world.failed}
+        text = "\n".join(f"rank {rank} of {world_size}:\n{report}" for rank, report in reports.items())
+        raise RankError(text, world.failed[0], reports) from first.error
+    return [world.outcomes[rank].value for rank in range(world_size)]
+
+
+def _start(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    timeout: float,
+    process_group: bool,
+    env: dict[str, str],
+) -> _World:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    work = cloudpickle.dumps((fn, args, process_group))
+    port = free_port()
+    world = _World()
+    for rank in range(world_size):
+        mine, theirs = context.Pipe(duplex=False)
+        environment = {**os.environ, **_environment(rank, world_size, port), **env}
+        process = context.Process(target=_rank_main, args=(theirs, environment, work, timeout), daemon=True)
+        process.start()
+        theirs.close()
+        world.processes.append(process)
+        world.pipes[rank] = mine
+    return world
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun gives a rank of a one-machine launch, loopback pinned."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def _collect(world: _World, deadline: float) -> None:
+    """Read outcomes until every rank has reported, died or run out of time."""
+    waiting = dict(world.pipes)
+    while waiting:
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in waiting:
+                reason = "killed: another rank had failed" if world.failed else "timed out (its stacks are on stderr)"
+                world.outcomes[rank] = _Outcome(report=reason)
+            return
+        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+            world.outcomes[rank] = _receive(waiting.pop(rank), world.processes[rank])
+            if world.outcomes[rank].report is not None:
+                deadline = min(deadline, time.monotonic() + _GRACE)
+
+
+def _receive(pipe: Connection, process: BaseProcess) -> _Outcome:
+    try:
+        payload = pipe.recv_bytes()
+    except EOFError:
+        process.join(5)
+        return _Outcome(report=f"died without a word, exit code {process.exitcode} (negative: a signal)")
+    outcome: _Outcome = pickle.loads(payload)
+    return outcome
+
+
+def _end(world: _World) -> None:
+    for pipe in world.pipes.values():
+        pipe.close()
+    for rank, process in enumerate(world.processes):
+        silent = rank not in world.outcomes or world.outcomes[rank].report is not None
+        process.join(0.5 if silent else 10)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        process.close()
+
+
+def _rank_main(pipe: Connection, environment: dict[str, str], work: bytes, timeout: float) -> None:
+    """Live as one rank: take over the environment, call the function, report."""
+    import faulthandler
+
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    # Prints the stacks of a stuck rank, and ends it even when the test process is gone.
+    faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), exit=True, file=2)
+    torch.set_num_threads(1)
+    pipe.send_bytes(_call(work))
+    pipe.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _call(work: bytes) -> bytes:
+    import torch.distributed as dist
+
+    try:
+        fn, args, process_group = pickle.loads(work)
+        if process_group:
+            dist.init_process_group("gloo")
+        outcome = pickle.dumps(_Outcome(value=fn(*args)))
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are results of a test too
+        return _failure(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return outcome
+
+
+def _failure(error: BaseException) -> bytes:
+    report = "".join(traceback.format_exception(error))
+    try:
+        payload = pickle.dumps(_Outcome(error=error, report=report))
+        pickle.loads(payload)  # some exceptions pickle, but cannot be built again
+    except Exception:  # noqa: BLE001 - whatever the exception's own reduction raises
+        return pickle.dumps(_Outcome(report=report))
+    return payload
