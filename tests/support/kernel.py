@@ -1,0 +1,401 @@
+"""A real Jupyter kernel, driven cell by cell, with everything it sends kept.
+
+    with Kernel() as kernel:
+        cell = kernel.run("print(1 + 1)")
+        assert cell.stdout == "2\\n" and cell.ok
+        cell = kernel.submit("import time; time.sleep(60)")     # does not wait
+        kernel.wait_for(lambda: cell.busy)
+        kernel.interrupt()
+        assert kernel.finish(cell, timeout=5).error.ename == "KeyboardInterrupt"
+
+A cell goes on collecting after it has finished: what a run started with `block=False` prints later belongs to the cell
+that launched it, and arrives in `kernel.pump`, `kernel.wait_for` or any later `run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import zmq
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+ROOT = Path(__file__).resolve().parents[2]
+_POLL = 0.02  # seconds between two looks at the shell channel
+
+
+class KernelTimeoutError(AssertionError):
+    """The kernel did not do within the time what was waited for; the message holds what it had sent."""
+
+
+@dataclass
+class CellError:
+    """The error that ended a cell.
+
+    Args:
+        ename: Name of the exception's class.
+        evalue: Its text.
+        traceback: The lines that the front end would show, with colour codes.
+    """
+
+    ename: str
+    evalue: str
+    traceback: list[str]
+
+    @property
+    def text(self) -> str:
+        """The traceback as the front end shows it, without colours."""
+        import re
+
+        return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(self.traceback))
+
+
+@dataclass
+class Cell:
+    """One executed cell and what came back for it.
+
+    Args:
+        code: What was executed.
+        msg_id: Id of the request: every message about this cell names it as its parent.
+        outputs: The content of each output message in order, with its `output_type` (stream, display_data,
+            update_display_data, execute_result, error, clear_output).
+        comms: The content of each comm message (widgets).
+        prompts: The text of each request for input.
+        status: "ok", "error" or "aborted" once finished.
+        duration: Seconds from the request to the kernel's reply.
+    """
+
+    code: str
+    msg_id: str
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    comms: list[dict[str, Any]] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    status: str | None = None
+    duration: float | None = None
+    busy: bool = False
+    idle: bool = False
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cell ended without an error."""
+        return self.status == "ok"
+
+    @property
+    def finished(self) -> bool:
+        """Whether both the reply and the kernel's word that it is idle have come."""
+        return self.status is not None and self.idle
+
+    @property
+    def stdout(self) -> str:
+        """Everything the cell wrote to stdout so far."""
+        return self._stream("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """Everything the cell wrote to stderr so far."""
+        return self._stream("stderr")
+
+    @property
+    def displays(self) -> list[dict[str, Any]]:
+        """The MIME bundles displayed, in order; one that was updated stands as last updated."""
+        shown: list[dict[str, Any]] = []
+        place: dict[str, int] = {}
+        for output in self.outputs:
+            name = output.get("transient", {}).get("display_id")
+            if output["output_type"] == "update_display_data" and name in place:
+                shown[place[name]] = output["data"]
+            elif output["output_type"] == "display_data":
+                if name is not None:
+                    place[name] = len(shown)
+                shown.append(output["data"])
+        return shown
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The MIME bundle of the cell's last expression; None where it had none."""
+        found = [output["data"] for output in self.outputs if output["output_type"] == "execute_result"]
+        return found[-1] if found else None
+
+    @property
+    def result_text(self) -> str | None:
+        """The plain text of the cell's last expression; None where it had none."""
+        return None if self.result is None else self.result["text/plain"]
+
+    @property
+    def error(self) -> CellError | None:
+        """The error that ended the cell; None where none did."""
+        found = [output for output in self.outputs if output["output_type"] == "error"]
+        return CellError(found[-1]["ename"], found[-1]["evalue"], found[-1]["traceback"]) if found else None
+
+    def expect_ok(self) -> Cell:
+        """Return the cell, or fail the test with the cell's traceback."""
+        if not self.ok:
+            text = self.error.text if self.error else f"status {self.status}"
+            raise AssertionError(f"cell failed:\n{self.code}\n{text}\nstdout: {self.stdout}\nstderr: {self.stderr}")
+        return self
+
+    def _stream(self, name: str) -> str:
+        chunks = (output for output in self.outputs if output["output_type"] == "stream" and output["name"] == name)
+        return "".join(output["text"] for output in chunks)
+
+
+class Kernel:
+    """An ipykernel of its own: own configuration, history and runtime folders, nothing of the user's.
+
+    Args:
+        env: Variables over those of the test process; None as a value removes one.
+        cwd: The kernel's working directory, an empty temporary one by default.
+        answer: Called with the prompt of each input request; what it returns is sent. Without it a request for
+            input raises in the cell, as in a front end that allows none.
+        timeout: Seconds to wait for a kernel to start, and the default for a cell.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        answer: Callable[[str], str] | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self.answer = answer
+        self.timeout = timeout
+        self.cells: dict[str, Cell] = {}
+        self.folder = Path(tempfile.mkdtemp(prefix="kernel-test-"))
+        self.cwd = cwd or self.folder / "work"
+        self.cwd.mkdir(exist_ok=True)
+        self._context = zmq.Context()
+        self._log = (self.folder / "kernel.log").open("w+")
+        self._manager = self._make_manager()
+        self._client: BlockingKernelClient | None = None
+        try:
+            self._start(dict(env or {}))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the kernel."""
+        return int(self._manager.provisioner.pid)  # type: ignore[union-attr]
+
+    @property
+    def process(self) -> psutil.Process:
+        """The kernel's process, to count its threads, descriptors and children."""
+        return psutil.Process(self.pid)
+
+    @property
+    def log(self) -> str:
+        """What the kernel's process wrote to its own stdout and stderr, past Jupyter."""
+        self._log.flush()
+        return (self.folder / "kernel.log").read_text(errors="replace")
+
+    @property
+    def client(self) -> BlockingKernelClient:
+        """The client that this harness drives, for messages it has no method for."""
+        assert self._client is not None, "the kernel is closed"
+        return self._client
+
+    def submit(self, code: str) -> Cell:
+        """Send a cell to the kernel and return at once."""
+        msg_id = self.client.execute(code, allow_stdin=self.answer is not None, stop_on_error=False)
+        cell = Cell(code, msg_id)
+        self.cells[msg_id] = cell
+        return cell
+
+    def finish(self, cell: Cell, timeout: float | None = None) -> Cell:
+        """Collect until the cell has ended.
+
+        Args:
+            cell: A cell from `submit`.
+            timeout: Seconds from now; the harness's own by default.
+
+        Returns:
+            The same cell, finished.
+
+        Raises:
+            KernelTimeoutError: The cell has not ended in time, or the kernel has died.
+        """
+        self.wait_for(lambda: cell.finished, timeout, what=f"the end of the cell\n{cell.code}")
+        return cell
+
+    def run(self, code: str, timeout: float | None = None) -> Cell:
+        """Execute a cell and return it finished, whether it succeeded or failed."""
+        return self.finish(self.submit(code), timeout)
+
+    def check(self, code: str, timeout: float | None = None) -> Cell:
+        """Execute a cell that must succeed; fail the test with its traceback otherwise."""
+        return self.run(code, timeout).expect_ok()
+
+    def value(self, expression: str, timeout: float | None = None) -> Any:
+        """Return the value of an expression in the kernel, through JSON."""
+        mark = "value-of-expression:"
+        cell = self.check(f"import json as _json; print({mark!r} + _json.dumps({expression}))", timeout)
+        return json.loads(cell.stdout.rpartition(mark)[2])
+
+    def wait_for(
+        self, condition: Callable[[], bool], timeout: float | None = None, what: str = "the condition"
+    ) -> None:
+        """Collect messages until the condition holds.
+
+        Args:
+            condition: Called after each message and at least every 20 ms.
+            timeout: Seconds; the harness's own by default.
+            what: Named in the error.
+
+        Raises:
+            KernelTimeoutError: It did not hold in time, or the kernel died first.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        while not condition():
+            self._collect(_POLL)
+            if condition():
+                return
+            if not self._alive():
+                raise KernelTimeoutError(f"the kernel died before {what}\n{self._state()}")
+            if time.monotonic() > deadline:
+                raise KernelTimeoutError(f"waited {seconds} s for {what}\n{self._state()}")
+
+    def pump(self, seconds: float) -> None:
+        """Collect whatever comes during so many seconds."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self._collect(min(left, _POLL))
+
+    def interrupt(self) -> None:
+        """Do what the notebook's stop button does: SIGINT to the kernel's process group."""
+        self._manager.interrupt_kernel()
+
+    def kill(self) -> None:
+        """SIGKILL the kernel's process alone and reap it; its children are left to themselves."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._wait_dead(10.0)
+
+    def close(self) -> None:
+        """End the kernel, kill what is left of its descendants, remove its folder."""
+        left = self._descendants()
+        if self._client is not None:
+            self._client.stop_channels()
+            self._client = None
+        if self._manager.has_kernel:
+            self._manager.shutdown_kernel(now=True)
+        for process in left:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+        self._manager.cleanup_connection_file()
+        self._context.destroy(linger=0)
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_manager(self) -> KernelManager:
+        """Build a manager with a kernel spec of its own, so that a user's spec named python3 is not picked up."""
+        spec = self.folder / "kernels" / "python3"
+        spec.mkdir(parents=True)
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
+        specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
+        return KernelManager(
+            kernel_name="python3",
+            kernel_spec_manager=specs,
+            connection_file=str(self.folder / "connection.json"),
+            context=self._context,
+            shutdown_wait_time=2.0,
+        )
+
+    def _start(self, changes: dict[str, str | None]) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            env[name] = str(self.folder / name.lower())
+        env.update({name: value for name, value in changes.items() if value is not None})
+        env = {name: value for name, value in env.items() if changes.get(name, "") is not None}
+        self._manager.start_kernel(env=env, cwd=str(self.cwd), stdout=self._log, stderr=self._log)
+        self._client = self._manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=self.timeout)
+
+    def _collect(self, seconds: float) -> None:
+        """Take what has arrived on the three channels, waiting so long for the first output."""
+        self._take(self.client.get_iopub_msg, seconds, self._on_iopub)
+        while self._take(self.client.get_iopub_msg, 0.0, self._on_iopub):
+            pass
+        while self._take(self.client.get_shell_msg, 0.0, self._on_shell):
+            pass
+        while self._take(self.client.get_stdin_msg, 0.0, self._on_stdin):
+            pass
+
+    def _take(
+        self, get: Callable[..., dict[str, Any]], seconds: float, handle: Callable[[Cell, dict[str, Any]], None]
+    ) -> bool:
+        try:
+            message = get(timeout=seconds)
+        except queue.Empty:
+            return False
+        cell = self.cells.get(message["parent_header"].get("msg_id", ""))
+        if cell is not None:
+            handle(cell, message)
+        return True
+
+    def _on_iopub(self, cell: Cell, message: dict[str, Any]) -> None:
+        kind, content = message["msg_type"], message["content"]
+        if kind == "status":
+            cell.busy = cell.busy or content["execution_state"] == "busy"
+            cell.idle = cell.idle or content["execution_state"] == "idle"
+        elif kind.startswith("comm_"):
+            cell.comms.append({"msg_type": kind, **content})
+        elif kind != "execute_input":
+            cell.outputs.append({"output_type": kind, **content})
+
+    def _on_shell(self, cell: Cell, message: dict[str, Any]) -> None:
+        if message["msg_type"] == "execute_reply":
+            cell.status = message["content"]["status"]
+            cell.duration = time.monotonic() - cell.begin
+
+    def _on_stdin(self, cell: Cell, message: dict[str, Any]) -> None:
+        cell.prompts.append(message["content"]["prompt"])
+        assert self.answer is not None
+        self.client.input(self.answer(cell.prompts[-1]))
+
+    def _alive(self) -> bool:
+        return bool(self._manager.is_alive())
+
+    def _wait_dead(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._alive():
+            if time.monotonic() > deadline:
+                raise KernelTimeoutError(f"kernel {self.pid} still alive {seconds} s after SIGKILL")
+            time.sleep(0.01)
+
+    def _descendants(self) -> list[psutil.Process]:
+        if not self._manager.has_kernel or not self._alive():
+            return []
+        try:
+            return self.process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def _state(self) -> str:
+        rows = [f"last cell so far: {list(self.cells.values())[-1]}"] if self.cells else []
+        return "\n".join([*rows, f"kernel's own output: {self.log[-4000:]}"])

@@ -1,0 +1,103 @@
+"""The kernel harness itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.support.kernel import Kernel, KernelTimeoutError
+
+pytestmark = pytest.mark.notebook
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with Kernel() as kernel:
+        yield kernel
+
+
+def test_streams_results_and_displays_are_kept_apart(kernel: Kernel) -> None:
+    cell = kernel.run(
+        "import sys\nprint('out'); print('err', file=sys.stderr)\n"
+        "handle = display('first', display_id=True); display('other'); handle.update('second')\n6 * 7"
+    )
+    assert (cell.stdout, cell.stderr, cell.result_text) == ("out\n", "err\n", "42")
+    assert [data["text/plain"] for data in cell.displays] == ["'second'", "'other'"]
+    assert cell.ok
+    assert cell.error is None
+
+
+def test_errors_have_name_value_and_traceback(kernel: Kernel) -> None:
+    cell = kernel.run("def outer():\n    raise KeyError('lost')\nouter()")
+    assert cell.error is not None
+    assert (cell.error.ename, cell.error.evalue) == ("KeyError", "'lost'")
+    assert "in outer()" in cell.error.text
+    with pytest.raises(AssertionError, match="lost"):
+        cell.expect_ok()
+
+
+def test_a_cell_collects_what_comes_after_its_end(kernel: Kernel) -> None:
+    cell = kernel.run(
+        "import asyncio\nasync def later():\n    await asyncio.sleep(0.3); print('late')\n"
+        "task = asyncio.ensure_future(later())"
+    )
+    assert cell.stdout == ""
+    kernel.wait_for(lambda: cell.stdout == "late\n", timeout=10)
+
+
+def test_interrupt_is_the_stop_button(kernel: Kernel) -> None:
+    cell = kernel.submit("import time\nprint('in', flush=True)\ntime.sleep(60)")
+    kernel.wait_for(lambda: "in" in cell.stdout, timeout=20)
+    kernel.interrupt()
+    assert kernel.finish(cell, timeout=10).error is not None
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+
+
+def test_values_travel_and_waits_end(kernel: Kernel) -> None:
+    assert kernel.value("{'a': [1, 2.5, None]}") == {"a": [1, 2.5, None]}
+    with pytest.raises(KernelTimeoutError, match=r"time\.sleep"):
+        kernel.run("import time; time.sleep(1.0)", timeout=0.2)
+
+
+def test_the_kernel_has_its_own_folders(kernel: Kernel) -> None:
+    assert kernel.value("__import__('os').environ['IPYTHONDIR']").startswith(str(kernel.folder))
+    assert kernel.value("__import__('os').getcwd()") == str(kernel.cwd)
+
+
+def test_input_is_answered() -> None:
+    asked = []
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt)
+        return "blue"
+
+    with Kernel(answer=answer) as kernel:
+        assert kernel.check("print(input('colour? ').upper())").stdout == "BLUE\n"
+    assert asked == ["colour? "]
+
+
+def test_kill_and_close_leave_nothing() -> None:
+    with Kernel(env={"OF_THE_TEST": "1"}) as kernel:
+        pid, folder = kernel.pid, kernel.folder
+        assert kernel.value("__import__('os').environ['OF_THE_TEST']") == "1"
+        child = kernel.value("__import__('subprocess').Popen(['sleep', '60']).pid")
+        assert psutil.pid_exists(child)
+        kernel.kill()
+        assert not psutil.pid_exists(pid)
+        with pytest.raises(KernelTimeoutError, match="died"):
+            kernel.run("1", timeout=5)
+        psutil.Process(child).kill()
+    assert not folder.exists()
+
+
+def test_close_ends_the_kernels_children() -> None:
+    with Kernel() as kernel:
+        child = kernel.value("__import__('subprocess').Popen(['sleep', '60'], start_new_session=True).pid")
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
