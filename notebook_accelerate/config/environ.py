@@ -1,0 +1,245 @@
+"""The only reader and writer of ACCELERATE_* (and of the launcher's rank) variables."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+PREFIX = "ACCELERATE_"
+_TRUE = frozenset(("1", "true", "yes", "on", "y", "t"))
+_FALSE = frozenset(("0", "false", "no", "off", "n", "f"))
+
+_T = TypeVar("_T", bound=Callable[..., Any])
+
+
+def parse_flag(value: str) -> bool:
+    """Read a yes or a no.
+
+    Args:
+        value: 1, true, yes, on, y or t; 0, false, no, off, n or f; in any case.
+
+    Returns:
+        Whether it is a yes.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    word = value.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError(f"{value!r} is not a truth value; allowed: 1, true, yes, on, 0, false, no, off")
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """Return the variable ``name`` as a truth value, ``default`` where it is unset or empty.
+
+    Raises:
+        ValueError: It is neither a yes nor a no.
+    """
+    value = os.environ.get(name, "")
+    if not value.strip():
+        return default
+    try:
+        return parse_flag(value)
+    except ValueError as error:
+        raise ValueError(f"environment variable {name}: {error}") from None
+
+
+def text(name: str, default: str | None = None) -> str | None:
+    """Return the variable ``name``, ``default`` where it is unset or empty."""
+    return os.environ.get(name) or default
+
+
+def integer(name: str, default: int | None = None) -> int | None:
+    """Return the variable ``name`` as a whole number, ``default`` where it is unset or empty.
+
+    Raises:
+        ValueError: It is not a whole number.
+    """
+    value = os.environ.get(name, "").strip()
+    if not value:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"environment variable {name}={value!r} is not a whole number") from None
+
+
+def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str | None:
+    """Return the variable ``name`` in lower case if it is one of ``allowed``, ``default`` where it is unset or empty.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    value = os.environ.get(name, "").strip().lower()
+    if not value:
+        return default
+    if value not in allowed:
+        raise ValueError(f"environment variable {name}={value!r} is not allowed; allowed: {', '.join(allowed)}")
+    return value
+
+
+def put(values: Mapping[str, Any]) -> None:
+    """Set variables for this process and its children; a None value removes the variable.
+
+    Args:
+        values: Values by exact name; numbers and enums become text, True and False become "true" and "false".
+    """
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = as_text(value)
+
+
+def as_text(value: Any) -> str:
+    """Return ``value`` as variables hold it: true and false in lower case, enums by value."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(getattr(value, "value", value))
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set environment variables inside a with block, and bring back what was there before, whatever happens.
+
+    Args:
+        **kwargs: Values by name; names are upper-cased, values become text.
+
+    Examples:
+        >>> with patch_environment(foo="bar"):
+        ...     os.environ["FOO"]
+        'bar'
+    """
+    names = [name.upper() for name in kwargs]
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name.upper(): str(value) for name, value in kwargs.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empty the environment inside a with block; what is set there is gone afterwards, and all is as before."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _kept_accelerate_variables() -> Iterator[None]:
+    before = _accelerate_variables()
+    try:
+        yield
+    finally:
+        for name in _accelerate_variables().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _accelerate_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def purge_accelerate_environment(func_or_cls: _T) -> _T:
+    """Undo what the decorated function, or the tests of the decorated class, do to ACCELERATE_* variables.
+
+    Args:
+        func_or_cls: A function (also async), or a class whose methods that start with ``test`` are wrapped, with
+            ``setUp``/``setup_method``, and so are those of its subclasses.
+
+    Returns:
+        The function wrapped, or the class itself.
+    """
+    if not inspect.isclass(func_or_cls):
+        return cast("_T", _purged(func_or_cls))
+    _purge_methods(func_or_cls)
+    inherited = func_or_cls.__init_subclass__
+
+    def init_subclass(cls: Any, **kwargs: Any) -> None:
+        inherited(**kwargs)
+        _purge_methods(cls)
+
+    setattr(func_or_cls, "__init_subclass__", classmethod(init_subclass))  # noqa: B010 - no typed way to replace it
+    return func_or_cls
+
+
+def _purge_methods(cls: type) -> None:
+    """Wrap the tests that ``cls`` itself defines, and whatever sets variables up for them."""
+    if "run" not in vars(cls) and callable(getattr(cls, "run", None)) and hasattr(cls, "setUp"):
+        # unittest.TestCase.run spans setUp, the test and tearDown.
+        cls.run = _purged(cls.run)  # type: ignore[attr-defined]
+    for name, method in list(vars(cls).items()):
+        if name.startswith("test") and inspect.isfunction(method):
+            setattr(cls, name, _purged(method))
+    if "setup_method" in vars(cls):
+        _purge_setup(cls)
+
+
+def _purge_setup(cls: Any) -> None:
+    """Remember the variables before pytest's ``setup_method`` and bring them back after ``teardown_method``."""
+    setup, teardown = cls.setup_method, getattr(cls, "teardown_method", None)
+
+    @functools.wraps(setup)
+    def setup_method(self: Any, *args: Any) -> None:
+        self._variables_before = _accelerate_variables()
+        setup(self, *args)
+
+    def teardown_method(self: Any, *args: Any) -> None:
+        try:
+            if teardown is not None:
+                teardown(self, *args)
+        finally:
+            for name in _accelerate_variables().keys() - self._variables_before.keys():
+                del os.environ[name]
+            os.environ.update(self._variables_before)
+
+    cls.setup_method, cls.teardown_method = setup_method, teardown_method
+
+
+def _purged(function: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapped_async(*args: Any, **kwargs: Any) -> Any:
+            with _kept_accelerate_variables():
+                return await function(*args, **kwargs)
+
+        return wrapped_async
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _kept_accelerate_variables():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+__all__ = [
+    "as_text",
+    "choice",
+    "clear_environment",
+    "flag",
+    "integer",
+    "parse_flag",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "put",
+    "text",
+]
