@@ -1,0 +1,68 @@
+"""Execute notebooks in real Jupyter kernels, save the executed copies, print how each one ended.
+
+python examples/run_headless.py examples/01_quickstart.ipynb ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+BUILD = Path(__file__).resolve().parents[1] / ".build" / "examples"
+SECONDS_PER_CELL = 1200
+
+
+def main(paths: list[str]) -> int:
+    """Execute each notebook; return 1 when one of them failed."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="jupyter-") as folder:
+        # Folders of its own: nothing of the user's Jupyter configuration, and none of its files left there.
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+            os.environ[name] = str(Path(folder) / name.lower())
+        return max(execute(Path(path)) for path in paths)
+
+
+def execute(path: Path) -> int:
+    """Execute one notebook and print the output of its last cell; return 1 when a cell failed."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=SECONDS_PER_CELL,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.resolve().parent)}},
+    )
+    begin = time.monotonic()
+    failure = None
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        failure = error
+    nbformat.write(notebook, BUILD / path.name)
+    print(f"{path}: {time.monotonic() - begin:.1f} s in a kernel, executed copy in {BUILD / path.name}")
+    if failure:
+        print(failure)
+        return 1
+    print("\n".join(f"    {line}" for line in last_text(notebook).splitlines()), flush=True)
+    return 0
+
+
+def last_text(notebook: nbformat.NotebookNode) -> str:
+    """Return the text of the last cell that has any: what it printed, else what it returned."""
+    for cell in reversed(notebook.cells):
+        outputs = cell.get("outputs", [])
+        printed = "".join(output.text for output in outputs if output.output_type == "stream")
+        shown = "\n".join(output.data.get("text/plain", "") for output in outputs if "data" in output)
+        if text := printed.strip() or shown.strip():
+            return text
+    return "(no cell printed anything)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""Run the test groups of the tree, two at a time, each in a pytest of its own with its own log.
+
+python -m tests.support.groups: what `make test` runs after the linters. The last line is pytest's closing line over
+all groups.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / ".build" / "test-logs"
+# The longest first, so that the last ones to finish are short.
+GROUPS = {
+    "faults": ["faults"],
+    "notebook": ["notebook"],
+    "distributed": ["distributed"],
+    "unit": ["unit"],
+    "rules": ["architecture", "parity"],
+    "devices": ["gpu", "xla", "browser"],
+}
+SECONDS_PER_GROUP = 1800
+_KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
+_NOTHING_COLLECTED = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one group ended."""
+
+    name: str
+    code: int
+    log: Path
+    seconds: float
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The numbers of pytest's closing line by kind."""
+        lines = self.log.read_text(errors="replace").rstrip().splitlines()
+        pairs = re.findall(rf"(\d+) ({'|'.join(_KINDS)}|warning|error)\b", lines[-1] if lines else "")
+        plural = {"warning": "warnings", "error": "errors"}
+        return Counter({plural.get(kind, kind): int(number) for number, kind in pairs})
+
+    @property
+    def failed(self) -> bool:
+        """Whether a test failed, or pytest did not come to its end."""
+        return self.code not in (0, _NOTHING_COLLECTED)
+
+
+def main() -> int:
+    """Run every group that has tests; return 1 when one failed."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    outcomes = []
+    with ThreadPoolExecutor(2) as pool:
+        for done in as_completed([pool.submit(run, name, folders) for name, folders in present().items()]):
+            outcomes.append(done.result())
+            report(outcomes[-1])
+    total: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
+    failed = [outcome.name for outcome in outcomes if outcome.failed]
+    if failed:
+        print(f"\nfailed groups: {', '.join(failed)}; logs in {LOGS.relative_to(ROOT)}")
+    text = ", ".join(f"{total[kind]} {kind}" for kind in _KINDS if total[kind])
+    print(f"\n{f' {text} in {time.monotonic() - begin:.2f}s ':=^120}", flush=True)
+    return int(bool(failed) or not total["passed"])
+
+
+def present() -> dict[str, list[str]]:
+    """Return the groups that have tests in this tree, with their folders relative to it."""
+    found = {}
+    for name, folders in GROUPS.items():
+        having = [f"tests/{folder}" for folder in folders if any((ROOT / "tests" / folder).rglob("test_*.py"))]
+        if having:
+            found[name] = having
+    return found
+
+
+def run(name: str, folders: list[str]) -> Outcome:
+    """Run one group, everything it prints into its log."""
+    log = LOGS / f"{name}.log"
+    command = [sys.executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{name}"]
+    command += ["--durations=10", *folders]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    begin = time.monotonic()
+    with log.open("w") as out:
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, timeout=SECONDS_PER_GROUP, check=False
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            out.write(f"\ngroup killed after {SECONDS_PER_GROUP} s\n")
+            code = -1
+    return Outcome(name, code, log, time.monotonic() - begin)
+
+
+def report(outcome: Outcome) -> None:
+    """Print the end of a group's log: more of it where the group failed."""
+    lines = outcome.log.read_text(errors="replace").rstrip().splitlines()
+    tail = lines[-200:] if outcome.failed else [line for line in lines[-40:] if line.startswith(("=", "SKIPPED"))]
+    print(f"\n--- {outcome.name}: {outcome.seconds:.1f} s, exit status {outcome.code}")
+    print("\n".join(tail), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
