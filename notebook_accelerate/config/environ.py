@@ -172,7 +172,7 @@ def purge_accelerate_environment(func_or_cls: _T) -> _T:
     _purge_methods(func_or_cls)
     inherited = func_or_cls.__init_subclass__
 
-    def init_subclass(cls: Any, **kwargs: Any) -> None:
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
         inherited(**kwargs)
         _purge_methods(cls)
 

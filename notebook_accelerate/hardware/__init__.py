@@ -1,0 +1,7 @@
+"""Counts devices without creating a context, and knows Jupyter, Colab, Kaggle and VS Code."""
+
+from __future__ import annotations
+
+from notebook_accelerate.hardware.detection import HardwareInfo, detect
+
+__all__ = ["HardwareInfo", "detect"]

@@ -1,0 +1,134 @@
+"""What this machine is: accelerators, cores, memory, and the kind of notebook it is used from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from notebook_accelerate.hardware import counting
+from notebook_accelerate.hardware.devices import ROWS
+
+# Variables beyond the rows' own that change what is counted.
+_OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareInfo:
+    """What a launch needs to know about this machine."""
+
+    accelerator: str
+    """Type of the devices a training would use here: cpu, cuda, mps, xpu, npu, mlu, musa, sdaa, hpu, neuron or xla."""
+    count: int
+    """How many of them this process may use; 0 for cpu."""
+    cpu_count: int
+    """Cores this process may use (affinity and container limits applied)."""
+    memory_bytes: int
+    """Main memory in bytes (container limit applied)."""
+    host: str
+    """Where the code is typed: terminal, jupyter, colab, kaggle or vscode."""
+    loopback: str | None
+    """Name of the network interface that is this machine itself; None where it is not known."""
+
+
+def detect() -> HardwareInfo:
+    """Look at this machine; creates no context on a device and imports no torch."""
+    accelerator, number = _accelerators(_variables())
+    return HardwareInfo(
+        accelerator=accelerator,
+        count=number,
+        cpu_count=cpu_count(),
+        memory_bytes=memory_bytes(),
+        host=host(),
+        loopback=_loopback(),
+    )
+
+
+def _variables() -> tuple[tuple[str, str | None], ...]:
+    names = [*(name for row in ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
+    return tuple((name, os.environ.get(name)) for name in names)
+
+
+@lru_cache(maxsize=8)
+def _accelerators(_variables: tuple[tuple[str, str | None], ...]) -> tuple[str, int]:
+    """Return the preferred type that is there, and how many; asked once per setting of the variables."""
+    for row in ROWS:
+        if row.is_accelerator and (number := counting.count(row.type)):
+            return row.type, number
+    return "cpu", 0
+
+
+def cpu_count() -> int:
+    """Return how many cores this process may use, at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, _container_cores() or allowed))
+
+
+def _container_cores() -> int | None:
+    """Return the whole cores of the control group's time quota; None without one."""
+    for file in _control_group_files("cpu.max"):
+        quota, _, period = file.read_text(encoding="ascii").strip().partition(" ")
+        if quota != "max":
+            return -(-int(quota) // int(period or 100_000))
+    return None
+
+
+def memory_bytes() -> int:
+    """Return the main memory this process may use, in bytes."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    for file in _control_group_files("memory.max"):
+        limit = file.read_text(encoding="ascii").strip()
+        if limit != "max":
+            return min(total, int(limit))
+    return total
+
+
+def _control_group_files(name: str) -> Iterable[Path]:
+    """Return the files with a limit of this process's control group and those above it (cgroup v2), nearest first."""
+    own = Path("/proc/self/cgroup")
+    if not own.exists():
+        return []
+    lines = [line[3:] for line in own.read_text(encoding="utf-8").splitlines() if line.startswith("0::")]
+    group = Path("/sys/fs/cgroup") / lines[0].lstrip("/") if lines else Path("/sys/fs/cgroup")
+    folders = [group, *group.parents]
+    return [folder / name for folder in folders if (folder / name).is_file()]
+
+
+def host() -> str:
+    """Return where the code is typed: terminal, jupyter, colab, kaggle or vscode."""
+    if any(name.startswith("COLAB_") for name in os.environ) or "google.colab" in sys.modules:
+        return "colab"
+    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        return "kaggle"
+    if not in_kernel():
+        return "terminal"
+    return "vscode" if _in_vscode() else "jupyter"
+
+
+def in_kernel() -> bool:
+    """Tell whether this process is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+def _in_vscode() -> bool:
+    shell = sys.modules["IPython"].get_ipython()
+    return "__vsc_ipynb_file__" in getattr(shell, "user_ns", {}) or "VSCODE_PID" in os.environ
+
+
+def _loopback() -> str | None:
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.startswith("127.") for address in addresses):
+            return str(name)
+    return None
+
+
+__all__ = ["HardwareInfo", "cpu_count", "detect", "host", "in_kernel", "memory_bytes"]

@@ -1,0 +1,204 @@
+"""One row per type of device: how to address it, which back end connects it, where its random numbers live.
+
+The rows are data; what needs torch imports it when called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.config.enums import DistributedType
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRow:
+    """A type of device."""
+
+    type: str
+    """Name in ``torch.device(type)``."""
+    backend: str
+    """Back end of the process group that connects such devices."""
+    distributed_type: DistributedType
+    """What a world of several ranks on such devices is called; NO where one process is all there can be."""
+    communicator: str = "torch"
+    """Which implementation of collectives serves it: torch (process groups), xla, or none."""
+    extension: str = ""
+    """Module to import before torch knows the type; empty where torch brings it along."""
+    visible_variables: tuple[str, ...] = ()
+    """Environment variables that restrict which devices a process sees."""
+    rng: str = ""
+    """Name in ``RNGType`` of the device's own generator; empty where torch's is all there is."""
+    autocast_dtypes: tuple[str, ...] = ("bfloat16",)
+    """Dtypes that ``torch.autocast`` takes on it."""
+
+    def load(self) -> Any:
+        """Import what makes torch know this type, and return ``torch.<type>``.
+
+        Returns:
+            The module (``torch.cuda``, ``torch.npu``, ...), or None for types that have none (xla).
+
+        Raises:
+            ImportError: The extension is not installed.
+        """
+        torch = importlib.import_module("torch")
+        if self.extension:
+            importlib.import_module(self.extension)
+        return getattr(torch, self.type, None)
+
+    def device(self, index: int = 0) -> torch.device:
+        """Return the device of this type with ``index`` (types that have only one ignore it)."""
+        torch = importlib.import_module("torch")
+        self.load()
+        if self.type == "xla":
+            model: Any = importlib.import_module("torch_xla.core.xla_model")
+            return model.xla_device()  # type: ignore[no-any-return]
+        if self.type in _ONE_PER_PROCESS:
+            return torch.device(self.type)  # type: ignore[no-any-return]
+        return torch.device(self.type, index)  # type: ignore[no-any-return]
+
+    def select(self, index: int) -> torch.device:
+        """Make the device with ``index`` the current one of this process and return it."""
+        device = self.device(index)
+        module = self.load()
+        if self.type not in _ONE_PER_PROCESS and hasattr(module, "set_device"):
+            module.set_device(device)
+        return device
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call ``torch.<type>.<name>(*args)`` where the type has it.
+
+        Args:
+            name: Function of the module: empty_cache, synchronize, device_count, get_rng_state_all, ...
+            args: What it is called with.
+
+        Returns:
+            Its result; None where the type has no such function.
+        """
+        function = getattr(self.load(), name, None)
+        return None if function is None else function(*args)
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it is something other than the CPU."""
+        return self.type != "cpu"
+
+
+# Types of which a process uses exactly one device, without an index.
+_ONE_PER_PROCESS = frozenset(("cpu", "mps", "xla", "hpu", "neuron"))
+_HALF = ("float16", "bfloat16")
+
+# In order of preference on a machine that has several: specialised devices first, the CPU last.
+ROWS: tuple[DeviceRow, ...] = (
+    DeviceRow(
+        type="xla",
+        backend="xla",
+        distributed_type=DistributedType.XLA,
+        communicator="xla",
+        extension="torch_xla",
+        visible_variables=("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"),
+        rng="xla",
+    ),
+    DeviceRow(
+        type="mlu",
+        backend="cncl",
+        distributed_type=DistributedType.MULTI_MLU,
+        extension="torch_mlu",
+        visible_variables=("MLU_VISIBLE_DEVICES",),
+        rng="mlu",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(
+        type="sdaa",
+        backend="tccl",
+        distributed_type=DistributedType.MULTI_SDAA,
+        extension="torch_sdaa",
+        visible_variables=("SDAA_VISIBLE_DEVICES",),
+        rng="sdaa",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(
+        type="musa",
+        backend="mccl",
+        distributed_type=DistributedType.MULTI_MUSA,
+        extension="torch_musa",
+        visible_variables=("MUSA_VISIBLE_DEVICES",),
+        rng="musa",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(
+        type="npu",
+        backend="hccl",
+        distributed_type=DistributedType.MULTI_NPU,
+        extension="torch_npu",
+        visible_variables=("ASCEND_RT_VISIBLE_DEVICES",),
+        rng="npu",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(
+        type="hpu",
+        backend="hccl",
+        distributed_type=DistributedType.MULTI_HPU,
+        extension="habana_frameworks.torch",
+        visible_variables=("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),
+        rng="hpu",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(
+        type="neuron",
+        backend="neuron",
+        distributed_type=DistributedType.MULTI_NEURON,
+        extension="torch_neuronx",
+        visible_variables=("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"),
+        rng="neuron",
+    ),
+    DeviceRow(
+        type="cuda",
+        backend="nccl",
+        distributed_type=DistributedType.MULTI_GPU,
+        visible_variables=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        rng="cuda",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(
+        type="xpu",
+        backend="xccl",
+        distributed_type=DistributedType.MULTI_XPU,
+        visible_variables=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+        rng="xpu",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(
+        type="mps",
+        backend="gloo",
+        distributed_type=DistributedType.NO,
+        communicator="none",
+        autocast_dtypes=_HALF,
+    ),
+    DeviceRow(type="cpu", backend="gloo", distributed_type=DistributedType.MULTI_CPU, autocast_dtypes=_HALF, rng=""),
+)
+_BY_TYPE = {entry.type: entry for entry in ROWS}
+
+
+def row(device_type: str) -> DeviceRow:
+    """Return the row of a type of device.
+
+    Args:
+        device_type: Its name, as in ``torch.device(...).type``.
+
+    Returns:
+        The row.
+
+    Raises:
+        ValueError: No such type; the message lists those there are.
+    """
+    if device_type not in _BY_TYPE:
+        raise ValueError(f"device type {device_type!r} is not known; known: {', '.join(_BY_TYPE)}")
+    return _BY_TYPE[device_type]
+
+
+__all__ = ["ROWS", "DeviceRow", "row"]

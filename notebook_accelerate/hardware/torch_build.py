@@ -1,0 +1,54 @@
+"""What the installed torch was built for, read from its version file: importing torch takes a second."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """Version of torch and of the platforms it was built for; None where it was not."""
+
+    version: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether there is a torch at all."""
+        return self.version is not None
+
+
+def read() -> TorchBuild:
+    """Return what the installed torch was built for, without importing it."""
+    if (module := sys.modules.get("torch.version")) is not None:
+        return TorchBuild(
+            version=str(getattr(module, "__version__", "0")),
+            cuda=getattr(module, "cuda", None),
+            hip=getattr(module, "hip", None),
+            xpu=getattr(module, "xpu", None),
+        )
+    return _read_file()
+
+
+@lru_cache(maxsize=1)
+def _read_file() -> TorchBuild:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return TorchBuild()
+    file = Path(spec.origin).with_name("version.py")
+    source = file.read_text(encoding="utf-8") if file.exists() else ""
+    # Lines such as: cuda: Optional[str] = '12.8'
+    found = dict(re.findall(r"^(\w+)\s*(?::[^=\n]*)?=\s*'([^'\n]*)'", source, re.MULTILINE))
+    return TorchBuild(
+        version=found.get("__version__", "0"), cuda=found.get("cuda"), hip=found.get("hip"), xpu=found.get("xpu")
+    )
+
+
+__all__ = ["TorchBuild", "read"]
