@@ -1,0 +1,108 @@
+"""Every exception that notebook_accelerate raises on purpose.
+
+A user's own error, a dead worker and a broken launch are different types::
+
+    NotebookAccelerateError
+    ├── LaunchError                     the launch could not be planned or started
+    │   ├── PortInUseError              a fixed port of a multi-node launch is taken
+    │   └── DeviceBusyError             another run holds the accelerators
+    ├── WorkerError                     a run ended without success; carries ``.run``
+    │   ├── RunStoppedError             stopped by the user
+    │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
+    │   └── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
+    ├── RunNotFinishedError             results were asked for before the end
+    ├── SerializationError              something cannot travel between the kernel and a rank
+    ├── ChannelClosedError              the other end of a channel is gone
+    └── DistributedOperationException   debug mode: ranks passed different tensors to a collective
+
+Bad arguments raise plain ``ValueError`` or ``TypeError``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.telemetry.failure import RankFailure
+
+
+class NotebookAccelerateError(Exception):
+    """Base of every exception of this package."""
+
+
+class LaunchError(NotebookAccelerateError):
+    """A launch could not be planned or its processes could not be started."""
+
+
+class PortInUseError(LaunchError):
+    """The fixed port of a multi-node launch is taken on this machine."""
+
+
+class DeviceBusyError(LaunchError):
+    """Another run of this kernel holds the accelerators that this launch needs."""
+
+
+class WorkerError(NotebookAccelerateError):
+    """A run ended without success.
+
+    Args:
+        message: What happened, in one paragraph.
+        run: The run, with everything that was kept of it: logs, metrics, ranks, report.
+        failures: One entry per rank that failed, the first failure first.
+
+    Attributes:
+        rank: Global index of the rank that failed first; None when no rank did (stop, timeout).
+        results: What the ranks that succeeded returned, by rank.
+    """
+
+    def __init__(self, message: str, run: Run | None = None, failures: Sequence[RankFailure] = ()) -> None:
+        super().__init__(message)
+        self.run = run
+        self.failures = tuple(failures)
+
+    @property
+    def rank(self) -> int | None:
+        return self.failures[0].rank if self.failures else None
+
+    @property
+    def results(self) -> Mapping[int, object]:
+        if self.run is None:
+            return {}
+        return {info.rank: info.result for info in self.run.ranks if info.state == "succeeded"}
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines IPython shows instead of the supervisor's own frames."""
+        if self.run is None:
+            return [f"{type(self).__name__}: {self}"]
+        return self.run.report().error_lines(self)
+
+
+class RunStoppedError(WorkerError):
+    """The run was stopped: by the stop button, by ``run.stop()``, or with the kernel."""
+
+
+class RunTimeoutError(WorkerError):
+    """The run reached its ``timeout`` or ``hang_timeout`` and was stopped."""
+
+
+class WorkerDiedError(WorkerError):
+    """A rank's process ended without raising: killed by a signal, or by ``os._exit``."""
+
+
+class RunNotFinishedError(NotebookAccelerateError):
+    """The results of a run were asked for before it ended."""
+
+
+class SerializationError(NotebookAccelerateError):
+    """A function, argument, return value or exception cannot travel between the kernel and a rank."""
+
+
+class ChannelClosedError(NotebookAccelerateError):
+    """The other end of a channel is gone."""
+
+
+class DistributedOperationException(NotebookAccelerateError):  # noqa: N818 - Accelerate's name
+    """Ranks passed different structures, shapes or dtypes to a collective (checked where ACCELERATE_DEBUG_MODE=1)."""
