@@ -1,0 +1,26 @@
+"""Loaders that give every rank its share of the data, put it on the device, and can start in the middle."""
+
+from __future__ import annotations
+
+from notebook_accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
+from notebook_accelerate.data_loader.iterable import IterableDatasetShard
+from notebook_accelerate.data_loader.prepare import prepare_data_loader
+from notebook_accelerate.data_loader.samplers import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
+)
+from notebook_accelerate.data_loader.shard import DataLoaderShard
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderAdapter",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "get_sampler",
+    "prepare_data_loader",
+]

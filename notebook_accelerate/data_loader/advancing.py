@@ -1,0 +1,105 @@
+"""Starting an index stream in the middle, at a cost that does not grow with what is skipped."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from types import GeneratorType
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch.utils.data import BatchSampler
+
+Item = TypeVar("Item")
+
+_END: Any = object()
+_JUMPING = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+
+@runtime_checkable
+class Skippable(Protocol):
+    """A batch sampler that can start at a later batch by itself."""
+
+    def iterate_from(self, skipped: int) -> Iterator[Any]:
+        """Iterate over the batches that follow the first `skipped` ones."""
+
+
+def iterate_from(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
+    """Iterate over a batch sampler (or any iterable) as if its first batches were not there.
+
+    torch's own BatchSampler is not asked for the skipped batches: its sampler's indices are moved instead.
+
+    Args:
+        batches: A batch sampler, a sampler, or any other iterable.
+        skipped: How many batches to leave out, 0 or more.
+
+    Returns:
+        An iterator over the batches that remain.
+    """
+    if isinstance(batches, Skippable):
+        return batches.iterate_from(skipped)
+    if skipped and type(batches) is BatchSampler:
+        moved = advance(iter(batches.sampler), skipped * batches.batch_size)
+        return iter(BatchSampler(moved, batches.batch_size, batches.drop_last))  # type: ignore[arg-type]
+    return advance(iter(batches), skipped)
+
+
+def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any], Iterator[Any]]:
+    """Read the first batches of an epoch, then iterate from a later batch of the same epoch.
+
+    The sampler is iterated once only: a second iteration would draw another permutation.
+
+    Args:
+        batches: A batch sampler, or any iterable of batches.
+        skipped: How many batches to leave out of the iterator, 0 or more.
+        kept: How many of the epoch's first batches to return in the list; fewer if there are fewer.
+
+    Returns:
+        The epoch's first `kept` batches, and an iterator over the batches after the first `skipped`.
+    """
+    if not kept:
+        return [], iterate_from(batches, skipped)
+    if type(batches) is BatchSampler:
+        size, drop_last = batches.batch_size, batches.drop_last
+        indices = iter(batches.sampler)
+        opening = list(BatchSampler(itertools.islice(indices, kept * size), size, drop_last))  # type: ignore[arg-type]
+        rest = iter(BatchSampler(advance(indices, max(skipped - kept, 0) * size), size, drop_last))  # type: ignore[arg-type]
+    else:
+        rest = iter(batches)
+        opening = list(itertools.islice(rest, kept))
+        rest = advance(rest, max(skipped - kept, 0))
+    return opening, itertools.chain(opening[skipped:], rest)
+
+
+def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
+    """Move an iterator forward by a number of items.
+
+    Iterators over lists, tuples and ranges jump. A generator that hands on such an iterator (``yield from
+    torch.randperm(n).tolist()``, as torch's RandomSampler does) jumps inside it. Everything else is read.
+
+    Args:
+        iterator: The iterator to move; it may have been started.
+        count: How many items to leave out, 0 or more.
+
+    Returns:
+        The same iterator, `count` items further or at its end.
+    """
+    count -= _jump(iterator, count)
+    if count and isinstance(iterator, GeneratorType) and next(iterator, _END) is not _END:
+        inner = iterator.gi_yieldfrom
+        while isinstance(inner, GeneratorType):
+            inner = inner.gi_yieldfrom
+        count -= 1 + _jump(inner, count - 1)
+    next(itertools.islice(iterator, count, count), None)
+    return iterator
+
+
+def _jump(iterator: Any, count: int) -> int:
+    """Move an iterator over a stored sequence by up to `count` items and say by how many."""
+    if type(iterator) not in _JUMPING:
+        return 0
+    stride: int = min(count, iterator.__length_hint__())
+    if stride > 0:
+        # Before Python 3.12 a position is counted from the start of the sequence, and for ranges since then from here.
+        _, _, *position = iterator.__reduce__()
+        iterator.__setstate__((position[0] if position and position[0] is not None else 0) + stride)
+    return stride

@@ -1,0 +1,159 @@
+"""What every prepared loader is: a torch loader that knows where in its epoch it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from notebook_accelerate.data_loader.iterable import IterableDatasetShard
+from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, innermost
+from notebook_accelerate.state import GradientState
+
+NOTHING: Any = object()
+
+
+class DataLoaderStateMixin:
+    """Tells the gradient state which loader is read, and whether its last batch is out.
+
+    Attributes:
+        end_of_dataloader: Whether the last batch of this pass has been handed out.
+        remainder: How many samples of the last round (one batch of every rank) are real; 0: all of them; -1: not known,
+            or none of them is padding.
+        gradient_state: The state that is told.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+    gradient_state: GradientState
+
+    def reset(self) -> None:
+        """Forget where the last pass ended."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Start a pass: from now on this is the loader that is read."""
+        self.reset()
+        if not getattr(self, "_drop_last", False):
+            with suppress(TypeError, AttributeError, NotImplementedError):  # datasets and samplers without a length
+                self.remainder = self.total_dataset_length % self.total_batch_size  # type: ignore[attr-defined]
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """End a pass, finished or not."""
+        self.gradient_state._remove_dataloader(self)
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A torch DataLoader, or torchdata's StatefulDataLoader under the same class.
+
+    Args:
+        dataset: The dataset to load from.
+        use_stateful_dataloader: Build on torchdata's StatefulDataLoader, whose position can be saved and restored.
+        batch_sampler: The batch sampler, or None.
+        **kwargs: What torch's DataLoader takes.
+    """
+
+    use_stateful_dataloader: bool
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        if use_stateful_dataloader:
+            from notebook_accelerate.data_loader.stateful import stateful_class
+
+            object.__setattr__(self, "__class__", stateful_class(type(self)))
+        self.use_stateful_dataloader = use_stateful_dataloader
+        super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The torch loader: this object itself."""
+        return self
+
+    def batches(self) -> Iterator[Any]:
+        """Iterate as torch does, without any of the additions."""
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where in its epoch this loader is.
+
+        Raises:
+            ValueError: The loader is not built on torchdata's StatefulDataLoader.
+        """
+        raise ValueError(_NOT_STATEFUL)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on, in the next pass, from where a state was saved.
+
+        Raises:
+            ValueError: The loader is not built on torchdata's StatefulDataLoader.
+        """
+        raise ValueError(_NOT_STATEFUL)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Do nothing: states are taken for the batches handed out, never for those read ahead."""
+
+
+_NOT_STATEFUL = (
+    "This loader does not save its position. Prepare it with "
+    "Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)), which needs torchdata."
+)
+
+
+class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """What the loaders made by `prepare` share: epochs, samplers, skipping.
+
+    Attributes:
+        iteration: Number of the epoch that the next pass reads; a finished pass adds one.
+        skip_batches: How many batches at the start of the next passes are left out.
+    """
+
+    iteration: int
+    skip_batches: int
+    device: torch.device | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next pass reads, for the sampler and the dataset.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        self.iteration = epoch
+        sampler = get_sampler(self)
+        for part in (innermost(self.batch_sampler), sampler, self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def get_sampler(self) -> Any:
+        """Find the sampler that orders the indices.
+
+        Returns:
+            The sampler; None where a custom batch sampler has none.
+        """
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler that orders the indices, for instance by one restored from a checkpoint.
+
+        The next pass reads the epoch that a SeedableRandomSampler is in.
+
+        Args:
+            sampler: The sampler to use from the next pass on.
+        """
+        if self.batch_sampler is None:
+            vars(self)["sampler"] = sampler  # torch forbids the assignment; without batches nothing depends on it
+        else:
+            innermost(self.batch_sampler).sampler = sampler
+        if isinstance(sampler, SeedableRandomSampler):
+            self.iteration = sampler.epoch
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples of the whole dataset."""
+        dataset: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        return int(dataset.total_length) if hasattr(dataset, "total_length") else len(dataset)

@@ -1,0 +1,84 @@
+"""One rank's share of a dataset that can only be iterated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One rank's share of an iterable dataset.
+
+    All ranks iterate over the whole dataset, in windows of one global batch; each yields its own part of a window. The
+    last window is filled from the first one, so that all ranks yield the same number of samples.
+
+    Args:
+        dataset: The dataset to divide. It must give the same samples in the same order on every rank.
+        batch_size: Samples per batch: of one rank without `split_batches`, of all ranks together with it.
+        drop_last: Leave out a last window that is not full.
+        num_processes: How many ranks share the dataset.
+        process_index: This rank.
+        split_batches: `batch_size` counts the samples of all ranks together.
+
+    Raises:
+        ValueError: `split_batches` and a batch size that the number of processes does not divide.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ValueError(
+                f"split_batches cuts every batch into num_processes={num_processes} equal parts, but the batch size is "
+                f"{batch_size}. Take a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.last_window: int | None = None
+
+    @property
+    def window(self) -> int:
+        """Number of samples that all ranks together take at a time."""
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the dataset, if it takes one.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        length = len(self.dataset)  # type: ignore[arg-type]
+        windows = length // self.window if self.drop_last else math.ceil(length / self.window)
+        return windows * (self.window // self.num_processes)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.last_window = None
+        window, part = self.window, self.window // self.num_processes
+        first = part * self.process_index
+        samples = iter(self.dataset)
+        opening = current = list(itertools.islice(samples, window))
+        while len(current) == window:
+            yield from current[first : first + part]
+            current = list(itertools.islice(samples, window))
+        self.last_window = len(current)
+        if current and not self.drop_last:
+            padded = itertools.islice(itertools.chain(current, itertools.cycle(opening)), first, first + part)
+            yield from padded

@@ -1,0 +1,237 @@
+"""Samplers that order, divide and skip: which index goes to which rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from notebook_accelerate.data_loader.advancing import iterate_from, open_from
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order depends on its seed and its epoch only.
+
+    The order of epoch `e` is the one a generator seeded with ``initial_seed + e`` gives, on every rank and after every
+    restart. Finishing an iteration moves the sampler to the next epoch.
+
+    Args:
+        *args: What torch's RandomSampler takes.
+        **kwargs: What torch's RandomSampler takes, and `data_seed` (int or None): the seed of epoch 0; torch's initial
+            seed by default.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        data_seed = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.epoch + self.initial_seed)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration gives.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+        """
+        self.epoch = epoch
+
+
+class BatchSamplerShard(BatchSampler):
+    """One rank's share of the batches of a batch sampler.
+
+    Without `split_batches` rank `r` gets the batches `r`, `r + num_processes`, …; with it every batch is cut into
+    `num_processes` equal parts. Batches are never changed in place.
+
+    Args:
+        batch_sampler: The batch sampler to divide. Its `batch_size` (None where it has none) and `drop_last` (False
+            where it has none) decide how the end is treated.
+        num_processes: How many ranks share the batches.
+        process_index: This rank.
+        split_batches: Cut every batch instead of handing out whole batches.
+        even_batches: Where the end does not suffice for all ranks, go on with the indices from the start of the epoch,
+            so that all ranks get the same number of equally large batches. Otherwise some ranks get a smaller batch, or
+            one batch less.
+
+    Raises:
+        ValueError: `split_batches` and a batch size that the number of processes does not divide.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        batch_size = getattr(batch_sampler, "batch_size", None)
+        if split_batches and (batch_size is None or batch_size % num_processes):
+            raise ValueError(
+                f"split_batches cuts every batch into num_processes={num_processes} equal parts, but the batch size is "
+                f"{batch_size}. Take a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
+            )
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = batch_size
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the divided batch sampler, for all ranks together."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        if self.split_batches:
+            return self.total_length
+        rounds, left = divmod(self.total_length, self.num_processes)
+        if left == 0 or self.drop_last:
+            return rounds
+        return rounds + int(self.even_batches or self.process_index < left)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, skipped: int) -> Iterator[list[int]]:
+        """Iterate over this rank's share without its first batches.
+
+        Args:
+            skipped: How many of this rank's batches to leave out.
+
+        Returns:
+            An iterator over the rest; its padding is the same as if nothing had been left out.
+        """
+        return self._parts(skipped) if self.split_batches else self._turns(skipped)
+
+    def _turns(self, skipped: int) -> Iterator[list[int]]:
+        """Hand out whole batches in turn."""
+        count, rank = self.num_processes, self.process_index
+        opening, batches = open_from(self.batch_sampler, skipped * count, count if self._pads else 0)
+        turn = list(itertools.islice(batches, count))
+        while turn:
+            following = list(itertools.islice(batches, count))
+            full = len(turn) == count and (self.batch_size is None or len(turn[-1]) >= self.batch_size)
+            if following or full:
+                yield turn[rank]
+            elif not self.drop_last:
+                yield from self._last_turn(turn, opening)
+            turn = following
+
+    def _last_turn(self, turn: list[list[int]], opening: list[list[int]]) -> Iterator[list[int]]:
+        """Hand out the last batches, which do not suffice for every rank."""
+        rank = self.process_index
+        if not self._pads:
+            yield from turn[rank : rank + 1]
+        elif self.batch_size is None:
+            yield [*turn, *itertools.islice(itertools.cycle(opening), self.num_processes)][rank]
+        else:
+            batches = turn + [[]] * (self.num_processes - len(turn))
+            missing = [max(self.batch_size - len(batch), 0) for batch in batches]
+            yield batches[rank] + _cycle(opening, sum(missing[:rank]), missing[rank])
+
+    def _parts(self, skipped: int) -> Iterator[list[int]]:
+        """Cut every batch into equal parts."""
+        opening, batches = open_from(self.batch_sampler, skipped, 1 if self._pads else 0)
+        for batch in batches:
+            if len(batch) < self.batch_size and self.drop_last:
+                continue
+            part = max(self.batch_size, len(batch) + -len(batch) % self.num_processes) // self.num_processes
+            first = part * self.process_index
+            share = batch[first : first + part]
+            if self._pads and len(share) < part:
+                share = share + _cycle(opening, max(first - len(batch), 0), part - len(share))
+            if share:
+                yield share
+
+    @property
+    def _pads(self) -> bool:
+        return self.even_batches and not self.drop_last
+
+
+def _cycle(batches: list[list[int]], start: int, count: int) -> list[int]:
+    """Take `count` indices from the endless repetition of some batches, from position `start` on."""
+    indices = list(itertools.chain.from_iterable(batches))
+    return [indices[position % len(indices)] for position in range(start, start + count)]
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Attributes that are not its own are those of the batch sampler it stands before.
+
+    Args:
+        batch_sampler: The batch sampler whose first batches are left out.
+        skip_batches: How many.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not there yet, while unpickling
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches, the skipped ones included."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(self.total_length - self.skip_batches, 0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, skipped: int) -> Iterator[list[int]]:
+        """Iterate over the batches after the skipped ones and some more.
+
+        Args:
+            skipped: How many batches to leave out beside `skip_batches`.
+
+        Returns:
+            An iterator over the rest.
+        """
+        return iterate_from(self.batch_sampler, self.skip_batches + skipped)
+
+
+def innermost(batch_sampler: Any) -> Any:
+    """Find the batch sampler at the bottom of those that divide and skip.
+
+    Args:
+        batch_sampler: A batch sampler, or a stack of BatchSamplerShard and SkipBatchSampler over one.
+
+    Returns:
+        The batch sampler that reads a sampler.
+    """
+    while isinstance(batch_sampler, BatchSamplerShard | SkipBatchSampler):
+        batch_sampler = batch_sampler.batch_sampler
+    return batch_sampler
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Find the sampler that orders the indices of a loader.
+
+    Args:
+        dataloader: A loader, prepared or not.
+
+    Returns:
+        The sampler; None where a custom batch sampler has none.
+    """
+    if dataloader.batch_sampler is None:
+        return dataloader.sampler
+    batch_sampler = innermost(dataloader.batch_sampler)
+    return getattr(batch_sampler, "sampler", None)
