@@ -53,7 +53,7 @@ lint: $(SETUP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	PYTHONPATH=. $(PY) -c "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+	PYTHONPATH=. $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 bench: $(BENCH_READY)
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks

@@ -15,7 +15,8 @@ import psutil
 
 # Set by libraries when they are first imported, or by pytest for its own use.
 _ENVIRONMENT_NOISE = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "COLUMNS", "LINES")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM)
+# SIGALRM belongs to the test runner: its timeout.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,100 @@
+"""The order of the rooms, the rooms without torch, and what importing the package costs."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "notebook_accelerate"
+KERNEL_SIDE = ("launch", "launchers", "magics", "widgets")
+WORKER_SIDE = (
+    "accelerator",
+    "big_modeling",
+    "checkpointing",
+    "collectives",
+    "data_loader",
+    "optimizer",
+    "precision",
+    "scheduler",
+    "state",
+    "strategies",
+    "tracking",
+)
+TORCH_FREE_ROOMS = ("config", "hardware", "telemetry", "widgets")
+TORCH_FREE_MODULES = ("notebook_accelerate", "notebook_accelerate.errors", "notebook_accelerate.launch.planner")
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def _torch_free_modules() -> list[str]:
+    names = list(TORCH_FREE_MODULES)
+    for room in TORCH_FREE_ROOMS:
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+@pytest.mark.parametrize("room", [*TORCH_FREE_MODULES, *(f"notebook_accelerate.{room}" for room in TORCH_FREE_ROOMS)])
+def test_importing_a_torch_free_room_loads_no_torch(room: str) -> None:
+    modules = [name for name in _torch_free_modules() if name == room or name.startswith(f"{room}.")]
+    modules = [room] if room == "notebook_accelerate" else modules
+    code = f"import sys, importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+    done = _python(code + "    assert 'torch' not in sys.modules, f'{name} loads torch'")
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_takes_milliseconds() -> None:
+    code = "import time; t = time.perf_counter(); import notebook_accelerate; print(time.perf_counter() - t)"
+    seconds = [float(_python(code).stdout) for _ in range(5)]
+    print(f"\nimport notebook_accelerate: median {1000 * statistics.median(seconds):.1f} ms (goal: 50 ms)")
+    assert statistics.median(seconds) < 0.15  # three times the goal: machines that test are busy
+
+
+def test_imports_between_the_rooms_keep_their_order() -> None:
+    code = (
+        "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command(['--no-cache']))"
+    )
+    done = _python(code)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _exists(room: str) -> bool:
+    return (PACKAGE / room / "__init__.py").exists() or (PACKAGE / f"{room}.py").exists()
+
+
+def _contract(name: str) -> dict[str, list[str]]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    return next(contract for contract in contracts if contract["id"] == name)
+
+
+def test_rooms_that_exist_are_not_marked_as_coming() -> None:
+    optional = re.findall(r"\((\w+)\)", " ".join(_contract("rooms")["layers"]))
+    there = [room for room in optional if _exists(room)]
+    assert there == [], "take the brackets off these rooms in pyproject.toml, [[tool.importlinter.contracts]] rooms"
+
+
+@pytest.mark.parametrize(
+    ("key", "rooms"), [("source_modules", KERNEL_SIDE), ("forbidden_modules", WORKER_SIDE)], ids=["kernel", "worker"]
+)
+def test_the_rooms_of_each_side_are_in_the_contract(key: str, rooms: tuple[str, ...]) -> None:
+    named = _contract("kernel-side")[key]
+    missing = [f"notebook_accelerate.{room}" for room in rooms if _exists(room)]
+    assert sorted(set(missing) - set(named)) == [], f"add to {key} of the contract kernel-side in pyproject.toml"

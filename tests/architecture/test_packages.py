@@ -1,0 +1,110 @@
+"""pyproject.toml, the tree and the package root say the same."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef]
+
+import notebook_accelerate
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "notebook_accelerate"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ROOM_FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def _packages_of_the_tree() -> set[str]:
+    folders = {path.parent for base in (PACKAGE, ROOT / "widgets") for path in base.rglob("*.py")}
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    return {re.sub(r"^widgets", "notebook_accelerate.widgets", name) for name in names}
+
+
+def test_every_package_of_the_tree_is_listed() -> None:
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    missing = sorted(_packages_of_the_tree() - set(listed))
+    lines = "\n".join(f'    "{name}",' for name in missing)
+    assert not missing, f"add under [tool.setuptools] packages in pyproject.toml:\n{lines}"
+    gone = sorted(set(listed) - _packages_of_the_tree())
+    assert not gone, f"take out of [tool.setuptools] packages in pyproject.toml, no such folder: {gone}"
+    assert listed == sorted(listed)
+
+
+def test_every_package_has_an_init_module() -> None:
+    folders = {path.parent for path in ROOM_FILES} | {path.parent for path in (ROOT / "widgets").rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_widgets_is_a_link_to_the_top_level_folder() -> None:
+    link = PACKAGE / "widgets"
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / "widgets"
+    import notebook_accelerate.widgets
+
+    assert Path(str(notebook_accelerate.widgets.__file__)).resolve() == ROOT / "widgets" / "__init__.py"
+
+
+def test_the_type_marker_and_the_static_files_are_packaged() -> None:
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    assert "py.typed" in data["notebook_accelerate"]
+    assert (PACKAGE / "py.typed").exists()
+    assert "static/*" in data["notebook_accelerate.widgets"]
+
+
+@pytest.mark.parametrize("name", notebook_accelerate.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(notebook_accelerate, name) is not None
+
+
+def test_the_three_lists_of_public_names_agree() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    table = {name: f"notebook_accelerate.{home}" for name, home in notebook_accelerate._MODULE_OF_NAME.items()}
+    assert typed == table
+    assert sorted(notebook_accelerate.__all__) == sorted(table)
+    assert set(notebook_accelerate.__all__) <= set(dir(notebook_accelerate))
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'acelerator'"):
+        _ = notebook_accelerate.acelerator
+    with pytest.raises(ImportError):
+        importlib.import_module("notebook_accelerate.acelerator")
+
+
+def test_no_room_imports_names_from_the_package_root() -> None:
+    offenders = []
+    for path in ROOM_FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "notebook_accelerate" and node.level == 0:
+                names = [alias.name for alias in node.names if not _is_module(alias.name)]
+                offenders += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
+    assert offenders == [], "import from the room that owns the name"
+
+
+def _is_module(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+
+
+def test_every_make_command_of_the_documents_exists() -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name in ("README.md", "CONTRIBUTING.md", ".ci/run"):
+        named = re.findall(r"(?<![\w-])make ([a-z][a-z-]*[a-z])(?=[`\s])", _commands((ROOT / name).read_text()))
+        assert set(named) <= targets, name
+    assert {"demo", "test", "lint", "bench", "lab", "test-gpu"} <= targets
+
+
+def _commands(text: str) -> str:
+    """Return what stands in backticks, fenced or indented code, and shell lines: where commands are written."""
+    code = re.findall(r"`[^`\n]+`", text)
+    lines = [line for line in text.splitlines() if re.match(r"(\s{4,}|exec |\$ )?make |\s{4,}", line)]
+    return "\n".join([*code, *lines]) + "\n"
