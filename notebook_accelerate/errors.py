@@ -11,6 +11,9 @@ A user's own error, a dead worker and a broken launch are different types::
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
     │   └── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
     ├── RunNotFinishedError             results were asked for before the end
+    ├── CheckpointError                 a checkpoint could not be written or loaded
+    │   ├── BrokenCheckpointError       it is incomplete or damaged
+    │   └── CheckpointMismatchError     it belongs to another world size, strategy or set of objects
     ├── SerializationError              something cannot travel between the kernel and a rank
     ├── ChannelClosedError              the other end of a channel is gone
     └── DistributedOperationException   debug mode: ranks passed different tensors to a collective
@@ -94,6 +97,18 @@ class WorkerDiedError(WorkerError):
 
 class RunNotFinishedError(NotebookAccelerateError):
     """The results of a run were asked for before it ended."""
+
+
+class CheckpointError(NotebookAccelerateError, RuntimeError):
+    """A checkpoint could not be written or loaded."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """A checkpoint was never finished, or its files are not what its manifest says."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint belongs to another world size, strategy or set of objects."""
 
 
 class SerializationError(NotebookAccelerateError):
