@@ -25,8 +25,8 @@ setup: $(SETUP)
 
 $(READY): requirements/dev.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/dev.txt
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 # The benchmark environment is the development environment plus the peer; it shares the large packages by path.
@@ -34,7 +34,7 @@ $(BENCH_READY): $(READY) requirements/bench.txt
 	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
 	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$($(BENCH_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
+	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
 	touch $@
 
 demo: $(SETUP)
@@ -59,7 +59,7 @@ bench: $(BENCH_READY)
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks
 
 lab: $(SETUP)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:

@@ -1,0 +1,45 @@
+"""The runner of the test groups: counts, exit status, what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import groups
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(groups, "ROOT", tmp_path)
+    monkeypatch.setattr(groups, "LOGS", tmp_path / "logs")
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
+    (tmp_path / "tests" / "parity").mkdir()
+    (tmp_path / "tests" / "gpu").mkdir()
+    (tmp_path / "tests" / "parity" / "test_b.py").write_text("def test_b(): pass\n")
+    return tmp_path
+
+
+def test_groups_without_tests_are_left_out_and_counts_add_up(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "tests" / "unit" / "test_a.py").write_text(
+        "import pytest\ndef test_a(): pass\n@pytest.mark.skip(reason='why')\ndef test_c(): pass\n"
+    )
+    assert list(groups.present()) == ["unit", "rules"]
+    assert groups.main() == 0
+    closing = capsys.readouterr().out.strip().splitlines()[-1]
+    assert closing.startswith("=")
+    assert " 2 passed, 1 skipped in " in closing
+
+
+def test_one_failure_fails_the_whole_and_shows_the_log(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "tests" / "unit" / "test_a.py").write_text("def test_a():\n    assert 'spade' == 'shovel'\n")
+    assert groups.main() == 1
+    out = capsys.readouterr().out
+    assert "assert 'spade' == 'shovel'" in out
+    assert "failed groups: unit" in out
+    assert " 1 failed, 1 passed in " in out.strip().splitlines()[-1]
+
+
+def test_a_tree_without_tests_does_not_pass(tree: Path) -> None:
+    (tree / "tests" / "parity" / "test_b.py").unlink()
+    assert groups.main() == 1
