@@ -5,15 +5,34 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 PREFIX = "ACCELERATE_"
 _TRUE = frozenset(("1", "true", "yes", "on", "y", "t"))
 _FALSE = frozenset(("0", "false", "no", "off", "n", "f"))
 
+_FORBIDDEN = frozenset(";\n<> ")
+
 _T = TypeVar("_T", bound=Callable[..., Any])
+_ignored: ContextVar[bool] = ContextVar("ignored", default=False)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Let `flag`, `text`, `integer` and `choice` see no variable inside a with block, in this thread or task only."""
+    token = _ignored.set(True)
+    try:
+        yield
+    finally:
+        _ignored.reset(token)
+
+
+def _get(name: str) -> str:
+    return "" if _ignored.get() else os.environ.get(name, "").strip()
 
 
 def parse_flag(value: str) -> bool:
@@ -42,8 +61,8 @@ def flag(name: str, default: bool = False) -> bool:
     Raises:
         ValueError: It is neither a yes nor a no.
     """
-    value = os.environ.get(name, "")
-    if not value.strip():
+    value = _get(name)
+    if not value:
         return default
     try:
         return parse_flag(value)
@@ -53,7 +72,7 @@ def flag(name: str, default: bool = False) -> bool:
 
 def text(name: str, default: str | None = None) -> str | None:
     """Return the variable ``name``, ``default`` where it is unset or empty."""
-    return os.environ.get(name) or default
+    return _get(name) or default
 
 
 def integer(name: str, default: int | None = None) -> int | None:
@@ -62,7 +81,7 @@ def integer(name: str, default: int | None = None) -> int | None:
     Raises:
         ValueError: It is not a whole number.
     """
-    value = os.environ.get(name, "").strip()
+    value = _get(name)
     if not value:
         return default
     try:
@@ -77,7 +96,7 @@ def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str
     Raises:
         ValueError: It is something else.
     """
-    value = os.environ.get(name, "").strip().lower()
+    value = _get(name).lower()
     if not value:
         return default
     if value not in allowed:
@@ -103,6 +122,88 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(getattr(value, "value", value))
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read a yes or a no as a number.
+
+    Args:
+        value: What `parse_flag` takes; a bool is taken as it is.
+        to_bool: Return True or False instead of 1 or 0.
+
+    Returns:
+        1 or 0, or True or False.
+
+    Raises:
+        ValueError: It is neither a yes nor a no.
+    """
+    answer = parse_flag(str(value))
+    return answer if to_bool else int(answer)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """Return the first of several variables that holds a number of at least 0.
+
+    Args:
+        env_keys: Names, the preferred one first.
+        default: What to return when none does.
+
+    Returns:
+        The number.
+    """
+    names = [env_keys] if isinstance(env_keys, str) else env_keys
+    for name in names:
+        number = integer(name, -1)
+        if number is not None and number >= 0:
+            return number
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return the variable `key` as a truth value, `default` where it is unset.
+
+    Args:
+        key: Name of the variable.
+        default: What an unset variable means.
+
+    Returns:
+        Whether it is a yes.
+    """
+    return flag(key, default)
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the variable `key` as text, `default` where it is unset.
+
+    Args:
+        key: Name of the variable.
+        default: What an unset variable means.
+
+    Returns:
+        The text.
+    """
+    return os.environ.get(key, str(default))
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    """Return variables as lines ``NAME=value`` of an environment file.
+
+    Args:
+        current_env: Values by name.
+
+    Returns:
+        One line each, ended by a newline. Left out, with a warning: names and values that are empty or hold a
+        space, newline, semicolon, < or >.
+    """
+    lines = []
+    for name, value in current_env.items():
+        if not value or _FORBIDDEN & set(f"{name}{value}"):
+            warnings.warn(
+                f"{name}={value!r} is left out: it is empty or holds a space, newline, ';', '<' or '>'", stacklevel=2
+            )
+            continue
+        lines.append(f"{name}={value}\n")
+    return lines
 
 
 @contextmanager
@@ -235,11 +336,25 @@ __all__ = [
     "as_text",
     "choice",
     "clear_environment",
+    "convert_dict_to_env_variables",
     "flag",
+    "get_int_from_env",
+    "ignored",
     "integer",
+    "parse_choice_from_env",
     "parse_flag",
+    "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
     "put",
+    "str_to_bool",
     "text",
 ]
+
+
+def worker_variables(*, mixed_precision: str, cpu: bool) -> dict[str, str]:
+    """Return the ACCELERATE_* variables that tell a launched worker what the launch was asked for."""
+    values = {"ACCELERATE_MIXED_PRECISION": mixed_precision, "FORK_LAUNCHED": "1"}
+    if cpu:
+        values["ACCELERATE_USE_CPU"] = "true"
+    return values

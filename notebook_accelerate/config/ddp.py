@@ -1,0 +1,100 @@
+"""How DistributedDataParallel wraps a model, and how it compresses gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+from notebook_accelerate.config.enums import DDPCommunicationHookType
+from notebook_accelerate.config.kwargs_handlers import KwargsHandler
+
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+# Module and function of each hook; the rows below it take a state made from ``comm_state_option``.
+_HOOK_OF_TYPE = {
+    DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_hook"),
+    DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_hook"),
+    DDPCommunicationHookType.POWER_SGD: ("powerSGD_hook", "powerSGD_hook"),
+    DDPCommunicationHookType.BATCHED_POWER_SGD: ("powerSGD_hook", "batched_powerSGD_hook"),
+}
+_WITH_STATE = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+_WRAPPER_OF_TYPE = {
+    DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_wrapper"),
+    DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_wrapper"),
+}
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of ``torch.nn.parallel.DistributedDataParallel``, and a communication hook for its gradients."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    """Size of a bucket of gradients that is reduced at once, in MiB."""
+    find_unused_parameters: bool = False
+    """Whether some parameters may get no gradient in a step."""
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    """Whether gradients live in the buckets, which saves their copy."""
+    static_graph: bool = False
+    """Whether every step uses the same parameters in the same order."""
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """How gradients are compressed."""
+    comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
+        DDPCommunicationHookType.NO
+    )
+    """What the hook's own messages are cast to."""
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``PowerSGDState`` for the power_sgd hooks, such as ``matrix_approximation_rank``."""
+
+    def __post_init__(self) -> None:
+        self.comm_hook = _member("comm_hook", self.comm_hook, list(DDPCommunicationHookType))
+        wrappers = [DDPCommunicationHookType.NO, *_WRAPPER_OF_TYPE]
+        self.comm_wrapper = _member("comm_wrapper", self.comm_wrapper, wrappers)  # type: ignore[assignment]
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return the fields by name.
+
+        Args:
+            ignore_keys: Fields left out; by default those that are no arguments of DistributedDataParallel.
+
+        Returns:
+            Values by field.
+        """
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Register the hook on a wrapped model; every rank must call this, once per model.
+
+        Args:
+            model: A ``DistributedDataParallel``.
+        """
+        if self.comm_hook == DDPCommunicationHookType.NO:
+            return
+        hook = _function(*_HOOK_OF_TYPE[self.comm_hook])
+        if self.comm_wrapper != DDPCommunicationHookType.NO:
+            hook = _function(*_WRAPPER_OF_TYPE[self.comm_wrapper])(hook)
+        model.register_comm_hook(state=self._hook_state(), hook=hook)
+
+    def _hook_state(self) -> Any:
+        if self.comm_hook not in _WITH_STATE:
+            return None
+        return _function("powerSGD_hook", "PowerSGDState")(None, **self.comm_state_option)
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(import_module(f"{_HOOKS}.{module}"), name)
+
+
+def _member(
+    name: str, value: DDPCommunicationHookType | str, allowed: list[DDPCommunicationHookType]
+) -> DDPCommunicationHookType:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: {', '.join(allowed)}")
+    return DDPCommunicationHookType(value)
+
+
+__all__ = ["DistributedDataParallelKwargs"]

@@ -1,0 +1,71 @@
+"""How ``torch.compile`` compiles prepared models."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.enums import DynamoBackend
+from notebook_accelerate.config.kwargs_handlers import KwargsHandler
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments of ``torch.compile``; what is None is read from ACCELERATE_DYNAMO_* variables."""
+
+    backend: DynamoBackend | None = None
+    """The compiler (ACCELERATE_DYNAMO_BACKEND); default: NO, which compiles nothing."""
+    mode: str | None = None
+    """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs (ACCELERATE_DYNAMO_MODE)."""
+    fullgraph: bool | None = None
+    """Whether a graph break is an error (ACCELERATE_DYNAMO_USE_FULLGRAPH); default: False."""
+    dynamic: bool | None = None
+    """Whether shapes are traced as variables (ACCELERATE_DYNAMO_USE_DYNAMIC); default: torch decides."""
+    options: Any = None
+    """Settings of the back end."""
+    disable: bool = False
+    """Whether ``torch.compile`` does nothing."""
+    use_regional_compilation: bool | None = None
+    """Whether repeated blocks are compiled once instead of the whole model; default: False.
+
+    Read from ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION.
+    """
+
+    def __post_init__(self) -> None:
+        self.backend = _backend(self.backend or environ.text("ACCELERATE_DYNAMO_BACKEND", "NO") or "NO")
+        if self.mode is None:
+            self.mode = environ.text("ACCELERATE_DYNAMO_MODE", "default")
+        if self.mode not in _MODES:
+            raise ValueError(f"mode={self.mode!r} is not allowed; allowed: {', '.join(_MODES)}")
+        if self.fullgraph is None:
+            self.fullgraph = environ.flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = environ.flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+        if self.dynamic is None and environ.text("ACCELERATE_DYNAMO_USE_DYNAMIC"):
+            self.dynamic = environ.flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of all fields by name, the back end in torch's spelling."""
+        return {**super().to_dict(), "backend": str(self.backend).lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of ``torch.compile`` that differ from its defaults."""
+        kwargs = super().to_kwargs()
+        kwargs.pop("use_regional_compilation", None)
+        return kwargs
+
+
+def _backend(value: DynamoBackend | str) -> DynamoBackend:
+    name = str(value).upper()
+    if name not in DynamoBackend.list():
+        raise ValueError(f"backend={value!r} is not a valid DynamoBackend; allowed: {', '.join(DynamoBackend.list())}")
+    if name == "IPEX":
+        warnings.warn("DynamoBackend.IPEX is deprecated: write INDUCTOR, which has its optimisations", FutureWarning, 4)
+    return DynamoBackend(name)
+
+
+__all__ = ["TorchDynamoPlugin"]

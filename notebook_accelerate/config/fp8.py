@@ -1,0 +1,152 @@
+"""Recipes of the libraries that compute in fp8; what is None is read from ACCELERATE_FP8_* variables."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.enums import FP8BackendType
+from notebook_accelerate.config.kwargs_handlers import KwargsHandler
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+_FORMATS = ("HYBRID", "E4M3", "E5M2")
+_AMAX_ALGORITHMS = ("max", "most_recent")
+_OPT_LEVELS = ("O1", "O2")
+
+
+def _need(module: str, install: str, name: str) -> None:
+    """Raise where the library of a recipe is missing, except while defaults are computed."""
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"{name} needs {module}, which is not installed: {install}")
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not allowed; `{name}` must be one of {', '.join(allowed)}")
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How torchao converts linear layers to fp8."""
+
+    config: Float8LinearConfig | None = None
+    """torchao's own configuration; None: its default, with the two switches below."""
+    module_filter_func: Callable[..., Any] | None = None
+    """Called with a module and its name; whether it is converted. None: all linear layers but the first and last."""
+    pad_inner_dim: bool | None = None
+    """Whether inner dimensions are padded to multiples of 16 (ACCELERATE_FP8_PAD_INNER_DIM); default: True."""
+    enable_fsdp_float8_all_gather: bool | None = None
+    """Whether FSDP gathers weights in fp8 (ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER); default: True."""
+
+    def __post_init__(self) -> None:
+        _need("torchao", "pip install torchao", "AORecipeKwargs")
+        if self.pad_inner_dim is None:
+            self.pad_inner_dim = environ.flag("ACCELERATE_FP8_PAD_INNER_DIM", default=True)
+        if self.enable_fsdp_float8_all_gather is None:
+            name = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
+            self.enable_fsdp_float8_all_gather = environ.flag(name, default=True)
+        if self.config is None:
+            from torchao.float8 import Float8LinearConfig
+
+            self.config = Float8LinearConfig(
+                enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather, pad_inner_dim=self.pad_inner_dim
+            )
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """Recipe of Transformer Engine: ``transformer_engine.common.recipe.DelayedScaling``."""
+
+    use_autocast_during_eval: bool | None = None
+    """Whether evaluation computes in fp8 too (ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL); default: False."""
+    margin: int | None = None
+    """Margin of the scaling factor, a power of 2 (ACCELERATE_FP8_MARGIN); default: 0."""
+    interval: int | None = None
+    """Steps between computations of the scaling factor (ACCELERATE_FP8_INTERVAL); default: 1."""
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    """HYBRID, E4M3 or E5M2 (ACCELERATE_FP8_FORMAT); default: HYBRID."""
+    amax_history_len: int | None = None
+    """Length of the history of maxima (ACCELERATE_FP8_AMAX_HISTORY_LEN); default: 1024."""
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    """How the scale is found in it (ACCELERATE_FP8_AMAX_COMPUTE_ALGO); default: most_recent."""
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    """Whether fprop, dgrad and wgrad run in higher precision (ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION: "0,0,0")."""
+    use_mxfp8_block_scaling: bool | None = None
+    """Whether blocks of 32 values share a scale (ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING); default: False."""
+
+    def __post_init__(self) -> None:
+        _need("transformer_engine", "pip install 'transformer_engine[pytorch]'", type(self).__name__)
+        _fill_te(self)
+
+
+def _fill_te(recipe: TERecipeKwargs | FP8RecipeKwargs) -> None:
+    """Read what the recipe leaves open from the environment, and check it."""
+    if recipe.use_autocast_during_eval is None:
+        recipe.use_autocast_during_eval = environ.flag("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL")
+    if recipe.use_mxfp8_block_scaling is None:
+        recipe.use_mxfp8_block_scaling = environ.flag("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING")
+    for name, default in (("margin", 0), ("interval", 1), ("amax_history_len", 1024)):
+        if getattr(recipe, name) is None:
+            setattr(recipe, name, environ.integer(f"ACCELERATE_FP8_{name.upper()}", default))
+    found: Any = recipe.fp8_format or environ.text("ACCELERATE_FP8_FORMAT", "HYBRID")
+    recipe.fp8_format = found.upper()
+    found = recipe.amax_compute_algo or environ.text("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "most_recent")
+    recipe.amax_compute_algo = found.lower()
+    _one_of("fp8_format", recipe.fp8_format, _FORMATS)
+    _one_of("amax_compute_algo", recipe.amax_compute_algo, _AMAX_ALGORITHMS)
+    if recipe.override_linear_precision is None:
+        text = environ.text("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "0,0,0") or ""
+        recipe.override_linear_precision = _flags(text)
+    _flags(",".join(str(flag) for flag in recipe.override_linear_precision))
+
+
+def _flags(text: str) -> tuple[bool, bool, bool]:
+    flags = [environ.parse_flag(part) for part in text.strip("()").split(",")]
+    if len(flags) != 3:
+        raise ValueError(f"override_linear_precision={text!r} is not allowed; pass three flags: fprop, dgrad, wgrad")
+    return flags[0], flags[1], flags[2]
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """Recipe of MS-AMP."""
+
+    opt_level: Literal["O1", "O2"] | None = None
+    """O1: gradients and their reduction in fp8; O2: optimizer states too (ACCELERATE_FP8_OPT_LEVEL); default: O2."""
+
+    def __post_init__(self) -> None:
+        found: Any = self.opt_level or environ.text("ACCELERATE_FP8_OPT_LEVEL", "O2")
+        self.opt_level = found
+        _one_of("opt_level", self.opt_level, _OPT_LEVELS)
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """Deprecated: write `TERecipeKwargs`, `MSAMPRecipeKwargs` or `AORecipeKwargs`."""
+
+    backend: Literal["MSAMP", "TE"] | None = None
+    """MSAMP or TE (ACCELERATE_FP8_BACKEND); default: TE where it is installed."""
+
+    def __post_init__(self) -> None:
+        message = "FP8RecipeKwargs is deprecated: write TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs"
+        warnings.warn(message, FutureWarning, stacklevel=3)
+        found: Any = self.backend or environ.text("ACCELERATE_FP8_BACKEND") or _installed_backend()
+        self.backend = found.upper()
+        _one_of("backend", self.backend, (FP8BackendType.MSAMP.value, FP8BackendType.TE.value))
+        if self.backend == "MSAMP":
+            MSAMPRecipeKwargs.__post_init__(self)
+        else:
+            TERecipeKwargs.__post_init__(self)
+
+
+def _installed_backend() -> str:
+    return "MSAMP" if importlib.util.find_spec("msamp") and not importlib.util.find_spec("transformer_engine") else "TE"
+
+
+__all__ = ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"]

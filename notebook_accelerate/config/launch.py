@@ -1,0 +1,136 @@
+"""What a launch is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+START_METHODS = ("auto", "inline", "fork", "zygote", "spawn")
+MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+RDZV_BACKENDS = ("static", "c10d")
+
+
+@dataclass(kw_only=True, frozen=True)
+class LaunchConfig:
+    """Everything ``notebook_launcher`` can be told besides the function and its arguments.
+
+    Raises:
+        ValueError: A field has a value that is not allowed; the message says which are.
+    """
+
+    num_processes: int | None = None
+    """Ranks on this machine; None means one per accelerator, or one."""
+    mixed_precision: str = "no"
+    """Precision of every ``Accelerator()`` in the workers that does not ask for its own: no, fp16, bf16 or fp8."""
+    use_port: str | int = "29500"
+    """Port of the process group's rendezvous; on one machine another free one is taken when it is busy; 0: any."""
+    master_addr: str = "127.0.0.1"
+    """Address of the machine with rank 0."""
+    node_rank: int = 0
+    """Index of this machine among ``num_nodes``."""
+    num_nodes: int = 1
+    """Machines that run this same cell."""
+    rdzv_backend: str = "static"
+    """How several machines find each other: static."""
+    rdzv_endpoint: str = ""
+    """host:port of the rendezvous; empty means master_addr:use_port."""
+    rdzv_conf: Mapping[str, Any] | None = None
+    """More settings of the rendezvous back end."""
+    rdzv_id: str = "none"
+    """Name of the run in the rendezvous."""
+    max_restarts: int = 0
+    """How often the whole group is started again after a failure."""
+    monitor_interval: float = 0.1
+    """Seconds between two looks at ranks on systems that cannot tell when a process ends (others tell at once)."""
+    log_line_prefix_template: str | None = None
+    """Label of every line, with ${role_name}, ${rank} and ${local_rank}; None means "[rank N] "."""
+    block: bool = True
+    """Whether the call returns when the run has ended (True) or has started (False)."""
+    start_method: str = "auto"
+    """auto, inline (this process), fork (from the kernel), zygote (from a clean server process) or spawn."""
+    panel: bool | str = "auto"
+    """Whether the launch shows its header in the cell: auto (in a notebook), True or False."""
+    timeout: float | None = None
+    """Seconds for the whole run; None: no limit."""
+    hang_timeout: float | None = None
+    """Seconds without a sign of life (output, metric, progress) from any rank before the run is ended; None: none."""
+    env: Mapping[str, str] | None = None
+    """Environment variables for the ranks, over the kernel's."""
+    cpu: bool = False
+    """Whether the ranks leave accelerators alone."""
+    debug: bool = False
+    """Whether a failed rank's frames are kept alive for inspection."""
+
+    def __post_init__(self) -> None:
+        _one_of("start_method", self.start_method, START_METHODS)
+        _one_of("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
+        _one_of("rdzv_backend", self.rdzv_backend, RDZV_BACKENDS)
+        for name, least in _LEAST.items():
+            _whole_number(name, getattr(self, name), least)
+        if self.num_processes is not None:
+            _whole_number("num_processes", self.num_processes, 1)
+        if self.node_rank >= self.num_nodes:
+            raise ValueError(f"node_rank={self.node_rank} is out of range: num_nodes={self.num_nodes}, counted from 0")
+        for name in ("timeout", "hang_timeout"):
+            _positive(name, getattr(self, name))
+        _positive("monitor_interval", self.monitor_interval)
+        _port(self.use_port)
+        if self.panel not in (True, False, "auto"):
+            raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
+        _environment(self.env)
+
+    @property
+    def port(self) -> int:
+        """``use_port`` as a number."""
+        return int(self.use_port)
+
+    def changed(self, **values: Any) -> Self:
+        """Return a copy with ``values`` in place, checked again."""
+        return replace(self, **values)
+
+    def non_default(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+_LEAST = {"node_rank": 0, "num_nodes": 1, "max_restarts": 0}
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not allowed; pass one of {', '.join(map(repr, allowed))}")
+
+
+def _whole_number(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} is not allowed; pass a whole number of at least {least}")
+
+
+def _positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name}={value!r} is not allowed; pass seconds above 0, or None for no limit")
+
+
+def _port(value: object) -> None:
+    try:
+        port = int(str(value))
+    except ValueError:
+        port = -1
+    if not 0 <= port <= 65535:
+        raise ValueError(f"use_port={value!r} is not a port; pass a number from 0 (any free port) to 65535")
+
+
+def _environment(env: object) -> None:
+    if env is None:
+        return
+    if not isinstance(env, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in env.items()):
+        raise ValueError(f"env={env!r} is not allowed; pass a dict of strings, as env={{'NAME': 'value'}}")
+
+
+__all__ = ["LaunchConfig"]

@@ -1,0 +1,8 @@
+"""Enums, kwargs handlers and plugins: re-exports, nothing else."""
+
+from __future__ import annotations
+
+from notebook_accelerate._lazy import attach
+from notebook_accelerate.utils._homes import HOMES
+
+__getattr__, __dir__, __all__ = attach(__name__, HOMES["dataclasses"])
