@@ -91,6 +91,21 @@ class RunTimeoutError(WorkerError):
     """The run reached its ``timeout`` or ``hang_timeout`` and was stopped."""
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """The user interrupted a blocking launch; every rank has ended.
+
+    It is a KeyboardInterrupt, so that what interrupts a cell still interrupts it, and it carries ``.run``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"run {run.id} was stopped after {run.elapsed:.1f} s; all its ranks have ended")
+        self.run = run
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines IPython shows instead of the supervisor's own frames."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
 class WorkerDiedError(WorkerError):
     """A rank's process ended without raising: killed by a signal, or by ``os._exit``."""
 

@@ -1,0 +1,11 @@
+"""Launching: from a configuration and a function to a run. ``start`` is the one entry."""
+
+from __future__ import annotations
+
+from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan
+from notebook_accelerate.launch.registry import runs, shutdown
+from notebook_accelerate.launch.report import Report
+from notebook_accelerate.launch.run import Attempt, RankInfo, Run
+from notebook_accelerate.launch.start import start
+
+__all__ = ["Attempt", "KernelFacts", "LaunchPlan", "RankInfo", "Report", "Run", "plan", "runs", "shutdown", "start"]

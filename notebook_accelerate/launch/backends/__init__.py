@@ -1,0 +1,32 @@
+"""Start methods by name; entry points of the group ``notebook_accelerate.launch_backends`` can add more."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.backends.base import ProcessBackend
+
+ROWS: dict[str, str] = {
+    "fork": "notebook_accelerate.launch.backends.fork:ForkBackend",
+    "zygote": "notebook_accelerate.launch.backends.zygote:ZygoteBackend",
+    "spawn": "notebook_accelerate.launch.backends.spawn:SpawnBackend",
+}
+
+
+def process_backend(name: str) -> type[ProcessBackend]:
+    """Return the class that starts ranks by the method ``name``.
+
+    Raises:
+        ValueError: No such method; the message lists those there are.
+    """
+    rows = dict(ROWS)
+    for entry in entry_points(group="notebook_accelerate.launch_backends"):
+        rows.setdefault(entry.name, entry.value)
+    if name not in rows:
+        raise ValueError(f"start_method={name!r} is not known; there are: {', '.join(sorted(rows))}")
+    module, attribute = rows[name].split(":")
+    found: type[ProcessBackend] = getattr(importlib.import_module(module), attribute)
+    return found

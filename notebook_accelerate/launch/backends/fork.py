@@ -1,0 +1,36 @@
+"""Ranks forked from the live kernel: they inherit everything by copy-on-write, and nothing is pickled."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch import worker
+from notebook_accelerate.launch.backends.base import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
+from notebook_accelerate.launch.preflight import fork_quietly
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.worker import WorkerOrder
+
+
+class ForkBackend(ProcessBackend):
+    """Forks from the calling thread, which must live as long as the ranks: the system ends them with it."""
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        ends = Ends()
+        parent = os.getpid()
+        try:
+            pid = fork_quietly()
+        except OSError as error:
+            ends.close_rank_side()
+            ends.close_kernel_side()
+            raise LaunchError(f"rank {order.rank} could not be forked: {error}") from error
+        if pid == 0:
+            wiring = worker.Wiring(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
+            worker.main(order, wiring, lambda: (self.function, self.arguments), inherited=ends.kernel_side)
+        with suppress(OSError):  # the child does the same; whoever comes first
+            os.setpgid(pid, pid)
+        ends.close_rank_side()
+        return OwnChild(order.rank, pid, ends, pidfd_of(pid))

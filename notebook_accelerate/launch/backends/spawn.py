@@ -1,0 +1,85 @@
+"""Ranks as fresh interpreters, for platforms where nothing can be forked: slow to start, safe everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.backends.base import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
+from notebook_accelerate.launch.payload import cell_sources, dump
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.worker import WorkerOrder
+
+
+def interpreter_command(call: str) -> list[str]:
+    """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
+    setup = f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
+    return [sys.executable, "-c", setup + call]
+
+
+class PickledBackend(ProcessBackend):
+    """Base of the methods whose processes inherit nothing: the function and its arguments travel in one file."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        super().__init__(function, arguments)
+        self._payload = dump((function, arguments), "the function or its arguments").to_file()
+        self._sources = cell_sources()
+
+    def complete(self, order: WorkerOrder) -> WorkerOrder:
+        """Fill in what a forked rank would have inherited."""
+        order.base_environment = dict(os.environ)
+        order.cwd = _working_directory()
+        order.sys_path = list(sys.path)
+        order.sources = self._sources
+        return order
+
+    def close(self) -> None:
+        os.close(self._payload)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - it crosses to another process as text
+    except OSError:
+        return None
+
+
+class SpawnBackend(PickledBackend):
+    """Starts one interpreter per rank."""
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        ends = Ends()
+        channel = ends.rank_channel.fileno()
+        wires = (channel, ends.rank_stdout, ends.rank_stderr, self._payload)
+        call = (
+            "from notebook_accelerate.launch.backends.spawn import rank_main; "
+            f"rank_main({channel}, {ends.rank_stdout}, {ends.rank_stderr}, {self._payload}, {os.getpid()})"
+        )
+        try:
+            process = subprocess.Popen(interpreter_command(call), pass_fds=wires, stdin=subprocess.PIPE, bufsize=0)
+        except OSError as error:
+            ends.close_rank_side()
+            ends.close_kernel_side()
+            raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(pickle.dumps(self.complete(order)))
+        process.returncode = 0  # reaped by the supervisor, which also wants its resource usage
+        ends.close_rank_side()
+        return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
+
+
+def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int) -> NoReturn:
+    """Be a rank in a fresh interpreter: the order comes on standard input."""
+    from notebook_accelerate.launch import worker
+    from notebook_accelerate.launch.payload import loader
+
+    order = pickle.loads(sys.stdin.buffer.read())
+    worker.main(order, worker.Wiring(channel, stdout, stderr, parent), loader(payload), inherited=None)

@@ -1,0 +1,117 @@
+"""The server process: imports what ranks need, then forks one rank per request until the kernel goes away."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+
+from notebook_accelerate.launch import worker
+from notebook_accelerate.launch.backends.zygote import LENGTH, STATUS
+from notebook_accelerate.launch.payload import loader
+
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "numpy",
+    "IPython.core.display_functions",
+    "IPython.display",
+    "notebook_accelerate.accelerator",
+    "notebook_accelerate.data_loader",
+)
+"""Imported once, so that no rank has to; none of them initialises a device or starts a thread pool."""
+
+
+@dataclass
+class _Child:
+    pid: int
+    status: int
+
+
+class _Server:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        for descriptor in (self._wake_reader, self._wake_writer):
+            os.set_blocking(descriptor, False)
+        self._selector.register(control, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Serve until the kernel's end of the control socket closes; then end every rank."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._control:
+                    if not self._serve_one():
+                        self._end_all()
+                        return
+                else:
+                    with suppress(BlockingIOError):
+                        os.read(self._wake_reader, 4096)
+            self._reap()
+
+    def _serve_one(self) -> bool:
+        header, descriptors, _, _ = socket.recv_fds(self._control, LENGTH.size, 5)
+        if len(header) < LENGTH.size:
+            return False
+        body = self._control.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
+        channel, stdout, stderr, payload, status = descriptors
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank()
+            os.close(status)
+            wiring = worker.Wiring(channel, stdout, stderr, parent)
+            worker.main(pickle.loads(body), wiring, loader(payload), inherited=None)
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        for descriptor in (channel, stdout, stderr, payload):
+            os.close(descriptor)
+        self._children[pid] = _Child(pid, status)
+        self._control.sendall(LENGTH.pack(pid))
+        return True
+
+    def _become_rank(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        self._control.close()
+        for descriptor in (self._wake_reader, self._wake_writer, *(child.status for child in self._children.values())):
+            os.close(descriptor)
+
+    def _reap(self) -> None:
+        for pid, child in list(self._children.items()):
+            found, status, usage = os.wait4(pid, os.WNOHANG)
+            if found:
+                with suppress(OSError):  # the kernel has lost interest
+                    os.write(child.status, STATUS.pack(status, usage.ru_maxrss))
+                os.close(child.status)
+                del self._children[pid]
+
+    def _end_all(self) -> None:
+        for pid in self._children:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def serve(descriptor: int) -> None:
+    """Be the server process.
+
+    Args:
+        descriptor: Its end of the control socket.
+    """
+    for name in PRELOADED:
+        with suppress(ImportError):  # IPython is not there outside notebooks
+            importlib.import_module(name)
+    _Server(socket.socket(fileno=descriptor)).run()

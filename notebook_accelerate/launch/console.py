@@ -1,0 +1,197 @@
+"""Standard streams, input, breakpoints and rich display of a rank."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import getpass
+import io
+import pdb
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.telemetry import DisplayEvent, emit
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.agent import Agent
+
+
+class Console:
+    """Puts a rank's streams, ``input``, ``breakpoint`` and ``display`` on the way to the notebook."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def install(self) -> None:
+        """Replace what the interpreter, and IPython where it is loaded, would use."""
+        sys.stdout = sys.__stdout__ = _stream(1)
+        sys.stderr = sys.__stderr__ = _stream(2)
+        sys.stdin = sys.__stdin__ = StandardInput(self._agent)
+        builtins.input = self._input
+        getpass.getpass = self._getpass
+        sys.breakpointhook = self._breakpoint
+        pdb.set_trace = self._set_trace  # type: ignore[assignment]
+        install_display()
+        plain_progress_bars()
+
+    def flush(self) -> None:
+        """Hand everything written so far to the pipes."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # closed by the function, or the kernel is gone
+                continue
+
+    def _input(self, prompt: object = "", /) -> str:
+        self.flush()
+        return self._agent.ask(str(prompt))
+
+    def _getpass(self, prompt: str = "Password: ", stream: object = None) -> str:
+        self.flush()
+        return self._agent.ask(prompt, password=True)
+
+    def _breakpoint(self, *args: object, **kwargs: object) -> None:
+        self._set_trace(frame=sys._getframe(1))
+
+    def _set_trace(self, *, frame: FrameType | None = None, header: str | None = None, commands: object = None) -> None:
+        terminal = PromptingOutput()
+        debugger = _plain_pdb()(stdin=StandardInput(self._agent, terminal), stdout=terminal, nosigint=True)
+        debugger.use_rawinput = False
+        if header is not None:
+            debugger.message(header)
+        debugger.set_trace(frame or sys._getframe(1))
+
+
+def _stream(descriptor: int) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def _plain_pdb() -> type[pdb.Pdb]:
+    """Return the standard library's debugger: ipykernel puts IPython's, which needs the kernel's own streams, there."""
+    return next(kind for kind in pdb.Pdb.__mro__ if kind.__module__ == "pdb")
+
+
+class PromptingOutput(io.TextIOBase):
+    """Passes whole lines on to the rank's output and keeps the unfinished one: a debugger's prompt."""
+
+    def __init__(self) -> None:
+        self.pending = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        lines, newline, self.pending = (self.pending + text).rpartition("\n")
+        if newline:
+            sys.stdout.write(lines + newline)
+        return len(text)
+
+    def take_prompt(self) -> str:
+        """Return the unfinished line and forget it."""
+        prompt, self.pending = self.pending, ""
+        return prompt
+
+
+class StandardInput(io.TextIOBase):
+    """Standard input whose lines the user types in the notebook."""
+
+    def __init__(self, agent: Agent, prompts: PromptingOutput | None = None) -> None:
+        self._agent = agent
+        self._prompts = prompts
+
+    def readable(self) -> bool:
+        return True
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        sys.stdout.flush()
+        prompt = self._prompts.take_prompt() if self._prompts is not None else ""
+        try:
+            return self._agent.ask(prompt) + "\n"
+        except EOFError:
+            return ""
+
+
+# ---- rich display
+
+
+def install_display() -> None:
+    """Send what ``IPython.display.display`` shows to the kernel, which owns the front end.
+
+    In a forked kernel IPython's publisher is there and would write to a session that refuses messages from a fork;
+    elsewhere there is no shell at all and ``display`` would only print.
+    """
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is not None:
+        shell.display_pub.publish = publish
+        # Libraries look at this to choose widgets, which only the kernel can own.
+        shell.config.pop("IPKernelApp", None)
+        return
+    functions: Any = sys.modules.get("IPython.core.display_functions")
+    if functions is not None:
+        _install_bare_display(functions)
+
+
+def publish(
+    data: dict[str, Any],
+    metadata: dict[str, Any] | None = None,
+    *args: object,
+    transient: dict[str, Any] | None = None,
+    update: bool = False,
+    **kwargs: object,
+) -> None:
+    """Take the place of IPython's ``DisplayPublisher.publish``."""
+    clean = {kind: _text(value) for kind, value in data.items()}
+    emit(DisplayEvent(clean, metadata or {}, (transient or {}).get("display_id"), update))
+
+
+def _text(value: object) -> object:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+def _install_bare_display(functions: Any) -> None:
+    from IPython.core.formatters import DisplayFormatter
+
+    formatter = DisplayFormatter()
+    formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _figure_png)
+
+    def display(*objects: object, display_id: object = None, update: bool = False, **kwargs: object) -> object:
+        identity = _display_identity(functions, display_id)
+        for value in objects:
+            data, metadata = formatter.format(value)
+            publish(data, metadata, transient={"display_id": identity}, update=update)
+        return functions.DisplayHandle(identity) if identity and not update else None
+
+    functions.display = display
+    functions.publish_display_data = publish
+    public: Any = sys.modules.get("IPython.display")
+    if public is not None:
+        public.display, public.publish_display_data = display, publish
+
+
+def _display_identity(functions: Any, display_id: object) -> str | None:
+    if display_id is True:
+        return str(functions._new_id())
+    return None if display_id is None else str(display_id)
+
+
+def _figure_png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight")
+    return buffer.getvalue()
+
+
+def plain_progress_bars() -> None:
+    """Make an already imported ``tqdm.notebook`` write text: its widgets would need a front end of their own."""
+    notebook: Any = sys.modules.get("tqdm.notebook")
+    standard: Any = sys.modules.get("tqdm.std")
+    if notebook is None or standard is None:
+        return
+    kind = notebook.tqdm_notebook
+    for name in ("__init__", "__iter__", "display", "update", "close", "clear", "reset", "status_printer", "colour"):
+        if name in vars(kind) and hasattr(standard.tqdm, name):
+            setattr(kind, name, vars(standard.tqdm).get(name) or getattr(standard.tqdm, name))

@@ -1,0 +1,252 @@
+"""From a rank's raw bytes to whole, labelled lines, and from there to the cell that launched it."""
+
+from __future__ import annotations
+
+import string
+import sys
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from notebook_accelerate.telemetry import DisplayEvent
+
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is broken here, so that a rank that never writes a line break cannot fill the kernel."""
+FLUSH_SECONDS = 0.05
+"""Least time between two messages to the front end."""
+BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
+"""What the front end is given of a flood: Jupyter's server drops output above 1 MB/s, and a browser dies of 100 MB."""
+PROGRESS_SECONDS = 0.2
+"""Least time between two redraws of progress bars."""
+
+
+class LineAssembler:
+    """Cuts a byte stream into whole lines; a carriage return starts its line again, as on a terminal."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> str | None:
+        """Return the lines that are complete now, joined by line breaks; None when there is none."""
+        lines, newline, rest = (self._rest + data).rpartition(b"\n")
+        if not newline and len(rest) > MAX_LINE_BYTES:
+            lines, newline, rest = rest, b"\n", b""
+        self._rest = rest
+        return self._text(lines) if newline else None
+
+    def finish(self) -> str | None:
+        """Return the unfinished last line, if there is one."""
+        rest, self._rest = self._rest, b""
+        return self._text(rest) if rest else None
+
+    @property
+    def redrawn(self) -> str:
+        """The unfinished line, where a carriage return has redrawn it: a progress bar; "" otherwise."""
+        return self._text(self._rest) if b"\r" in self._rest else ""
+
+    @staticmethod
+    def _text(data: bytes) -> str:
+        text = data.decode("utf-8", errors="replace")
+        if "\r" not in text:
+            return text
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+class Label:
+    """Makes the prefix of a rank's lines: "[rank 1] ", or the user's template."""
+
+    def __init__(self, template: str | None) -> None:
+        self._template = string.Template(template) if template is not None else None
+
+    def __call__(self, rank: int, local_rank: int) -> str:
+        if self._template is None:
+            return f"[rank {rank}] "
+        return self._template.safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
+
+
+class Publisher(ABC):
+    """Where labelled lines, rich outputs and progress bars of a run go. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[str, str]] = []
+        self._due = 0.0
+        self._bars: dict[int, str] = {}
+        self._bars_changed = False
+        self._bars_due = 0.0
+
+    @abstractmethod
+    def _write(self, stream: str, text: str) -> None:
+        """Send text on "stdout" or "stderr"."""
+
+    @abstractmethod
+    def display(self, event: DisplayEvent, label: str) -> None:
+        """Show a rich output."""
+
+    def _draw_bars(self, text: str) -> None:
+        """Show the progress bars of all ranks in one place that is redrawn; nothing where that is not possible."""
+
+    def line(self, stream: str, text: str) -> None:
+        """Show a line that the launcher itself says."""
+        self._waiting.append((stream, text + "\n"))
+
+    def lines(self, stream: str, text: str, label: str) -> None:
+        """Show a rank's lines, joined by line breaks, each behind ``label``."""
+        self._waiting.append((stream, label + text.replace("\n", "\n" + label) + "\n"))
+
+    def bar(self, rank: int, text: str, label: str) -> None:
+        """Show ``text`` as the progress bar of ``rank``; "" takes it away."""
+        if text:
+            self._bars[rank] = label + text
+        elif self._bars.pop(rank, None) is None:
+            return
+        self._bars_changed = True
+
+    def seconds_until_due(self) -> float | None:
+        """Return how long until ``flush`` has something to do; None when nothing waits."""
+        due = [self._due] if self._waiting else []
+        if self._bars_changed:
+            due.append(self._bars_due)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def flush(self, *, force: bool = False) -> None:
+        """Send what waits, when it is due."""
+        now = time.monotonic()
+        if self._waiting and (force or now >= self._due):
+            self._due = now + FLUSH_SECONDS
+            waiting, self._waiting = self._waiting, []
+            for stream, text in _merged(waiting):
+                self._write(stream, text)
+        if self._bars_changed and (force or now >= self._bars_due):
+            self._bars_due, self._bars_changed = now + PROGRESS_SECONDS, False
+            self._draw_bars("\n".join(self._bars[rank] for rank in sorted(self._bars)))
+
+
+def _merged(waiting: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    merged: list[tuple[str, list[str]]] = []
+    for stream, text in waiting:
+        if merged and merged[-1][0] == stream:
+            merged[-1][1].append(text)
+        else:
+            merged.append((stream, [text]))
+    return [(stream, "".join(texts)) for stream, texts in merged]
+
+
+class TextPublisher(Publisher):
+    """Writes to the streams that ``sys`` had when the run was launched: a terminal, a file, a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
+
+    def _write(self, stream: str, text: str) -> None:
+        target = self._streams[stream]
+        if not target.closed:
+            target.write(text)
+            target.flush()
+
+    def display(self, event: DisplayEvent, label: str) -> None:
+        self.lines("stdout", str(event.data.get("text/plain", "<display>")), label)
+
+
+class NotebookPublisher(Publisher):
+    """Publishes under the cell that launched the run, from any thread, also after that cell has ended."""
+
+    def __init__(self, kernel: Any, run_id: int) -> None:
+        super().__init__()
+        self._kernel = kernel
+        self._parent = _parent_message(kernel)
+        self._bars_id: str | None = None
+        self._bars_name = f"notebook-accelerate-{run_id}-progress"
+        self._budget, self._budget_time = float(BURST_BYTES), time.monotonic()
+        self._withheld = 0
+
+    def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
+        # Straight to the session: OutStream would file it under the cell that runs now.
+        self._kernel.session.send(
+            self._kernel.iopub_socket, kind, content, parent=self._parent, ident=topic.encode()
+        )  # fmt: skip
+
+    def _write(self, stream: str, text: str) -> None:
+        now = time.monotonic()
+        refill = (now - self._budget_time) * BYTES_PER_SECOND
+        self._budget, self._budget_time = min(BURST_BYTES, self._budget + refill), now
+        if self._budget <= 0:
+            self._withheld += len(text)
+            return
+        shown = text if len(text) <= self._budget else text[: text.rfind("\n", 0, int(self._budget)) + 1]
+        self._budget -= len(text)
+        self._withheld += len(text) - len(shown)
+        self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
+
+    def display(self, event: DisplayEvent, label: str) -> None:
+        self.flush(force=True)
+        transient = {} if event.display_id is None else {"display_id": event.display_id}
+        kind = "update_display_data" if event.update else "display_data"
+        self._send(kind, {"data": event.data, "metadata": event.metadata, "transient": transient}, kind)
+
+    def _draw_bars(self, text: str) -> None:
+        content = {
+            "data": {"text/plain": text},
+            "metadata": {},
+            "transient": {"display_id": self._bars_name},
+        }
+        kind = "update_display_data" if self._bars_id else "display_data"
+        self._bars_id = self._bars_name
+        self._send(kind, content, kind)
+
+    def flush(self, *, force: bool = False) -> None:
+        super().flush(force=force)
+        if force and self._withheld:
+            note = f"… {self._withheld:,} characters not shown here: run.logs() keeps the end of each rank's output\n"
+            self._send("stream", {"name": "stderr", "text": note}, "stream.stderr")
+            self._withheld = 0
+
+
+def _parent_message(kernel: Any) -> Any:
+    """Return the message of the cell that runs now; ipykernel 6 and 7 both have ``get_parent``."""
+    return kernel.get_parent()
+
+
+def running_kernel() -> Any | None:
+    """Return the ipykernel this process is; None in a terminal, a script or a test."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    kernel = getattr(shell, "kernel", None)
+    return kernel if kernel is not None and hasattr(kernel, "iopub_socket") else None
+
+
+def publisher_for(run_id: int) -> Publisher:
+    """Return where a run launched here and now is to be shown."""
+    kernel = running_kernel()
+    if kernel is not None and type(sys.stdout).__module__.startswith("ipykernel"):
+        return NotebookPublisher(kernel, run_id)
+    return TextPublisher()  # also in a kernel whose sys.stdout is captured
+
+
+class RankOutput:
+    """One output stream of one rank, from its pipe to the store and the publisher."""
+
+    def __init__(
+        self, rank: int, stream: str, label: str, keep: Callable[[int, str, str], None], publisher: Publisher
+    ) -> None:
+        self._rank, self._stream, self._label = rank, stream, label
+        self._keep, self._publisher = keep, publisher
+        self._assembler = LineAssembler()
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes as they arrive."""
+        self._take(self._assembler.feed(data))
+        self._publisher.bar(self._rank, self._assembler.redrawn, self._label)
+
+    def finish(self) -> None:
+        """The stream has ended: its last line counts although no line break came."""
+        self._take(self._assembler.finish())
+        self._publisher.bar(self._rank, "", self._label)
+
+    def _take(self, text: str | None) -> None:
+        if text is not None:
+            self._keep(self._rank, self._stream, text)
+            self._publisher.lines(self._stream, text, self._label)

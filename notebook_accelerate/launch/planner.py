@@ -1,0 +1,186 @@
+"""Decides how a launch will happen, from facts alone: no process is started, nothing is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.hardware import HardwareInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFacts:
+    """What is known of the kernel at the moment of a launch.
+
+    Attributes:
+        fork_hazard: Why forking this kernel is not safe; "" when it is.
+        can_fork: Whether this platform can fork at all.
+        environment: The kernel's environment variables.
+    """
+
+    fork_hazard: str = ""
+    can_fork: bool = True
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What will happen.
+
+    Attributes:
+        start_method: inline, fork, zygote or spawn.
+        reason: Why that one, as the run's header shows it.
+        num_processes: Ranks on this machine.
+        world_size: Ranks on all machines.
+        first_rank: Global index of this machine's first rank.
+        accelerator: Device type of the ranks ("cpu", "cuda", ...).
+        backend: Communication library of the process group ("gloo", "nccl", ...); "" for a single rank.
+        threads: CPU threads for each rank's operators; None leaves what the kernel has.
+        master_addr: Address of rank 0.
+        port: Port that was asked for; the launch may have to take another.
+        loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
+    """
+
+    start_method: str
+    reason: str
+    num_processes: int
+    world_size: int
+    first_rank: int
+    accelerator: str
+    backend: str
+    threads: int | None
+    master_addr: str
+    port: int
+    loopback: str
+
+    def sentence(self) -> str:
+        """Return the plan in one line."""
+        ranks = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        if self.world_size != self.num_processes:
+            ranks += f" of {self.world_size}"
+        parts = [f"{ranks} on {self.accelerator}", f"{self.start_method} ({self.reason})"]
+        if self.backend:
+            parts.append(self.backend)
+        return " · ".join(parts)
+
+
+def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> LaunchPlan:
+    """Return how ``config`` will be launched on ``hardware`` from a kernel with ``facts``.
+
+    Raises:
+        ValueError: The configuration asks for what this machine does not have.
+    """
+    accelerator, count = _accelerator(config, hardware)
+    num_processes = config.num_processes if config.num_processes is not None else max(count, 1)
+    if accelerator == "mps" and num_processes > 1:
+        accelerator, count = "cpu", 0  # one MPS device cannot be shared by ranks
+    if count and num_processes > count:
+        raise ValueError(
+            f"num_processes={num_processes}, but this machine has {count} {accelerator} device{'s' * (count > 1)}; "
+            f"pass num_processes={count}, or config=LaunchConfig(cpu=True) to train on the CPU"
+        )
+    world_size = num_processes * config.num_nodes
+    method, reason = _start_method(config, num_processes, facts)
+    return LaunchPlan(
+        start_method=method,
+        reason=reason,
+        num_processes=num_processes,
+        world_size=world_size,
+        first_rank=config.node_rank * num_processes,
+        accelerator=accelerator,
+        backend=_backend(accelerator) if world_size > 1 else "",
+        threads=None if method == "inline" else _threads(config, num_processes, hardware.cpu_count, facts),
+        master_addr=config.master_addr,
+        port=config.port,
+        loopback=(hardware.loopback or "") if config.num_nodes == 1 else "",
+    )
+
+
+def runs_inline(config: LaunchConfig, hardware: HardwareInfo) -> bool:
+    """Whether ``config`` is for the kernel's own process; that needs no look at whether the kernel can be forked."""
+    return plan(config, hardware, KernelFacts(environment={})).start_method == "inline"
+
+
+def _accelerator(config: LaunchConfig, hardware: HardwareInfo) -> tuple[str, int]:
+    if config.cpu or hardware.accelerator == "cpu":
+        return "cpu", 0
+    return hardware.accelerator, hardware.count
+
+
+def _backend(accelerator: str) -> str:
+    from notebook_accelerate.hardware import devices
+
+    return devices.row(accelerator).backend
+
+
+def _threads(config: LaunchConfig, num_processes: int, cpu_count: int, facts: KernelFacts) -> int:
+    asked = (config.env or {}).get("OMP_NUM_THREADS") or facts.environment.get("OMP_NUM_THREADS")
+    if asked and asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return max(1, cpu_count // num_processes)
+
+
+def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) -> tuple[str, str]:
+    if config.start_method != "auto":
+        return _asked_method(config, num_processes, facts)
+    if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
+        return "inline", "one process: the kernel itself"
+    if not facts.can_fork:
+        return "spawn", "this platform cannot fork"
+    if facts.fork_hazard:
+        return "zygote", facts.fork_hazard
+    return "fork", "the kernel is safe to fork"
+
+
+def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) -> tuple[str, str]:
+    method = config.start_method
+    if method == "inline" and (num_processes > 1 or config.num_nodes > 1):
+        raise ValueError(f"start_method='inline' runs one process, {num_processes} were asked for; pass 'auto'")
+    if method == "inline" and (needed := _needs_process(config)):
+        raise ValueError(f"start_method='inline' cannot do {needed}; pass start_method='auto'")
+    if method in ("fork", "zygote") and not facts.can_fork:
+        raise ValueError(f"start_method={method!r} is not possible on this platform; pass 'spawn'")
+    if method == "fork" and facts.fork_hazard:
+        raise ValueError(f"start_method='fork' is not safe now: {facts.fork_hazard}; pass 'auto' or 'zygote'")
+    return method, "as asked"
+
+
+def _needs_process(config: LaunchConfig) -> str:
+    """Return the settings that need a process of its own, as the user wrote them; "" when none does."""
+    needed = [
+        name
+        for name in ("timeout", "hang_timeout", "max_restarts", "env", "debug")
+        if getattr(config, name) not in (None, 0, False)
+    ]
+    if not config.block:
+        needed.insert(0, "block=False")
+    return ", ".join(needed)
+
+
+def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
+    """Return the variables that torchrun would give to this rank, and those that pin it to this machine."""
+    rank = plan.first_rank + local_rank
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_WORLD_SIZE": str(plan.num_processes),
+        "GROUP_RANK": str(plan.first_rank // plan.num_processes),
+        "NODE_RANK": str(plan.first_rank // plan.num_processes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(plan.world_size),
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(plan.port),
+    }
+    if plan.threads is not None:
+        env["OMP_NUM_THREADS"] = str(plan.threads)
+    if plan.loopback:
+        # gloo otherwise takes the interface of the host name, which need not reach this machine's other ranks
+        env["GLOO_SOCKET_IFNAME"] = plan.loopback
+        env["TP_SOCKET_IFNAME"] = plan.loopback
+        env["NCCL_SOCKET_IFNAME"] = plan.loopback
+    return env

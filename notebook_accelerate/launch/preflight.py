@@ -1,0 +1,178 @@
+"""Says whether the live kernel is safe to fork: by asking the runtimes, and by forking a probe under a watchdog.
+
+Ranks are forked by the run's own supervisor thread. A forked child keeps only the forking thread, and libgomp keeps a
+team of workers per calling thread, so the warm OpenMP team of the kernel's main thread, for whose dead members a child
+forked from there would wait for ever (pytorch#17199, GCC PR 60035), is never used in a rank: it needs neither pausing
+nor restoring. What is shared by the process (a CUDA or XLA runtime, a lock held by a thread that is computing) is what
+the checks here look for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROBE_SECONDS = 2.0
+"""How long the probe child may take (it needs a few milliseconds) before the kernel counts as unsafe."""
+
+
+def fork_hazard() -> str:
+    """Return why forking this kernel is not safe, as a phrase for the run's header; "" when it is."""
+    if not hasattr(os, "fork") or sys.platform != "linux":
+        return "forking is not safe on this platform" if hasattr(os, "fork") else "this platform cannot fork"
+    for check in CHECKS:
+        if found := check():
+            return found
+    return probe()
+
+
+def _accelerator_runtime() -> str:
+    maps = _memory_map()
+    if "libcuda.so" in maps and _cuda_driver_initialised():
+        return "CUDA is initialised in the kernel"
+    for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
+        runtime: Any = sys.modules.get(f"torch.{name}") or sys.modules.get(f"torch_{name}.{name}")
+        with contextlib.suppress(Exception):  # a back end that is only half there cannot be initialised
+            if runtime is not None and runtime.is_initialized():
+                return f"{name.upper()} is initialised in the kernel"
+    return ""
+
+
+def _cuda_driver_initialised() -> bool:
+    """Ask the driver: on a process without a CUDA context its calls answer CUDA_ERROR_NOT_INITIALIZED (3)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return int(driver.cuDeviceGetCount(ctypes.byref(count))) != 3
+
+
+def _xla_runtime() -> str:
+    xla: Any = sys.modules.get("_XLAC")
+    initialised = getattr(xla, "_xla_runtime_is_initialized", None)
+    if initialised is not None and initialised():
+        return "the XLA runtime is initialised in the kernel"
+    return ""
+
+
+def _process_group() -> str:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return "a process group is open in the kernel"
+    return ""
+
+
+def _allocator() -> str:
+    maps = _memory_map()
+    for name in ("jemalloc", "tcmalloc"):
+        if f"lib{name}" in maps:
+            return f"{name} is the kernel's allocator"
+    return ""
+
+
+_KNOWN_THREADS = ("IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread", "notebook-accelerate", "Subshell")
+
+
+def _busy_thread() -> str:
+    """Name a Python thread, other than the kernel's own and this one, that is computing right now."""
+    mine = {threading.get_ident(), threading.main_thread().ident}
+    others = {
+        thread.native_id: thread
+        for thread in threading.enumerate()
+        if thread.ident not in mine and not thread.name.startswith(_KNOWN_THREADS)
+    }
+    before = {tid: _cpu_ticks(tid) for tid in others if tid is not None}
+    # A look at the state alone catches an idle thread at its rare wake-ups, so: running, and still running.
+    running = [tid for tid in before if _thread_state(tid) == "R"]
+    if not running:
+        return ""
+    time.sleep(0.01)
+    for tid in running:
+        if _thread_state(tid) == "R" or _cpu_ticks(tid) != before[tid]:
+            return f"thread {others[tid].name!r} is computing in the kernel"
+    return ""
+
+
+def _thread_stat(tid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/self/task/{tid}/stat").read_text()
+        return text[text.rindex(")") + 2 :].split()
+    return []
+
+
+def _thread_state(tid: int) -> str:
+    stat = _thread_stat(tid)
+    return stat[0] if stat else ""
+
+
+def _cpu_ticks(tid: int) -> int:
+    stat = _thread_stat(tid)
+    return int(stat[11]) + int(stat[12]) if stat else 0
+
+
+def _memory_map() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/maps").read_text()
+    return ""
+
+
+CHECKS: list[Callable[[], str]] = [_accelerator_runtime, _xla_runtime, _process_group, _allocator, _busy_thread]
+"""Each returns a hazard as a phrase, or ""; the first one found is the reason in the run's header."""
+
+
+def probe(seconds: float = PROBE_SECONDS) -> str:
+    """Fork a child that does what ranks do first, and return a hazard if it does not come through in time."""
+    reader, writer = os.pipe()
+    pid = fork_quietly()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(reader)
+            _exercise()
+            os.write(writer, b"1")
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    try:
+        ready, _, _ = select.select([reader], [], [], seconds)
+        came_through = bool(ready) and os.read(reader, 1) == b"1"
+    finally:
+        os.close(reader)
+        if not came_through:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return "" if came_through else "a probe forked from the kernel did not come through"
+
+
+def _exercise() -> None:
+    """Use what a fork can break: the allocator, the import lock, logging, and a multi-threaded torch operator."""
+    import importlib
+    import logging
+
+    bytearray(1 << 20)
+    importlib.import_module("os")
+    logging.getLogger("notebook_accelerate").debug("probe")
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "ones"):
+        value = torch.ones(1 << 16, requires_grad=True)
+        (value * 2).sum().backward()
+
+
+def fork_quietly() -> int:
+    """Fork; Python 3.12's warning about threads is what the preflight has just checked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()

@@ -1,0 +1,64 @@
+"""The runs of this kernel."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.errors import DeviceBusyError
+from notebook_accelerate.launch.backends.zygote import close_zygote
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.planner import LaunchPlan
+    from notebook_accelerate.launch.run import Run
+
+KEPT_RUNS = 100
+"""Ended runs beyond this are forgotten, the oldest first."""
+
+_lock = threading.Lock()
+_runs: list[Run] = []
+_watching_exit = False
+
+
+def add(run: Run) -> None:
+    """Remember ``run``, and see to it that it ends with the kernel."""
+    global _watching_exit  # noqa: PLW0603 - one kernel, one exit
+    with _lock:
+        _runs.append(run)
+        ended = [old for old in _runs if old.ended is not None]
+        for old in ended[: max(0, len(ended) - KEPT_RUNS)]:
+            _runs.remove(old)
+        if not _watching_exit:
+            atexit.register(shutdown)
+            _watching_exit = True
+
+
+def runs() -> list[Run]:
+    """Return the runs of this kernel, the oldest first."""
+    with _lock:
+        return list(_runs)
+
+
+def shutdown() -> None:
+    """Stop every run and end the server process that the zygote start method forks from."""
+    for run in runs():
+        run.stop(grace=1.0)
+    close_zygote()
+
+
+def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
+    """See that no other run holds the accelerators that ``launch_plan`` needs.
+
+    Raises:
+        DeviceBusyError: One does.
+    """
+    if launch_plan.accelerator == "cpu":
+        return
+    for other in runs():
+        if other is not run and other.ended is None and other.plan is not None:
+            if other.plan.accelerator == launch_plan.accelerator:
+                raise DeviceBusyError(
+                    f"run {other.id} ({other.function_name}) holds the {launch_plan.accelerator} devices; "
+                    f"wait for it, or end it with notebook_accelerate.runs()[{runs().index(other)}].stop()"
+                )

@@ -1,0 +1,296 @@
+"""A run: what the user holds of a launch, while it lasts and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.errors import RunNotFinishedError, WorkerError
+from notebook_accelerate.telemetry import Channel, InputReply, InputRequest, Metrics, RankFailure, Store
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.launch.planner import LaunchPlan
+    from notebook_accelerate.launch.report import Report
+
+ENDED = ("succeeded", "failed", "stopped")
+DEFAULT_GRACE = 5.0
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class RankInfo:
+    """What is known of one rank.
+
+    Attributes:
+        rank: Global index.
+        pid: Its process; None before it has one.
+        state: "starting", "running", "succeeded", "failed" or "stopped".
+        last_step: The last step it logged; None when it logged none.
+        exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
+        result: What the function returned; None unless it succeeded.
+    """
+
+    rank: int
+    pid: int | None = None
+    state: str = "starting"
+    last_step: int | None = None
+    exit: str = ""
+    result: Any = field(default=None, repr=False)
+
+
+@dataclass
+class Attempt:
+    """One try at running the whole group.
+
+    Attributes:
+        number: From 0.
+        started: Seconds since the epoch.
+        ended: The same; None while it lasts.
+        outcome: "running", "succeeded", "stopped" or what failed first.
+    """
+
+    number: int
+    started: float
+    ended: float | None = None
+    outcome: str = "running"
+
+
+@dataclass
+class Question:
+    """A rank that waits for a line of text."""
+
+    rank: int
+    request: InputRequest
+    channel: Channel
+
+    def answer(self, text: str | None) -> None:
+        """Send the line; None means there is none."""
+        self.channel.send(InputReply(text))
+
+
+class Run:
+    """A launch in progress, or what is left of it.
+
+    Made by ``notebook_launcher``; nothing here starts anything.
+    """
+
+    def __init__(self, config: LaunchConfig, function_name: str) -> None:
+        self.id = next(_numbers)
+        self.config = config
+        self.function_name = function_name
+        self.plan: LaunchPlan | None = None
+        self.notes: list[str] = []
+        self.attempts: list[Attempt] = []
+        self.store = Store()
+        self.started = time.time()
+        self.ended: float | None = None
+        self.failures: tuple[RankFailure, ...] = ()
+        self._status = "starting"
+        self._ranks: list[RankInfo] = []
+        self._error: WorkerError | None = None
+        self._lock = threading.RLock()
+        self._done = threading.Event()
+        self._callbacks: list[Callable[[Run], None]] = []
+        self._mail: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
+        self._stopper: Callable[[float], None] | None = None
+
+    # ---- what the user reads
+
+    @property
+    def status(self) -> str:
+        """One of "starting", "running", "stopping", "succeeded", "failed" and "stopped"."""
+        return self._status
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """The ranks of this machine, in order."""
+        with self._lock:
+            for info in self._ranks:
+                info.last_step = self.store.last_step.get(info.rank)
+            return tuple(self._ranks)
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the function returned, one value per rank.
+
+        Raises:
+            RunNotFinishedError: The run has not ended.
+            WorkerError: The run did not succeed; what single ranks returned is in ``run.ranks``.
+        """
+        if not self._done.is_set():
+            raise RunNotFinishedError(f"run {self.id} is {self.status}; wait for it with run.wait() or await run")
+        if self._error is not None:
+            raise self._error
+        return tuple(info.result for info in self._ranks)
+
+    @property
+    def error(self) -> WorkerError | None:
+        """Why the run did not succeed; None while it lasts and when it did."""
+        return self._error
+
+    @property
+    def metrics(self) -> Metrics:
+        """The named series the ranks logged: a live mapping, with ``to_pandas()``."""
+        return Metrics(self.store)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the launch, until the end once it has ended."""
+        return (self.ended or time.time()) - self.started
+
+    def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:
+        """Return the lines the ranks wrote, oldest first, as far back as the store keeps them.
+
+        Args:
+            rank: Only this rank's lines; None means all ranks', each line behind its label.
+            tail: Only so many of the last ones.
+
+        Raises:
+            ValueError: No such rank.
+        """
+        known = [info.rank for info in self._ranks]
+        if rank is not None and rank not in known:
+            raise ValueError(f"rank={rank!r} is not a rank of this machine; there are {known}")
+        if rank is not None:
+            lines = [line.text for line in self.store.log_lines(rank)]
+        else:
+            stamped = [(line.time, f"[rank {r}] {line.text}") for r in known for line in self.store.log_lines(r)]
+            lines = [text for _, text in sorted(stamped, key=lambda pair: pair[0])]
+        return lines if tail is None else lines[max(0, len(lines) - tail) :]
+
+    def report(self) -> Report:
+        """Return the run as static HTML and as text, for reading now or in the saved notebook."""
+        from notebook_accelerate.launch.report import Report
+
+        return Report(self)
+
+    # ---- what the user does
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, answering ranks that ask for input.
+
+        Args:
+            timeout: Seconds; None waits as long as it takes.
+
+        Returns:
+            Whether the run has ended.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._done.is_set():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                question = self._mail.get(timeout=left)
+            except queue.Empty:
+                return False
+            if question is not None:
+                self._prompt(question)
+        return True
+
+    def stop(self, grace: float = DEFAULT_GRACE) -> None:
+        """End the run and return once every rank is reaped; does nothing when it has ended.
+
+        Ranks get a KeyboardInterrupt, then SIGTERM, then, when ``grace`` seconds are over, SIGKILL. A second call
+        while the first is under way kills at once.
+
+        Args:
+            grace: Seconds the ranks have to end by themselves.
+        """
+        if grace < 0:
+            raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
+        if self._stopper is not None and not self._done.is_set():
+            self._stopper(grace)
+        if threading.current_thread().name != f"notebook-accelerate-run-{self.id}":  # a subscriber may stop its run
+            self._done.wait()
+
+    def add_done_callback(self, callback: Callable[[Run], None]) -> None:
+        """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def __await__(self) -> Generator[Any, None, Run]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Run] = loop.create_future()
+
+        def finish(run: Run) -> None:
+            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(run))
+
+        self.add_done_callback(finish)
+        return self._awaited(future).__await__()
+
+    async def _awaited(self, future: asyncio.Future[Run]) -> Run:
+        try:
+            await future
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            self.stop()
+            raise
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def _prompt(self, question: Question) -> None:
+        label = f"[rank {question.rank}] {question.request.prompt}"
+        try:
+            if question.request.password:
+                import getpass
+
+                text: str | None = getpass.getpass(label)
+            else:
+                text = input(label)
+        except (EOFError, RuntimeError, NotImplementedError):  # the front end cannot prompt
+            text = None
+        question.answer(text)
+
+    # ---- how it looks
+
+    def __repr__(self) -> str:
+        count = len(self._ranks) or self.config.num_processes or 1
+        ranks = "1 rank" if count == 1 else f"{count} ranks"
+        return f"<Run {self.id}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
+
+    def _repr_html_(self) -> str:
+        return self.report().html
+
+    # ---- what the launch room writes
+
+    def _planned(self, plan: LaunchPlan) -> None:
+        with self._lock:
+            self.plan = plan
+            self._ranks = [RankInfo(plan.first_rank + index) for index in range(plan.num_processes)]
+
+    def _begin_attempt(self, number: int) -> None:
+        with self._lock:
+            self.attempts.append(Attempt(number, time.time()))
+            for info in self._ranks:
+                info.state, info.pid, info.exit, info.result = "starting", None, "", None
+
+    def _end_attempt(self, outcome: str) -> None:
+        attempt = self.attempts[-1]
+        attempt.ended, attempt.outcome = time.time(), outcome
+
+    def _set_status(self, status: str) -> None:
+        with self._lock:
+            self._status = status
+
+    def _info(self, rank: int) -> RankInfo:
+        return self._ranks[rank - self._ranks[0].rank]
+
+    def _finish(self, status: str, error: WorkerError | None) -> None:
+        with self._lock:
+            self.ended = time.time()
+            self._status, self._error = status, error
+            callbacks, self._callbacks = self._callbacks, []
+            self._done.set()
+        self._mail.put(None)
+        for callback in callbacks:
+            callback(self)

@@ -1,0 +1,211 @@
+"""The one entry of the launch room, and the thread that lives as long as a run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate import hardware
+from notebook_accelerate.errors import RunInterrupted, RunStoppedError, RunTimeoutError, WorkerError
+from notebook_accelerate.launch import inline, messages, ports, registry
+from notebook_accelerate.launch.backends import process_backend
+from notebook_accelerate.launch.failures import ordered
+from notebook_accelerate.launch.output import Publisher, publisher_for, running_kernel
+from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, runs_inline
+from notebook_accelerate.launch.preflight import fork_hazard
+from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
+from notebook_accelerate.launch.supervisor import USER_STOP, Group
+from notebook_accelerate.telemetry.sampler import Sampler
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch import LaunchConfig
+
+
+def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> Run:
+    """Launch ``function(*arguments)`` as ``config`` says.
+
+    Returns:
+        The run: ended when ``config.block``, otherwise with all its ranks started.
+
+    Raises:
+        ValueError: The configuration does not fit this machine.
+        LaunchError: Nothing could be started.
+        SerializationError: The function or its arguments cannot travel to where they must.
+        WorkerError: A blocking run did not succeed; it carries ``.run``.
+    """
+    if not callable(function):
+        raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
+    run = Run(config, getattr(function, "__name__", type(function).__name__))
+    machine = hardware.detect()
+    if runs_inline(config, machine):
+        facts = KernelFacts(environment=os.environ)
+        run._planned(plan(config, machine, facts))
+        registry.add(run)
+        _announce(run, publisher_for(run.id))
+        inline.execute(run, function, arguments)
+    else:
+        launcher = _Launcher(run, function, arguments)
+        launcher.start()
+        if config.block:
+            launcher.see_through()
+    if config.block and run.error is not None:
+        raise run.error from messages.original(run.error)
+    return run
+
+
+class _Launcher:
+    """The run's own thread: it plans, forks, supervises, restarts, and finishes the run."""
+
+    def __init__(self, run: Run, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._run, self._function, self._arguments = run, function, arguments
+        self._publisher = publisher_for(run.id)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._started = threading.Event()
+        self._problem: BaseException | None = None
+        self._group: Group | None = None
+        self._stop_lock = threading.Lock()
+        self._stops: list[float] = []
+        run._stopper = self._request_stop
+        name = f"notebook-accelerate-run-{run.id}"
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and return once all ranks have started, or raise what kept them from it."""
+        self._thread.start()
+        try:
+            self._started.wait()
+        except KeyboardInterrupt:
+            self._request_stop(DEFAULT_GRACE)
+            self._thread.join()
+            raise RunInterrupted(self._run) from None
+        if self._problem is not None:
+            self._thread.join()
+            raise self._problem
+
+    def see_through(self) -> None:
+        """Wait for the end; the notebook's stop button stops the run, pressed twice it kills it."""
+        interrupted = False
+        while not self._run._done.is_set():
+            try:
+                self._run.wait()
+            except KeyboardInterrupt:
+                self._request_stop(DEFAULT_GRACE)
+                interrupted = True
+        self._thread.join()
+        if interrupted and self._run.status == "stopped":
+            raise RunInterrupted(self._run) from None
+
+    # ---- any thread
+
+    def _request_stop(self, grace: float) -> None:
+        with self._stop_lock:
+            self._stops.append(grace)
+        self._wake_writer.send(b"!")
+
+    # ---- the run's thread
+
+    def _main(self) -> None:
+        status, error = "failed", None
+        try:
+            launch_plan = self._prepare()
+            status, error = self._attempts(launch_plan)
+        except BaseException as problem:  # noqa: BLE001 - handed to the caller, or kept in the run
+            if not self._started.is_set():
+                self._problem = problem
+            message = f"the launch failed: {type(problem).__name__}: {problem}"
+            error = WorkerError(message, self._run)
+            error.__cause__ = problem
+        finally:
+            self._publisher.flush(force=True)
+            self._wake_reader.close()
+            self._wake_writer.close()
+            ports.release(self._run.id)
+            self._run._finish(status, error)
+            self._started.set()
+
+    def _prepare(self) -> LaunchPlan:
+        run = self._run
+        machine = hardware.detect()
+        asked = run.config.start_method
+        facts = KernelFacts(
+            fork_hazard=fork_hazard() if asked in ("auto", "fork") else "",
+            can_fork=hasattr(os, "fork"),
+            environment=os.environ,
+        )
+        launch_plan = plan(run.config, machine, facts)
+        registry.check_devices(run, launch_plan)
+        if launch_plan.world_size > 1:
+            launch_plan = replace(launch_plan, port=self._port(launch_plan))
+        run._planned(launch_plan)
+        registry.add(run)
+        _announce(run, self._publisher)
+        return launch_plan
+
+    def _port(self, launch_plan: LaunchPlan) -> int:
+        fixed = self._run.config.num_nodes > 1
+        port, note = ports.reserve(self._run.id, launch_plan.port, fixed=fixed, here=launch_plan.first_rank == 0)
+        if note:
+            self._run.notes.append(note)
+        return port
+
+    def _attempts(self, launch_plan: LaunchPlan) -> tuple[str, WorkerError | None]:
+        run = self._run
+        for number in range(run.config.max_restarts + 1):
+            run._begin_attempt(number)
+            group = self._start_group(launch_plan, number)
+            sampler = Sampler(group.pids(), run.store.add)
+            sampler.start()
+            try:
+                group.supervise()
+            finally:
+                group.abandon()
+                sampler.stop()
+                self._group = None
+            run.failures = tuple(ordered(group.failures))
+            if group.stop_reason or not run.failures:
+                break
+            run._end_attempt(messages.headline(run.failures))
+            if number < run.config.max_restarts:
+                restart = f"attempt {number + 1} failed ({messages.headline(run.failures)}); starting again"
+                self._publisher.line("stderr", restart)
+        return self._verdict(group)
+
+    def _start_group(self, launch_plan: LaunchPlan, number: int) -> Group:
+        backend = process_backend(launch_plan.start_method)(self._function, self._arguments)
+        group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_stops)
+        group.start(backend, number)
+        self._group = group
+        self._started.set()
+        return group
+
+    def _take_stops(self) -> list[float]:
+        with self._stop_lock:
+            stops, self._stops = self._stops, []
+        return stops
+
+    def _verdict(self, group: Group) -> tuple[str, WorkerError | None]:
+        run = self._run
+        if group.stop_reason:
+            run._end_attempt("stopped")
+            kind = RunStoppedError if group.stop_reason == USER_STOP else RunTimeoutError
+            return "stopped", kind(f"run {run.id} ended after {run.elapsed:.1f} s: {group.stop_reason}", run)
+        if run.failures:
+            return "failed", messages.worker_error(run)
+        run._end_attempt("succeeded")
+        return "succeeded", None
+
+
+def _announce(run: Run, publisher: Publisher) -> None:
+    """Show the run's header, where the launch is to be seen."""
+    show = running_kernel() is not None if run.config.panel == "auto" else bool(run.config.panel)
+    if not show or run.plan is None:
+        return
+    publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
+    for note in run.notes:
+        publisher.line("stdout", f"  {note}")
+    publisher.flush(force=True)

@@ -1,0 +1,337 @@
+"""The ranks of one attempt: starts them, hears them, and sees them to their end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch import ambient, failures
+from notebook_accelerate.launch.ladder import Ladder
+from notebook_accelerate.launch.output import Label, Publisher, RankOutput
+from notebook_accelerate.launch.payload import load_bytes
+from notebook_accelerate.launch.planner import LaunchPlan, rank_environment
+from notebook_accelerate.launch.run import Question, RankInfo, Run
+from notebook_accelerate.launch.worker import WorkerOrder
+from notebook_accelerate.telemetry import (
+    DisplayEvent,
+    Event,
+    FailureEvent,
+    InputRequest,
+    LogEvent,
+    RankFailure,
+    ResultEvent,
+    StatusEvent,
+)
+from notebook_accelerate.telemetry.store import Record
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.backends.base import Exit, ProcessBackend, RankProcess
+
+USER_STOP = "it was stopped"
+READ_BYTES = 1 << 18
+SETTLE_SECONDS = 0.3
+"""After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
+FAILURE_GRACE = 2.0
+"""Seconds from KeyboardInterrupt to SIGKILL for the ranks that are left after a failure."""
+
+
+class _Watched:
+    """A rank under supervision."""
+
+    def __init__(self, process: RankProcess, info: RankInfo, outputs: dict[int, RankOutput]) -> None:
+        self.process, self.info, self.outputs = process, info, outputs
+        self.outcome: Event | None = None
+        self.ended = False
+
+
+class Group:
+    """The ranks of one attempt, from their start until the last one is reaped.
+
+    Args:
+        run: Where everything is written to.
+        plan: What was planned.
+        publisher: Where output is shown.
+        wake: Becomes readable when a stop was requested.
+        stops: Returns the graces of the stops requested since the last call.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: LaunchPlan,
+        publisher: Publisher,
+        wake: socket.socket,
+        stops: Callable[[], list[float]],
+    ) -> None:
+        self._run, self._plan, self._publisher, self._wake, self._stops = run, plan, publisher, wake, stops
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(wake, selectors.EVENT_READ, self._drain_wake)
+        self._label = Label(run.config.log_line_prefix_template)
+        self._ranks: list[_Watched] = []
+        self._ladder: Ladder | None = None
+        self._asked_to_stop = False
+        self._oom_kills = failures.oom_kill_count()
+        self.failures: list[RankFailure] = []
+        self.stop_reason = ""
+
+    # ---- start
+
+    def start(self, backend: ProcessBackend, attempt: int) -> None:
+        """Start every rank; on failure those that had started are ended."""
+        state = ambient.capture()
+        try:
+            for local_rank in range(self._plan.num_processes):
+                environment = {**_launch_environment(self._run, attempt), **rank_environment(self._plan, local_rank)}
+                environment.update(self._run.config.env or {})
+                rank = self._plan.first_rank + local_rank
+                self._watch(backend.start_rank(WorkerOrder(rank, environment, self._plan.threads, state)), local_rank)
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            backend.close()
+
+    def _watch(self, process: RankProcess, local_rank: int) -> None:
+        info = self._run._info(process.rank)
+        info.pid = process.pid
+        label = self._label(process.rank, local_rank)
+        ends = process.ends
+        outputs = {
+            descriptor: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
+            for stream, descriptor in (("stdout", ends.stdout), ("stderr", ends.stderr))
+        }
+        watched = _Watched(process, info, outputs)
+        self._ranks.append(watched)
+        for descriptor in outputs:
+            self._selector.register(
+                descriptor, selectors.EVENT_READ, lambda d=descriptor: self._read_output(watched, d)
+            )
+        self._selector.register(ends.channel, selectors.EVENT_READ, lambda: self._read_channel(watched))
+        if process.exit_descriptor is not None:
+            self._selector.register(process.exit_descriptor, selectors.EVENT_READ, lambda: self._look(watched))
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids by rank."""
+        return {watched.process.rank: watched.process.pid for watched in self._ranks}
+
+    # ---- the loop
+
+    def supervise(self) -> None:
+        """Hear and watch the ranks until the last one is reaped."""
+        while self._alive():
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            self._take_steps()
+            self._publisher.flush()
+        self._selector.close()
+
+    def _alive(self) -> list[_Watched]:
+        return [watched for watched in self._ranks if not watched.ended]
+
+    def _patience(self) -> float:
+        """Return how long the loop may sleep: until the next thing that is due."""
+        now = time.monotonic()
+        waits = [5.0]
+        if self._ladder is not None and (due := self._ladder.next_due()) is not None:
+            waits.append(due - now)
+        if (publish := self._publisher.seconds_until_due()) is not None:
+            waits.append(publish)
+        limit = self._run.config.timeout
+        if limit is not None and not self.stop_reason:
+            waits.append(self._run.started + limit - time.time())
+        if self._run.config.hang_timeout is not None and not self.stop_reason:
+            waits.append(self._last_sign_of_life() + self._run.config.hang_timeout - time.time())
+        if any(watched.process.exit_descriptor is None for watched in self._alive()):
+            waits.append(self._run.config.monitor_interval)
+        return max(0.0, min(waits))
+
+    def _take_steps(self) -> None:
+        self._check_limits()
+        for watched in self._alive():
+            if watched.process.exit_descriptor is None:
+                self._look(watched)
+        if self._ladder is not None:
+            self._ladder.climb(watched.process for watched in self._alive())
+
+    def _check_limits(self) -> None:
+        if self.stop_reason:
+            return
+        config, now = self._run.config, time.time()
+        if config.timeout is not None and now - self._run.started >= config.timeout:
+            self.stop(5.0, f"the run reached its timeout of {config.timeout:g} s")
+        elif config.hang_timeout is not None and now - self._last_sign_of_life() >= config.hang_timeout:
+            self.stop(5.0, f"no rank gave a sign of life for {config.hang_timeout:g} s (hang_timeout)")
+
+    def _last_sign_of_life(self) -> float:
+        return max([self._run.attempts[-1].started, *self._run.store.last_activity.values()])
+
+    # ---- what comes in
+
+    def _drain_wake(self) -> None:
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
+        for grace in self._stops():
+            self.stop(grace, USER_STOP)
+
+    def _keep_lines(self, rank: int, stream: str, text: str) -> None:
+        self._run.store.add([Record(rank, time.time(), LogEvent(stream, text))])
+
+    def _read_output(self, watched: _Watched, descriptor: int) -> bool:
+        """Read once; return whether there may be more."""
+        try:
+            data = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            watched.outputs[descriptor].feed(data)
+            return True
+        self._selector.unregister(descriptor)
+        watched.outputs.pop(descriptor).finish()
+        return False
+
+    def _read_channel(self, watched: _Watched) -> bool:
+        try:
+            messages = watched.process.ends.channel.receive_available()
+        except ChannelClosedError:
+            with suppress(KeyError):
+                self._selector.unregister(watched.process.ends.channel)
+            return False
+        rank = watched.process.rank
+        if messages:
+            self._run.store.add([Record(rank, stamp, event) for stamp, event in messages])
+        for _, event in messages:
+            handler = _HANDLERS.get(type(event))
+            if handler is not None:
+                handler(self, watched, event)
+        return True
+
+    def _on_status(self, watched: _Watched, event: StatusEvent) -> None:
+        watched.info.state = event.state
+        if self._run.status == "starting" and all(w.info.state != "starting" for w in self._ranks):
+            self._run._set_status("running")
+
+    def _on_result(self, watched: _Watched, event: ResultEvent) -> None:
+        try:
+            watched.info.result = load_bytes(event.payload)
+        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+            message = f"the return value cannot be brought back: {type(error).__name__}: {error}"
+            watched.outcome = event
+            self._fail(RankFailure(watched.process.rank, "unpicklable", time.time(), message, exception=error), watched)
+            return
+        watched.outcome = event
+
+    def _on_failure(self, watched: _Watched, event: FailureEvent) -> None:
+        watched.outcome = event
+        if event.kind == "interrupted" and self._ladder is not None:
+            watched.info.state = "stopped"
+            return
+        self._fail(failures.from_event(watched.process.rank, event), watched)
+
+    def _on_display(self, watched: _Watched, event: DisplayEvent) -> None:
+        rank = watched.process.rank
+        self._publisher.display(event, self._label(rank, rank - self._plan.first_rank))
+
+    def _on_input(self, watched: _Watched, event: InputRequest) -> None:
+        question = Question(watched.process.rank, event, watched.process.ends.channel)
+        if not self._run.config.block:
+            self._publisher.line("stderr", f"rank {question.rank} waits for input; run.wait() asks you for it")
+        self._publisher.flush(force=True)
+        self._run._mail.put(question)
+
+    # ---- ends
+
+    def _look(self, watched: _Watched) -> None:
+        """See whether a rank has ended, and if so take in everything it left."""
+        end = watched.process.poll()
+        if end is None:
+            return
+        if watched.process.exit_descriptor is not None:
+            self._selector.unregister(watched.process.exit_descriptor)
+        for descriptor in list(watched.outputs):
+            while self._read_output(watched, descriptor):
+                pass
+        while self._read_channel(watched):
+            pass
+        self._forget(watched)
+        watched.info.exit = _exit_text(end)
+        self._judge(watched, end)
+
+    def _forget(self, watched: _Watched) -> None:
+        for descriptor, output in watched.outputs.items():  # held open by something the rank left running
+            self._selector.unregister(descriptor)
+            output.finish()
+        with suppress(KeyError):
+            self._selector.unregister(watched.process.ends.channel)
+        watched.process.close()
+        watched.ended = True
+
+    def _judge(self, watched: _Watched, end: Exit) -> None:
+        info = watched.info
+        if isinstance(watched.outcome, ResultEvent) and info.state != "failed":
+            info.state = "succeeded"
+        elif watched.outcome is None and self._ladder is None:
+            kills = failures.oom_kill_count() - self._oom_kills
+            self._fail(failures.from_exit(info.rank, end, oom_kills=kills), watched)
+        elif watched.outcome is None:
+            info.state = "stopped"
+
+    def _fail(self, failure: RankFailure, watched: _Watched) -> None:
+        watched.info.state = "failed"
+        self.failures.append(failure)
+        if self._ladder is None:
+            self._ladder = Ladder(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
+
+    # ---- stopping
+
+    def stop(self, grace: float, reason: str) -> None:
+        """Climb the ladder; a second call kills at once."""
+        if self._asked_to_stop and self._ladder is not None:
+            self._ladder.kill_now()
+            return
+        self._asked_to_stop = True
+        self.stop_reason = reason
+        self._run._set_status("stopping")
+        self._ladder = Ladder(grace)
+
+    def abandon(self) -> None:
+        """Kill and reap everything, whatever state it is in."""
+        for watched in self._alive():
+            watched.process.send_signal(9, group=True)
+            watched.process.send_signal(9)
+            for _ in range(1000):
+                if watched.process.poll() is not None:
+                    break
+                time.sleep(0.005)
+            watched.process.close()
+            watched.ended = True
+        self._selector.close()
+
+
+_HANDLERS: dict[type[Event], Callable[[Group, _Watched, Any], None]] = {
+    StatusEvent: Group._on_status,
+    ResultEvent: Group._on_result,
+    FailureEvent: Group._on_failure,
+    DisplayEvent: Group._on_display,
+    InputRequest: Group._on_input,
+}
+
+
+def _exit_text(end: Exit) -> str:
+    return f"exit {end.code}" if end.signal is None else failures._signal_name(end.signal)
+
+
+def _launch_environment(run: Run, attempt: int) -> dict[str, str]:
+    from notebook_accelerate.config.environ import worker_variables
+
+    return {
+        **worker_variables(mixed_precision=run.config.mixed_precision, cpu=run.config.cpu),
+        "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{run.id}",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(run.config.max_restarts),
+    }

@@ -1,0 +1,112 @@
+"""Exceptions as data in the worker, and as text at notebook cell lines in the kernel."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.launch.payload import is_cell
+from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
+
+MAX_FRAMES = 60
+"""Frames kept of one exception: the first and the last half of a deeper one."""
+_OWN = str(Path(__file__).parent)
+
+
+def chain_of(error: BaseException) -> tuple[ExceptionInfo, ...]:
+    """Return ``error`` and what led to it, the root first, without this package's own launching frames."""
+    chain: list[ExceptionInfo] = []
+    seen: set[int] = set()
+    link, current = "", error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        chain.append(ExceptionInfo(_type_name(current), _message(current), _frames(current), link))
+        if current.__cause__ is not None:
+            link, current = "cause", current.__cause__
+        elif current.__context__ is not None and not current.__suppress_context__:
+            link, current = "context", current.__context__
+        else:
+            break
+    return tuple(reversed(chain))
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as problem:  # noqa: BLE001 - a broken __str__ must not hide the error
+        text = f"<its message cannot be shown: {type(problem).__name__}>"
+    return "\n".join([text, *getattr(error, "__notes__", [])])
+
+
+def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
+    frames = [
+        FrameInfo(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    while frames and frames[0].filename.startswith(_OWN):
+        frames.pop(0)
+    if len(frames) > MAX_FRAMES:
+        half = MAX_FRAMES // 2
+        skipped = FrameInfo("", 0, f"… {len(frames) - 2 * half} more frames …", "")
+        frames = [*frames[:half], skipped, *frames[-half:]]
+    return tuple(frames)
+
+
+# ---- in the kernel
+
+
+def place(frame: FrameInfo) -> str:
+    """Return where a frame is, as "Cell In[7], line 3" where it is in a cell."""
+    return f"{cell_name(frame.filename) or frame.filename}, line {frame.lineno}"
+
+
+def cell_name(filename: str) -> str:
+    """Return "Cell In[7]" for the file name of a cell this kernel ran; "" for other files."""
+    if not is_cell(filename):
+        return ""
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    compiler = getattr(shell, "compile", None)
+    number = getattr(compiler, "_filename_map", {}).get(filename)
+    if number is not None:
+        return f"Cell In[{number}]"
+    found = re.search(r"ipython-input-(\d+)", filename)
+    return f"Cell In[{found.group(1)}]" if found else "Cell"
+
+
+def format_chain(chain: tuple[ExceptionInfo, ...]) -> list[str]:
+    """Return the lines that tell of ``chain``, each frame with its source line."""
+    lines: list[str] = []
+    for position, info in enumerate(chain):
+        for frame in info.frames:
+            lines += format_frame(frame)
+        lines += f"{info.type}: {info.message}".rstrip(": ").split("\n")
+        if position < len(chain) - 1:
+            lines += ["", _LINKS.get(chain[position].link or "context", _LINKS["context"]), ""]
+    return lines
+
+
+_LINKS = {
+    "cause": "The above exception was the direct cause of the following exception:",
+    "context": "During handling of the above exception, another exception occurred:",
+}
+
+
+def format_frame(frame: FrameInfo) -> list[str]:
+    """Return one frame as its place and, where there is one, its source line."""
+    if not frame.filename:
+        return [f"  {frame.function}"]
+    source = frame.source or linecache.getline(frame.filename, frame.lineno).strip()
+    head = f"  {place(frame)}, in {frame.function}"
+    return [head, f"    {source}"] if source else [head]

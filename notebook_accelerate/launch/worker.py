@@ -1,0 +1,262 @@
+"""The life of one rank, from its process's first line to its last.
+
+``main`` reads as five paragraphs: cut the ties to the process this one was forked from, connect to the kernel, take
+on the rank's environment, run the function, report. Every process start method ends here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from notebook_accelerate.launch import ambient, shared_state, tracebacks
+from notebook_accelerate.launch.agent import Agent
+from notebook_accelerate.launch.console import Console
+from notebook_accelerate.launch.payload import dump_bytes, install_sources
+from notebook_accelerate.telemetry import Channel, Event, FailureEvent, ResultEvent, Sink, StatusEvent, install_sink
+
+Function = Callable[..., Any]
+Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class WorkerOrder:
+    """What one rank is told before it starts.
+
+    Attributes:
+        rank: Global index.
+        environment: Variables to set over what the process has.
+        threads: CPU threads of torch's operators; None leaves them alone.
+        ambient: The kernel's random numbers and torch settings.
+        base_environment: The kernel's whole environment; None when the process inherited it.
+        cwd: Working directory; None when inherited.
+        sys_path: Import path; None when inherited.
+        sources: Sources of notebook cells by file name; empty when inherited.
+    """
+
+    rank: int
+    environment: dict[str, str]
+    threads: int | None
+    ambient: ambient.Ambient
+    base_environment: dict[str, str] | None = None
+    cwd: str | None = None
+    sys_path: list[str] | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Wiring:
+    """The descriptors a rank keeps, and the process whose end must be its own."""
+
+    channel: int
+    stdout: int
+    stderr: int
+    parent: int
+
+
+def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] | None) -> NoReturn:
+    """Be a rank; never returns.
+
+    Args:
+        order: What to be.
+        wiring: Descriptors for the channel and the two output streams.
+        load: Returns the function and its arguments.
+        inherited: The kernel's own descriptors, in a process that was forked from the kernel itself; None elsewhere.
+    """
+    code = 1
+    try:
+        isolate(wiring, inherited)
+        agent, console = connect(wiring)
+        outcome = run(order, load)
+        code = report(outcome, agent, console)
+    except BaseException:  # noqa: BLE001 - the last line of a process: nothing above it could handle anything
+        with contextlib.suppress(Exception):
+            os.write(2, ("notebook_accelerate: a worker failed outside the function\n" + _traceback()).encode())
+    finally:
+        os._exit(code)
+
+
+def _traceback() -> str:
+    import traceback
+
+    return traceback.format_exc()
+
+
+# ---- 1. cut the ties
+
+
+def isolate(wiring: Wiring, inherited: set[int] | None) -> None:
+    """Leave the parent's process group, handlers, event loop and sockets behind."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    die_with_parent(wiring.parent)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
+    atexit._clear()
+    if inherited is not None:
+        silence_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=inherited)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the system kill this process when the thread that forked it ends (Linux); elsewhere the agent notices."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
+
+
+def silence_descriptors(keep: set[int], known: set[int]) -> None:
+    """Point the kernel's sockets, event queues, history file and ``known`` pipes at /dev/null in this process.
+
+    Closing them would free their numbers for new files, which the inherited objects' destructors would then close.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        descriptor = int(name)
+        if descriptor in keep or descriptor in (0, 1, 2, null):
+            continue
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            shared = target.startswith(("socket:", "anon_inode:[event")) or "history.sqlite" in target
+            if shared or descriptor in known:
+                os.dup2(null, descriptor, inheritable=False)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+# ---- 2. connect
+
+
+def connect(wiring: Wiring) -> tuple[Agent, Console]:
+    """Send what is written to the kernel through pipes, and everything else through the channel."""
+    import socket
+
+    os.dup2(wiring.stdout, 1)
+    os.dup2(wiring.stderr, 2)
+    for descriptor in {wiring.stdout, wiring.stderr} - {1, 2}:
+        os.close(descriptor)
+    sink = Sink(Channel(socket.socket(fileno=wiring.channel)))
+    install_sink(sink)
+    agent = Agent(sink)
+    agent.start()
+    console = Console(agent)
+    console.install()
+    return agent, console
+
+
+# ---- 3. and 4. become the rank, run
+
+
+def run(order: WorkerOrder, load: Loader) -> Event:
+    """Run the function as this rank and return what became of it."""
+    try:
+        take_on(order)
+        function, arguments = load()
+        sink = shared_state.require_sink()
+        sink.send(StatusEvent("running"))
+        value = function(*arguments)
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            return result(None)
+        return failure(stop, "exit")
+    except KeyboardInterrupt as stop:
+        return failure(stop, "interrupted")
+    except BaseException as error:  # noqa: BLE001 - whatever the user's function raises belongs to the kernel
+        return failure(error, "exception")
+    return result(value)
+
+
+def take_on(order: WorkerOrder) -> None:
+    """Make environment, paths, threads and random numbers those of the rank."""
+    if order.base_environment is not None:
+        os.environ.clear()
+        os.environ.update(order.base_environment)
+    os.environ.update(order.environment)
+    if order.cwd is not None:
+        with contextlib.suppress(OSError):  # a folder deleted under the kernel is the kernel's state too
+            os.chdir(order.cwd)
+    if order.sys_path is not None:
+        sys.path[:] = order.sys_path
+    install_sources(order.sources)
+    shared_state.reset()
+    ambient.apply(order.ambient)
+    torch: Any = sys.modules.get("torch")
+    if order.threads is not None and hasattr(torch, "set_num_threads"):
+        # OMP_NUM_THREADS has no effect on a torch that is already imported.
+        torch.set_num_threads(order.threads)
+
+
+def result(value: Any) -> Event:
+    """Return the event that carries ``value``, or the failure to pickle it."""
+    try:
+        return ResultEvent(dump_bytes(value, f"the return value (a {type(value).__name__})"))
+    except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything
+        return failure(error, "unpicklable")
+
+
+def failure(error: BaseException, kind: str) -> FailureEvent:
+    """Return the event that tells the kernel of ``error``."""
+    now = time.time()
+    chain = tracebacks.chain_of(error)
+    note, payload = "", b""
+    try:
+        payload = dump_bytes(error, f"the exception (a {type(error).__name__})")
+    except Exception as problem:  # noqa: BLE001 - the same
+        note = str(problem)
+    return FailureEvent(chain, now, kind, note, payload)
+
+
+# ---- 5. report
+
+
+def report(outcome: Event, agent: Agent, console: Console) -> int:
+    """Wind down as an interpreter does at its end, send the outcome, and return the exit code."""
+    failed = isinstance(outcome, FailureEvent)
+    if failed:
+        # First of all: that this rank failed, before its closing sockets make others fail.
+        console.flush()
+        agent.sink.send(outcome)
+    else:
+        join_threads()
+        leave_process_group()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+    console.flush()
+    if not failed:
+        agent.sink.send(outcome)
+    agent.stop()
+    return int(failed)
+
+
+def join_threads() -> None:
+    """Wait for the function's own non-daemon threads, as the interpreter does."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+def leave_process_group() -> None:
+    """Close a process group that the function left open; at exit NCCL warns of it."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        with contextlib.suppress(Exception):
+            distributed.destroy_process_group()
+
+
+__all__ = ["Function", "Loader", "Wiring", "WorkerOrder", "main"]

@@ -1,0 +1,50 @@
+"""Events, the duplex channel they travel on, the sampler, and the bounded store they end in.
+
+This room is shared by the kernel side and the worker side. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from notebook_accelerate.telemetry.channel import Channel
+from notebook_accelerate.telemetry.events import (
+    DisplayEvent,
+    DroppedEvent,
+    Event,
+    InputReply,
+    InputRequest,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    ResourceEvent,
+    ResultEvent,
+    StatusEvent,
+)
+from notebook_accelerate.telemetry.failure import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
+from notebook_accelerate.telemetry.sink import Sink, current_sink, emit, install_sink
+from notebook_accelerate.telemetry.store import MetricSeries, Metrics, Store
+
+__all__ = [
+    "Channel",
+    "DisplayEvent",
+    "DroppedEvent",
+    "Event",
+    "ExceptionInfo",
+    "FailureEvent",
+    "FrameInfo",
+    "InputReply",
+    "InputRequest",
+    "LogEvent",
+    "MetricEvent",
+    "MetricSeries",
+    "Metrics",
+    "ProgressEvent",
+    "RankFailure",
+    "ResourceEvent",
+    "ResultEvent",
+    "Sink",
+    "StatusEvent",
+    "Store",
+    "current_sink",
+    "emit",
+    "install_sink",
+]

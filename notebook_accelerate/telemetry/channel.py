@@ -1,0 +1,189 @@
+"""The duplex channel between the kernel and one rank.
+
+Events go up; commands, replies and standard input go down. It is a stream of frames over any connected stream
+socket: a socket pair locally. A frame is ``!IQ`` (length of the JSON, length of the payload), the JSON
+``[[type, time, fields...], ...]``, and the payload bytes of its last event. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.telemetry.events import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_HEADER = struct.Struct("!IQ")
+_CHUNK = 1 << 18
+MAX_JSON_BYTES = 1 << 28
+"""A longer JSON part is not ours: the stream is broken or hostile."""
+
+
+class Stamped(NamedTuple):
+    """An event and when it happened, in seconds since the epoch."""
+
+    time: float
+    event: Event
+
+
+def encode(messages: Iterable[Stamped]) -> bytes:
+    """Return the frames for ``messages``: events without payload share a frame, one with a payload ends its frame."""
+    parts: list[bytes] = []
+    rows: list[list[Any]] = []
+
+    def close_frame(payload: bytes) -> None:
+        text = json.dumps(rows, separators=(",", ":"), default=_plain).encode()
+        parts.append(_HEADER.pack(len(text), len(payload)) + text)
+        parts.append(payload)
+        rows.clear()
+
+    for stamp, event in messages:
+        rows.append([type(event).__name__, stamp, *[getattr(event, name) for name in event.names()]])
+        if hasattr(event, "payload"):
+            close_frame(event.payload)
+    if rows:
+        close_frame(b"")
+    return b"".join(parts)
+
+
+def _plain(value: object) -> object:
+    """Turn number-like objects (numpy scalars, 0-d tensors) into plain numbers, anything else into text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
+
+
+class Decoder:
+    """Turns bytes as they arrive into events."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Stamped]:
+        """Return the events that are complete now.
+
+        Raises:
+            ChannelClosedError: The bytes are not frames of this protocol.
+        """
+        self._buffer += data
+        found: list[Stamped] = []
+        start = 0
+        while (end := self._frame_end(start)) is not None:
+            json_length, _ = _HEADER.unpack_from(self._buffer, start)
+            body = start + _HEADER.size
+            found += _decode_frame(
+                self._buffer[body : body + json_length], bytes(self._buffer[body + json_length : end])
+            )
+            start = end
+        if start:
+            del self._buffer[:start]
+        return found
+
+    def _frame_end(self, start: int) -> int | None:
+        if len(self._buffer) - start < _HEADER.size:
+            return None
+        json_length, payload_length = _HEADER.unpack_from(self._buffer, start)
+        if json_length > MAX_JSON_BYTES:
+            raise ChannelClosedError(
+                f"a frame of {json_length} bytes of JSON came; at most {MAX_JSON_BYTES} are allowed"
+            )
+        end = start + _HEADER.size + int(json_length) + int(payload_length)
+        return end if len(self._buffer) >= end else None
+
+
+def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
+    rows = json.loads(text)
+    found: list[Stamped] = []
+    for name, stamp, *values in rows:
+        kind = Event.registry.get(name)
+        if kind is None:  # a newer peer: what is not known is skipped
+            continue
+        arguments = dict(zip(kind.names(), values, strict=False))
+        if "payload" in kind.__dataclass_fields__:
+            arguments["payload"] = payload
+        found.append(Stamped(stamp, kind(**arguments)))
+    return found
+
+
+class Channel:
+    """One end of a duplex channel.
+
+    Args:
+        connection: A connected stream socket; the channel owns it from now on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._decoder = Decoder()
+        self._send_lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """Return the kernel's end and the socket of the other end, to be handed to a rank."""
+        ours, theirs = socket.socketpair()
+        with contextlib.suppress(OSError):
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        return cls(ours), theirs
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, *events: Event) -> None:
+        """Send events now; safe from any thread.
+
+        Raises:
+            ChannelClosedError: The other end is gone.
+        """
+        now = time.time()
+        self.send_stamped([Stamped(now, event) for event in events])
+
+    def send_stamped(self, messages: list[Stamped]) -> None:
+        """Send events with the times they already carry."""
+        data = encode(messages)
+        with self._send_lock:
+            try:
+                self._socket.sendall(data)
+            except OSError as error:
+                raise ChannelClosedError(f"the other end is gone: {error}") from None
+
+    def receive(self, timeout: float | None = None) -> list[Stamped]:
+        """Wait up to ``timeout`` seconds (None: for ever) and return what has come, possibly nothing.
+
+        Raises:
+            ChannelClosedError: The other end has closed and everything it sent was returned.
+        """
+        if self._closed:
+            raise ChannelClosedError("the channel is closed")
+        # poll, unlike select, has no limit of 1024 descriptors.
+        waiter = select.poll()
+        waiter.register(self._socket, select.POLLIN)
+        if not waiter.poll(None if timeout is None else timeout * 1000):
+            return []
+        return self.receive_available()
+
+    def receive_available(self) -> list[Stamped]:
+        """Return what can be read without waiting; raises ``ChannelClosedError`` at the end of the stream."""
+        try:
+            data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise ChannelClosedError(f"the other end is gone: {error}") from None
+        if not data:
+            raise ChannelClosedError("the other end has closed")
+        return self._decoder.feed(data)
+
+    def close(self) -> None:
+        """Close this end; closing twice does nothing."""
+        self._closed = True
+        self._socket.close()

@@ -1,0 +1,139 @@
+"""What travels between the kernel and a rank, as named dataclasses.
+
+Fields hold what JSON can say; one field named ``payload`` may hold bytes, which travel behind the JSON untouched and
+are never unpickled by the channel. A class becomes part of the protocol by deriving from ``Event``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+
+@dataclass(slots=True)
+class Event:
+    """Base of everything that crosses a channel; subclasses register themselves by name."""
+
+    registry: ClassVar[dict[str, type[Event]]] = {}
+    droppable: ClassVar[bool] = False
+    """Whether a full queue may drop it (and say how many were)."""
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # dataclass(slots=True) makes the class a second time; the later one replaces the earlier in the table.
+        # (Zero-argument super() would look for the class that the decorator replaced.)
+        super(Event, cls).__init_subclass__(**kwargs)
+        Event.registry[cls.__name__] = cls
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the field names that travel in the JSON, in order."""
+        if not cls.field_names:
+            cls.field_names = tuple(f.name for f in fields(cls) if f.name != "payload")
+        return cls.field_names
+
+
+@dataclass(slots=True)
+class MetricEvent(Event):
+    """Named numbers of one training step."""
+
+    droppable: ClassVar[bool] = True
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    values: dict[str, float]
+    step: int | None = None
+
+
+@dataclass(slots=True)
+class ProgressEvent(Event):
+    """How far a loop has come."""
+
+    droppable: ClassVar[bool] = True
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    step: int
+    total: int | None = None
+    label: str = ""
+
+
+@dataclass(slots=True)
+class StatusEvent(Event):
+    """A rank changed state: "starting", "running", "succeeded", "failed" or "stopped"."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    state: str
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class LogEvent(Event):
+    """Whole lines of text a rank wrote to ``stream`` ("stdout" or "stderr"), without the last line break."""
+
+    droppable: ClassVar[bool] = True
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    stream: str
+    text: str
+
+
+@dataclass(slots=True)
+class ResourceEvent(Event):
+    """What a rank's process uses: percent of one core, bytes of memory, and of its accelerator where there is one."""
+
+    droppable: ClassVar[bool] = True
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    cpu_percent: float
+    memory_bytes: int
+    gpu_percent: float | None = None
+    gpu_memory_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class DisplayEvent(Event):
+    """A rich output made by ``display()`` in a rank: a MIME bundle for the kernel to publish."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    data: dict[str, Any]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    display_id: str | None = None
+    update: bool = False
+
+
+@dataclass(slots=True)
+class InputRequest(Event):
+    """A rank waits for a line of text from the user."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    prompt: str
+    password: bool = False
+
+
+@dataclass(slots=True)
+class InputReply(Event):
+    """The user's line, without the line break; None means end of file."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    text: str | None
+
+
+@dataclass(slots=True)
+class DroppedEvent(Event):
+    """So many droppable events were lost because the channel could not keep up."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    count: int
+
+
+@dataclass(slots=True)
+class ResultEvent(Event):
+    """The function returned; ``payload`` is its pickled value."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    payload: bytes

@@ -1,0 +1,74 @@
+"""How a rank ended without success, told so that the kernel can show it at its cell line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from notebook_accelerate.telemetry.events import Event
+
+
+class FrameInfo(NamedTuple):
+    """One line of a traceback."""
+
+    filename: str
+    lineno: int
+    function: str
+    source: str
+
+
+class ExceptionInfo(NamedTuple):
+    """One exception of a chain; ``link`` says how it led to the next: "cause", "context" or "" for the last."""
+
+    type: str
+    message: str
+    frames: tuple[FrameInfo, ...]
+    link: str = ""
+
+
+@dataclass(slots=True)
+class FailureEvent(Event):
+    """The function raised; ``chain`` ends with the exception that left it, ``payload`` is that exception pickled.
+
+    ``payload`` is empty when the exception cannot be pickled; ``note`` then says why.
+    """
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    chain: tuple[ExceptionInfo, ...]
+    time: float
+    kind: str = "exception"
+    note: str = ""
+    payload: bytes = b""
+
+    def __post_init__(self) -> None:
+        # JSON turns the tuples into lists.
+        self.chain = tuple(
+            ExceptionInfo(type_, message, tuple(FrameInfo(*frame) for frame in frames), link)
+            for type_, message, frames, link in self.chain
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why one rank did not succeed.
+
+    Attributes:
+        rank: Global index.
+        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "unpicklable" or "interrupted".
+        time: Seconds since the epoch.
+        message: One sentence.
+        chain: The exceptions, the one that left the function last; empty when the process just died.
+        exception: The original exception, where it could be brought back.
+        signal: Number of the signal that ended the process.
+        consequence: Whether it failed because another rank did.
+    """
+
+    rank: int
+    kind: str
+    time: float
+    message: str
+    chain: tuple[ExceptionInfo, ...] = ()
+    exception: BaseException | None = None
+    signal: int | None = None
+    consequence: bool = False

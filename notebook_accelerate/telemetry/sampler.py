@@ -1,0 +1,148 @@
+"""Samples what each rank's process uses, once a second, from the kernel's machine."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.telemetry.events import ResourceEvent
+from notebook_accelerate.telemetry.store import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import psutil
+
+PERIOD = 1.0
+"""Seconds between two samples."""
+
+
+def proportional_memory(pid: int) -> int:
+    """Return the PSS of a process in bytes (RSS where the system has no PSS), 0 when it is gone.
+
+    Forked ranks share most pages with the kernel; PSS counts each shared page by its share, so that ranks add up.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
+
+
+class GpuReader:
+    """Reads utilisation and per-process memory of NVIDIA GPUs through NVML; quiet where there is none."""
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        try:
+            import pynvml
+        except ImportError:
+            return
+        with contextlib.suppress(Exception):  # NVMLError: no driver, no GPU
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+
+    def read(self) -> dict[int, tuple[float, int]]:
+        """Return, by pid, the utilisation in percent of its GPU and the bytes it holds there."""
+        found: dict[int, tuple[float, int]] = {}
+        if self._nvml is None:
+            return found
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            with contextlib.suppress(self._nvml.NVMLError):
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                busy = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    found[int(process.pid)] = (busy, int(process.usedGpuMemory or 0))
+        return found
+
+    def close(self) -> None:
+        """Let go of NVML."""
+        if self._nvml is not None:
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlShutdown()
+            self._nvml = None
+
+
+class Sampler:
+    """A thread that feeds ``ResourceEvent`` records of some processes to ``sink``.
+
+    Args:
+        pids: Rank to process id.
+        sink: Called with the records of one sample.
+        period: Seconds between samples.
+    """
+
+    def __init__(self, pids: Mapping[int, int], sink: Callable[[list[Record]], None], period: float = PERIOD) -> None:
+        self._pids = dict(pids)
+        self._sink = sink
+        self._period = period
+        self._stop = threading.Event()
+        self._processes: dict[int, psutil.Process] = {}
+        self._thread = threading.Thread(target=self._run, name="notebook-accelerate-sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        gpus: GpuReader | None = None
+        # The first sample comes soon, so that short runs have one; psutil needs two readings for a CPU rate.
+        delay = min(0.2, self._period)
+        while not self._stop.wait(delay):
+            if gpus is None:
+                gpus = GpuReader()
+            self._sink(self.sample(gpus))
+            delay = self._period
+        if gpus is not None:
+            gpus.close()
+
+    def sample(self, gpus: GpuReader) -> list[Record]:
+        """Return one record per process that is still there."""
+        import psutil
+
+        gpu = gpus.read()
+        records = []
+        for rank, pid in self._pids.items():
+            try:
+                process = self._processes.get(rank) or self._processes.setdefault(rank, psutil.Process(pid))
+                cpu = process.cpu_percent()
+            except psutil.Error:
+                continue
+            memory = proportional_memory(pid)
+            if memory:
+                busy, held = gpu.get(pid, (None, None))
+                records.append(Record(rank, time.time(), ResourceEvent(cpu, memory, busy, held)))
+        return records
+
+
+def machine_memory() -> tuple[int, int]:
+    """Return total and available memory in bytes, within the control group's limit where one is set."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for limit_path, used_path in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            with open(limit_path) as file:
+                limit = int(file.read())
+            with open(used_path) as file:
+                used = int(file.read())
+            if limit < total:
+                total, available = limit, min(available, limit - used)
+    return total, available

@@ -1,0 +1,73 @@
+"""Where a worker's events go: ``emit`` from any room, any thread, at the price of one append."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.telemetry.channel import Channel, Stamped
+from notebook_accelerate.telemetry.events import DroppedEvent
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry.events import Event
+
+QUEUE_LIMIT = 50_000
+"""Events waiting to be sent before droppable ones are dropped."""
+
+
+class Sink:
+    """A queue in front of a channel, emptied by whoever calls ``flush`` (the worker's agent, 20 times a second)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._queue: deque[Stamped] = deque()
+        self._dropped = 0
+        self._flush_lock = threading.Lock()
+
+    def emit(self, event: Event) -> None:
+        """Queue ``event``; never blocks."""
+        if len(self._queue) >= QUEUE_LIMIT and event.droppable:
+            self._dropped += 1
+            return
+        self._queue.append(Stamped(time.time(), event))
+
+    def flush(self) -> None:
+        """Send what is queued, in order.
+
+        Raises:
+            ChannelClosedError: The kernel is gone.
+        """
+        with self._flush_lock:
+            batch = [self._queue.popleft() for _ in range(len(self._queue))]
+            if self._dropped:
+                batch.append(Stamped(time.time(), DroppedEvent(self._dropped)))
+                self._dropped = 0
+            if batch:
+                self.channel.send_stamped(batch)
+
+    def send(self, event: Event) -> None:
+        """Queue ``event`` and send everything now."""
+        self._queue.append(Stamped(time.time(), event))
+        self.flush()
+
+
+_sink: Sink | None = None
+
+
+def install_sink(sink: Sink | None) -> None:
+    """Make ``sink`` the one that ``emit`` feeds in this process; None undoes it."""
+    global _sink  # noqa: PLW0603 - one worker, one sink
+    _sink = sink
+
+
+def current_sink() -> Sink | None:
+    """Return this worker's sink; None outside a launched worker."""
+    return _sink
+
+
+def emit(event: Event) -> None:
+    """Send ``event`` to the kernel that launched this worker; outside one, do nothing."""
+    if _sink is not None:
+        _sink.emit(event)

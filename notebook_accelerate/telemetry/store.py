@@ -1,0 +1,285 @@
+"""The bounded store: what a run's ranks said, kept for panels, reports and ``run.metrics``.
+
+Bounds: ``max_points`` points per metric and rank (a fuller series is thinned by keeping the smallest and the largest
+of every four neighbours, so that extremes survive), ``max_series`` metrics, ``max_log_bytes`` of text per rank.
+Failures and results are never dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from notebook_accelerate.telemetry.events import (
+    DroppedEvent,
+    Event,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    ResourceEvent,
+)
+
+if TYPE_CHECKING:
+    import numpy
+    import pandas
+
+MAX_POINTS = 50_000
+MAX_SERIES = 2_000
+MAX_LOG_BYTES = 8 << 20
+
+
+class Record(NamedTuple):
+    """One event of one rank, as subscribers see it."""
+
+    rank: int
+    time: float
+    event: Event
+
+
+class LogLine(NamedTuple):
+    """One line a rank wrote."""
+
+    time: float
+    stream: str
+    text: str
+
+
+class _Points:
+    """The points of one metric on one rank."""
+
+    def __init__(self, limit: int) -> None:
+        self.steps, self.times, self.values = array("q"), array("d"), array("d")
+        self.limit = limit
+        self.thinned = False
+
+    def append(self, step: int, time: float, value: float) -> None:
+        self.steps.append(step)
+        self.times.append(time)
+        self.values.append(value)
+        if len(self.values) >= self.limit:
+            self._thin()
+
+    def _thin(self) -> None:
+        import numpy as np
+
+        values = np.frombuffer(self.values, dtype=float)
+        groups = values[: len(values) // 4 * 4].reshape(-1, 4)
+        finite = np.where(np.isnan(groups), np.inf, groups), np.where(np.isnan(groups), -np.inf, groups)
+        base = np.arange(len(groups)) * 4
+        picked = np.concatenate([base + finite[0].argmin(axis=1), base + finite[1].argmax(axis=1)])
+        # A group with NaN keeps one NaN: that is what the reader looks for.
+        nan_rows = np.isnan(groups).any(axis=1)
+        picked = np.concatenate([picked, base[nan_rows] + np.isnan(groups[nan_rows]).argmax(axis=1)])
+        keep = np.unique(np.concatenate([picked, np.arange(len(base) * 4, len(values))]))
+        del values, groups
+        self.steps = array("q", np.frombuffer(self.steps, dtype=np.int64)[keep].tobytes())
+        self.times = array("d", np.frombuffer(self.times, dtype=float)[keep].tobytes())
+        self.values = array("d", np.frombuffer(self.values, dtype=float)[keep].tobytes())
+        self.thinned = True
+
+
+class MetricSeries(NamedTuple):
+    """One metric over all ranks, in order of time.
+
+    Attributes:
+        name: The metric.
+        steps: int64, shape (n,); -1 where no step was given.
+        times: Seconds since the epoch, float64, shape (n,).
+        ranks: int64, shape (n,).
+        values: float64, shape (n,).
+        thinned: Whether points were left out to stay within the store's bound (extremes are kept).
+    """
+
+    name: str
+    steps: numpy.ndarray
+    times: numpy.ndarray
+    ranks: numpy.ndarray
+    values: numpy.ndarray
+    thinned: bool
+
+    def rank(self, rank: int) -> MetricSeries:
+        """Return the part that ``rank`` logged."""
+        mask = self.ranks == rank
+        return MetricSeries(
+            self.name, self.steps[mask], self.times[mask], self.ranks[mask], self.values[mask], self.thinned
+        )
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a frame with the columns step, time, rank, value (needs pandas)."""
+        import pandas as pd
+
+        columns = {"step": self.steps, "time": self.times, "rank": self.ranks, "value": self.values}
+        return pd.DataFrame(columns)
+
+
+class Metrics(Mapping[str, MetricSeries]):
+    """A live, read-only view from metric name to series."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getitem__(self, name: str) -> MetricSeries:
+        return self._store.series(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.metric_names())
+
+    def __len__(self) -> int:
+        return len(self._store.metric_names())
+
+    def __repr__(self) -> str:
+        return f"<metrics: {', '.join(self) or 'none yet'}>"
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return all metrics in one long frame: name, step, time, rank, value (needs pandas)."""
+        import pandas as pd
+
+        frames = [series.to_pandas().assign(name=series.name) for series in self.values()]
+        columns = ["name", "step", "time", "rank", "value"]
+        return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
+
+
+class Store:
+    """Everything a run's ranks said, within bounds; safe from any thread."""
+
+    def __init__(
+        self, max_points: int = MAX_POINTS, max_series: int = MAX_SERIES, max_log_bytes: int = MAX_LOG_BYTES
+    ) -> None:
+        self._lock = threading.RLock()
+        self._max_points, self._max_series, self._max_log_bytes = max_points, max_series, max_log_bytes
+        self._metrics: dict[str, dict[int, _Points]] = {}
+        self._logs: dict[int, deque[LogLine]] = {}
+        self._log_bytes: dict[int, int] = {}
+        self._subscribers: list[Callable[[list[Record]], None]] = []
+        self.progress: dict[int, ProgressEvent] = {}
+        self.resources: dict[int, ResourceEvent] = {}
+        self.peak_memory: dict[int, int] = {}
+        self.last_step: dict[int, int] = {}
+        self.dropped: dict[int, int] = {}
+        self.last_activity: dict[int, float] = {}
+        self._handlers: dict[type[Event], Callable[[Record], None]] = {
+            MetricEvent: self._add_metric,
+            ProgressEvent: self._add_progress,
+            LogEvent: self._add_log,
+            ResourceEvent: self._add_resource,
+            DroppedEvent: self._add_dropped,
+        }
+
+    def add(self, records: list[Record]) -> None:
+        """Keep ``records`` and tell the subscribers."""
+        with self._lock:
+            for record in records:
+                if not isinstance(record.event, ResourceEvent):
+                    self.last_activity[record.rank] = record.time
+                handler = self._handlers.get(type(record.event))
+                if handler is not None:
+                    handler(record)
+            subscribers = list(self._subscribers)
+        for subscriber in subscribers:
+            self._tell(subscriber, records)
+
+    def _tell(self, subscriber: Callable[[list[Record]], None], records: list[Record]) -> None:
+        try:
+            subscriber(records)
+        except Exception as error:  # a view must never change a run by failing
+            self._unsubscribe(subscriber)
+            warnings.warn(f"a subscriber failed and was dropped: {type(error).__name__}: {error}", stacklevel=2)
+
+    def subscribe(self, callback: Callable[[list[Record]], None]) -> Callable[[], None]:
+        """Call ``callback(records)`` for all that comes from now on, on the supervisor's thread.
+
+        Returns:
+            A function that ends the subscription.
+        """
+        with self._lock:
+            self._subscribers.append(callback)
+        return lambda: self._unsubscribe(callback)
+
+    def _unsubscribe(self, callback: Callable[[list[Record]], None]) -> None:
+        with self._lock:
+            if callback in self._subscribers:
+                self._subscribers.remove(callback)
+
+    # ---- one handler per kind of event, called with the lock held
+
+    def _add_metric(self, record: Record) -> None:
+        event: Any = record.event
+        step = self.last_step.get(record.rank, -1) if event.step is None else int(event.step)
+        self.last_step[record.rank] = step
+        for name, value in event.values.items():
+            ranks = self._metrics.get(name)
+            if ranks is None:
+                if len(self._metrics) >= self._max_series:
+                    self.dropped[record.rank] = self.dropped.get(record.rank, 0) + 1
+                    continue
+                ranks = self._metrics[name] = {}
+            points = ranks.get(record.rank)
+            if points is None:
+                points = ranks[record.rank] = _Points(self._max_points)
+            points.append(step, record.time, float(value))
+
+    def _add_progress(self, record: Record) -> None:
+        event: Any = record.event
+        self.progress[record.rank] = event
+        self.last_step[record.rank] = event.step
+
+    def _add_resource(self, record: Record) -> None:
+        event: Any = record.event
+        self.resources[record.rank] = event
+        self.peak_memory[record.rank] = max(self.peak_memory.get(record.rank, 0), event.memory_bytes)
+
+    def _add_dropped(self, record: Record) -> None:
+        event: Any = record.event
+        self.dropped[record.rank] = self.dropped.get(record.rank, 0) + event.count
+
+    def _add_log(self, record: Record) -> None:
+        event: Any = record.event
+        lines = self._logs.setdefault(record.rank, deque())
+        size = self._log_bytes.get(record.rank, 0)
+        for text in event.text.split("\n"):
+            lines.append(LogLine(record.time, event.stream, text))
+            size += len(text) + 64  # the tuple and its parts weigh about that much
+        while size > self._max_log_bytes and len(lines) > 1:
+            size -= len(lines.popleft().text) + 64
+        self._log_bytes[record.rank] = size
+
+    # ---- reading
+
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics, in order of first appearance."""
+        with self._lock:
+            return list(self._metrics)
+
+    def series(self, name: str) -> MetricSeries:
+        """Return one metric over all ranks.
+
+        Raises:
+            KeyError: No such metric; the message lists those there are.
+        """
+        import numpy as np
+
+        with self._lock:
+            if name not in self._metrics:
+                raise KeyError(f"no metric {name!r}; there are: {', '.join(self._metrics) or 'none yet'}")
+            columns = [
+                (
+                    np.array(points.steps, dtype=np.int64),
+                    np.array(points.times, dtype=float),
+                    np.full(len(points.values), rank, dtype=np.int64),
+                    np.array(points.values, dtype=float),
+                )
+                for rank, points in self._metrics[name].items()
+            ]
+            thinned = any(points.thinned for points in self._metrics[name].values())
+        steps, times, ranks, values = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(times, kind="stable")
+        return MetricSeries(name, steps[order], times[order], ranks[order], values[order], thinned)
+
+    def log_lines(self, rank: int) -> list[LogLine]:
+        """Return the kept lines of ``rank``, oldest first."""
+        with self._lock:
+            return list(self._logs.get(rank, ()))
