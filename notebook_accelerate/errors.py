@@ -55,10 +55,6 @@ class WorkerError(NotebookAccelerateError):
         message: What happened, in one paragraph.
         run: The run, with everything that was kept of it: logs, metrics, ranks, report.
         failures: One entry per rank that failed, the first failure first.
-
-    Attributes:
-        rank: Global index of the rank that failed first; None when no rank did (stop, timeout).
-        results: What the ranks that succeeded returned, by rank.
     """
 
     def __init__(self, message: str, run: Run | None = None, failures: Sequence[RankFailure] = ()) -> None:
@@ -68,10 +64,12 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def rank(self) -> int | None:
+        """Global index of the rank that failed first; None when no rank did."""
         return self.failures[0].rank if self.failures else None
 
     @property
     def results(self) -> Mapping[int, object]:
+        """What the ranks that succeeded returned, by rank."""
         if self.run is None:
             return {}
         return {info.rank: info.result for info in self.run.ranks if info.state == "succeeded"}

@@ -28,6 +28,7 @@ class Agent:
         self._thread = threading.Thread(target=self._run, name="notebook-accelerate-agent", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -28,7 +28,7 @@ def capture() -> Ambient:
     ambient = Ambient(python_rng=random.getstate())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
-        ambient.numpy_rng = numpy.random.get_state()  # noqa: NPY002 - the global generator is what users seed
+        ambient.numpy_rng = numpy.random.get_state()
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_default_device"):
         ambient.torch_rng = torch.get_rng_state().numpy().tobytes()

@@ -6,7 +6,7 @@ import base64
 import builtins
 import getpass
 import io
-import pdb
+import pdb  # noqa: T100 - a rank's breakpoints are this module's business
 import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,13 +25,14 @@ class Console:
 
     def install(self) -> None:
         """Replace what the interpreter, and IPython where it is loaded, would use."""
-        sys.stdout = sys.__stdout__ = _stream(1)
-        sys.stderr = sys.__stderr__ = _stream(2)
-        sys.stdin = sys.__stdin__ = StandardInput(self._agent)
+        streams = {"stdin": StandardInput(self._agent), "stdout": _stream(1), "stderr": _stream(2)}
+        for name, stream in streams.items():
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
         builtins.input = self._input
         getpass.getpass = self._getpass
         sys.breakpointhook = self._breakpoint
-        pdb.set_trace = self._set_trace  # type: ignore[assignment]
+        pdb.set_trace = self._set_trace
         install_display()
         plain_progress_bars()
 
@@ -55,8 +56,9 @@ class Console:
         self._set_trace(frame=sys._getframe(1))
 
     def _set_trace(self, *, frame: FrameType | None = None, header: str | None = None, commands: object = None) -> None:
-        terminal = PromptingOutput()
-        debugger = _plain_pdb()(stdin=StandardInput(self._agent, terminal), stdout=terminal, nosigint=True)
+        terminal: Any = PromptingOutput()
+        lines: Any = StandardInput(self._agent, terminal)
+        debugger = _plain_pdb()(stdin=lines, stdout=terminal, nosigint=True)
         debugger.use_rawinput = False
         if header is not None:
             debugger.message(header)
@@ -81,10 +83,10 @@ class PromptingOutput(io.TextIOBase):
     def __init__(self) -> None:
         self.pending = ""
 
-    def writable(self) -> bool:
+    def writable(self) -> bool:  # noqa: D102 - io's interface
         return True
 
-    def write(self, text: str) -> int:
+    def write(self, text: str, /) -> int:  # noqa: D102 - io's interface
         lines, newline, self.pending = (self.pending + text).rpartition("\n")
         if newline:
             sys.stdout.write(lines + newline)
@@ -103,10 +105,10 @@ class StandardInput(io.TextIOBase):
         self._agent = agent
         self._prompts = prompts
 
-    def readable(self) -> bool:
+    def readable(self) -> bool:  # noqa: D102 - io's interface
         return True
 
-    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]  # noqa: D102 - io's interface
         sys.stdout.flush()
         prompt = self._prompts.take_prompt() if self._prompts is not None else ""
         try:
@@ -139,10 +141,10 @@ def install_display() -> None:
 def publish(
     data: dict[str, Any],
     metadata: dict[str, Any] | None = None,
-    *args: object,
+    *_: object,
     transient: dict[str, Any] | None = None,
     update: bool = False,
-    **kwargs: object,
+    **__: object,
 ) -> None:
     """Take the place of IPython's ``DisplayPublisher.publish``."""
     clean = {kind: _text(value) for kind, value in data.items()}
@@ -156,10 +158,10 @@ def _text(value: object) -> object:
 def _install_bare_display(functions: Any) -> None:
     from IPython.core.formatters import DisplayFormatter
 
-    formatter = DisplayFormatter()
+    formatter: Any = DisplayFormatter()
     formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _figure_png)
 
-    def display(*objects: object, display_id: object = None, update: bool = False, **kwargs: object) -> object:
+    def display(*objects: object, display_id: object = None, update: bool = False, **_: object) -> object:
         identity = _display_identity(functions, display_id)
         for value in objects:
             data, metadata = formatter.format(value)

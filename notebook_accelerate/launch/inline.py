@@ -70,7 +70,7 @@ def _guest(run: Run) -> Iterator[None]:
     variables = worker_variables(mixed_precision=run.config.mixed_precision, cpu=run.config.cpu)
     os.environ.update({**variables, **rank_environment(run.plan, 0)})
     tees = _Tee(sys.stdout, "stdout", run.store), _Tee(sys.stderr, "stderr", run.store)
-    sys.stdout, sys.stderr = tees  # type: ignore[assignment]
+    sys.stdout, sys.stderr = tees
     install_sink(_DirectSink(run.store))  # type: ignore[arg-type]
     try:
         with shared_state.isolated():
@@ -103,7 +103,7 @@ def execute(run: Run, function: Callable[..., Any], arguments: tuple[Any, ...]) 
         run._end_attempt("stopped")
         run._finish("stopped", messages.stopped(run))
         raise RunInterrupted(run) from stop
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own, kept in the run
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             _fail(run, error)
             return

@@ -62,6 +62,7 @@ class Label:
         self._template = string.Template(template) if template is not None else None
 
     def __call__(self, rank: int, local_rank: int) -> str:
+        """Return the prefix of one rank's lines."""
         if self._template is None:
             return f"[rank {rank}] "
         return self._template.safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
@@ -87,6 +88,7 @@ class Publisher(ABC):
 
     def _draw_bars(self, text: str) -> None:
         """Show the progress bars of all ranks in one place that is redrawn; nothing where that is not possible."""
+        return
 
     def line(self, stream: str, text: str) -> None:
         """Show a line that the launcher itself says."""
@@ -148,6 +150,7 @@ class TextPublisher(Publisher):
             target.flush()
 
     def display(self, event: DisplayEvent, label: str) -> None:
+        """See ``Publisher.display``."""
         self.lines("stdout", str(event.data.get("text/plain", "<display>")), label)
 
 
@@ -182,6 +185,7 @@ class NotebookPublisher(Publisher):
         self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
 
     def display(self, event: DisplayEvent, label: str) -> None:
+        """See ``Publisher.display``."""
         self.flush(force=True)
         transient = {} if event.display_id is None else {"display_id": event.display_id}
         kind = "update_display_data" if event.update else "display_data"
@@ -198,6 +202,7 @@ class NotebookPublisher(Publisher):
         self._send(kind, content, kind)
 
     def flush(self, *, force: bool = False) -> None:
+        """See ``Publisher.flush``; at the end it says how much was withheld."""
         super().flush(force=force)
         if force and self._withheld:
             note = f"… {self._withheld:,} characters not shown here: run.logs() keeps the end of each rank's output\n"

@@ -7,6 +7,7 @@ that writes to its tensor changes no other's. The sources of notebook cells trav
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import linecache
@@ -96,8 +97,7 @@ def _tensor_of(storage: Any) -> Any:
 
 
 def _rebuild_storage(buffer: Any) -> Any:
-    import torch
-
+    torch: Any = importlib.import_module("torch")  # its storages have no type information
     if memoryview(buffer).nbytes == 0:
         return torch.UntypedStorage(0)
     view = memoryview(buffer)
@@ -130,15 +130,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *, keep_device: bool) -> None:
-        super().__init__(file, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer))
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._storages: dict[int, _StorageHandle] = {}
         self._keep_device = keep_device
 
     def reducer_override(self, obj: Any) -> Any:
         torch: Any = sys.modules.get("torch")
-        if torch is not None and hasattr(torch, "nn") and type(obj) in (torch.Tensor, torch.nn.Parameter):
-            if _is_dense(torch, obj):
-                return self._reduce_tensor(obj)
+        ours = torch is not None and hasattr(torch, "nn") and type(obj) in (torch.Tensor, torch.nn.Parameter)
+        if ours and _is_dense(torch, obj):
+            return self._reduce_tensor(obj)
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
@@ -209,7 +209,7 @@ def cell_sources() -> dict[str, str]:
     for name, entry in reversed(list(linecache.cache.items())):
         if not is_cell(name) or len(entry) < 3:
             continue
-        source = "".join(entry[2])  # type: ignore[misc]
+        source = "".join(entry[2])
         size += len(source)
         if size > MAX_SOURCE_BYTES:
             break

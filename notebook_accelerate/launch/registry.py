@@ -56,9 +56,10 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
     if launch_plan.accelerator == "cpu":
         return
     for other in runs():
-        if other is not run and other.ended is None and other.plan is not None:
-            if other.plan.accelerator == launch_plan.accelerator:
-                raise DeviceBusyError(
-                    f"run {other.id} ({other.function_name}) holds the {launch_plan.accelerator} devices; "
-                    f"wait for it, or end it with notebook_accelerate.runs()[{runs().index(other)}].stop()"
-                )
+        if other is run or other.ended is not None or other.plan is None:
+            continue
+        if other.plan.accelerator == launch_plan.accelerator:
+            raise DeviceBusyError(
+                f"run {other.id} ({other.function_name}) holds the {launch_plan.accelerator} devices; "
+                f"wait for it, or end it with notebook_accelerate.runs()[{runs().index(other)}].stop()"
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING
@@ -115,12 +117,12 @@ class Report:
 
 def sparkline(values: list[float]) -> str:
     """Return a curve of at most 24 characters; each is the mean of its share of the finite values."""
-    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
     width = min(_SPARK_WIDTH, len(finite))
     cuts = [round(index * len(finite) / width) for index in range(width + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
     low, high = min(means), max(means)
     scale = (len(_SPARK) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARK[round((mean - low) * scale)] for mean in means)

@@ -223,7 +223,7 @@ class Run:
         future: asyncio.Future[Run] = loop.create_future()
 
         def finish(run: Run) -> None:
-            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(run))
+            loop.call_soon_threadsafe(_resolve, future, run)
 
         self.add_done_callback(finish)
         return self._awaited(future).__await__()
@@ -294,3 +294,8 @@ class Run:
         self._mail.put(None)
         for callback in callbacks:
             callback(self)
+
+
+def _resolve(future: asyncio.Future[Run], run: Run) -> None:
+    if not future.done():  # cancelled, perhaps
+        future.set_result(run)

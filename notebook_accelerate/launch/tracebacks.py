@@ -93,7 +93,7 @@ def format_chain(chain: tuple[ExceptionInfo, ...]) -> list[str]:
             lines += format_frame(frame)
         lines += f"{info.type}: {info.message}".rstrip(": ").split("\n")
         if position < len(chain) - 1:
-            lines += ["", _LINKS.get(chain[position].link or "context", _LINKS["context"]), ""]
+            lines += ["", _LINKS.get(info.link, _LINKS["context"]), ""]
     return lines
 
 

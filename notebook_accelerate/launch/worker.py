@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from notebook_accelerate.launch import ambient, shared_state, tracebacks
@@ -127,12 +128,13 @@ def silence_descriptors(keep: set[int], known: set[int]) -> None:
     Closing them would free their numbers for new files, which the inherited objects' destructors would then close.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        descriptor = int(name)
+    folder = Path("/proc/self/fd")
+    for link in list(folder.iterdir()) if folder.is_dir() else ():
+        descriptor = int(link.name)
         if descriptor in keep or descriptor in (0, 1, 2, null):
             continue
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
+            target = str(link.readlink())
             shared = target.startswith(("socket:", "anon_inode:[event")) or "history.sqlite" in target
             if shared or descriptor in known:
                 os.dup2(null, descriptor, inheritable=False)

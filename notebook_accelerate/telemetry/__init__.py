@@ -21,7 +21,7 @@ from notebook_accelerate.telemetry.events import (
 )
 from notebook_accelerate.telemetry.failure import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
 from notebook_accelerate.telemetry.sink import Sink, current_sink, emit, install_sink
-from notebook_accelerate.telemetry.store import MetricSeries, Metrics, Store
+from notebook_accelerate.telemetry.store import Metrics, MetricSeries, Store
 
 __all__ = [
     "Channel",

@@ -136,6 +136,7 @@ class Channel:
         return cls(ours), theirs
 
     def fileno(self) -> int:
+        """Return the descriptor to wait on."""
         return self._socket.fileno()
 
     def send(self, *events: Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.telemetry.events import ResourceEvent
@@ -25,7 +26,7 @@ def proportional_memory(pid: int) -> int:
     Forked ranks share most pages with the kernel; PSS counts each shared page by its share, so that ranks add up.
     """
     try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+        with Path(f"/proc/{pid}/smaps_rollup").open("rb") as file:
             for line in file:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) * 1024
@@ -90,6 +91,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="notebook-accelerate-sampler", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -139,10 +141,7 @@ def machine_memory() -> tuple[int, int]:
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):
-            with open(limit_path) as file:
-                limit = int(file.read())
-            with open(used_path) as file:
-                used = int(file.read())
+            limit, used = int(Path(limit_path).read_text()), int(Path(used_path).read_text())
             if limit < total:
                 total, available = limit, min(available, limit - used)
     return total, available

@@ -24,8 +24,8 @@ from notebook_accelerate.telemetry.events import (
 )
 
 if TYPE_CHECKING:
-    import numpy
-    import pandas
+    import numpy as np
+    import pandas as pd
 
 MAX_POINTS = 50_000
 MAX_SERIES = 2_000
@@ -95,10 +95,10 @@ class MetricSeries(NamedTuple):
     """
 
     name: str
-    steps: numpy.ndarray
-    times: numpy.ndarray
-    ranks: numpy.ndarray
-    values: numpy.ndarray
+    steps: np.ndarray
+    times: np.ndarray
+    ranks: np.ndarray
+    values: np.ndarray
     thinned: bool
 
     def rank(self, rank: int) -> MetricSeries:
@@ -108,7 +108,7 @@ class MetricSeries(NamedTuple):
             self.name, self.steps[mask], self.times[mask], self.ranks[mask], self.values[mask], self.thinned
         )
 
-    def to_pandas(self) -> pandas.DataFrame:
+    def to_pandas(self) -> pd.DataFrame:
         """Return a frame with the columns step, time, rank, value (needs pandas)."""
         import pandas as pd
 
@@ -134,7 +134,7 @@ class Metrics(Mapping[str, MetricSeries]):
     def __repr__(self) -> str:
         return f"<metrics: {', '.join(self) or 'none yet'}>"
 
-    def to_pandas(self) -> pandas.DataFrame:
+    def to_pandas(self) -> pd.DataFrame:
         """Return all metrics in one long frame: name, step, time, rank, value (needs pandas)."""
         import pandas as pd
 
@@ -185,7 +185,7 @@ class Store:
     def _tell(self, subscriber: Callable[[list[Record]], None], records: list[Record]) -> None:
         try:
             subscriber(records)
-        except Exception as error:  # a view must never change a run by failing
+        except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
             self._unsubscribe(subscriber)
             warnings.warn(f"a subscriber failed and was dropped: {type(error).__name__}: {error}", stacklevel=2)
 

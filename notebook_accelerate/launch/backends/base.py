@@ -150,6 +150,7 @@ class OwnChild(RankProcess):
     """A rank that is this process's own child."""
 
     def poll(self) -> Exit | None:
+        """See ``RankProcess.poll``."""
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
         return Exit.from_status(status, usage.ru_maxrss) if pid else None
 

@@ -19,6 +19,7 @@ class ForkBackend(ProcessBackend):
     """Forks from the calling thread, which must live as long as the ranks: the system ends them with it."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """See ``ProcessBackend.start_rank``."""
         ends = Ends()
         parent = os.getpid()
         try:

@@ -41,6 +41,7 @@ class PickledBackend(ProcessBackend):
         return order
 
     def close(self) -> None:
+        """See ``ProcessBackend.close``."""
         os.close(self._payload)
 
 
@@ -55,6 +56,7 @@ class SpawnBackend(PickledBackend):
     """Starts one interpreter per rank."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """See ``ProcessBackend.start_rank``."""
         ends = Ends()
         channel = ends.rank_channel.fileno()
         wires = (channel, ends.rank_stdout, ends.rank_stderr, self._payload)

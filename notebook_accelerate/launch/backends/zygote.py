@@ -39,7 +39,6 @@ class Zygote:
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the server
         self._owner = os.getpid()
-        self.ranks = 0
         call = f"from notebook_accelerate.launch.backends.zygote_server import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
             interpreter_command(call),
@@ -53,6 +52,7 @@ class Zygote:
 
     @property
     def pid(self) -> int:
+        """Its process id."""
         return self._process.pid
 
     def alive(self) -> bool:
@@ -124,6 +124,7 @@ class ZygoteRank(RankProcess):
     """A rank whose parent is the server; the server reports its end."""
 
     def poll(self) -> Exit | None:
+        """See ``RankProcess.poll``."""
         assert self.exit_descriptor is not None
         try:
             data = os.read(self.exit_descriptor, STATUS.size)
@@ -134,6 +135,7 @@ class ZygoteRank(RankProcess):
         return Exit.from_status(*STATUS.unpack(data))
 
     def close(self) -> None:
+        """See ``RankProcess.close``."""
         if self.exit_descriptor is not None:
             Ends.kernel_side.discard(self.exit_descriptor)
         super().close()
@@ -143,6 +145,7 @@ class ZygoteBackend(PickledBackend):
     """Asks the server for each rank."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """See ``ProcessBackend.start_rank``."""
         ends = Ends()
         status_reader, status_writer = os.pipe()
         os.set_blocking(status_reader, False)
