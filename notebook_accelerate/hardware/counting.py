@@ -13,15 +13,34 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from notebook_accelerate.hardware import nvml, torch_build
+from notebook_accelerate.hardware.devices import ROWS
 
 _PROBE_SECONDS = 60
 
 
+# Variables beyond the rows' own that change what is counted.
+_OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
+
+
 def count(device_type: str) -> int:
-    """Return how many devices of ``device_type`` this process can use; 0 without the software that drives them."""
+    """Return how many devices of ``device_type`` this process can use; 0 without the software that drives them.
+
+    Args:
+        device_type: Name of the type, as in ``torch.device(...).type``; a machine has one "cpu".
+
+    Returns:
+        The number, found out once per setting of the variables that restrict it.
+    """
+    names = [*(name for row in ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
+    return 1 if device_type == "cpu" else _counted(device_type, tuple(os.environ.get(name) for name in names))
+
+
+@lru_cache(maxsize=64)
+def _counted(device_type: str, _variables: tuple[str | None, ...]) -> int:
     return COUNTERS[device_type]()
 
 
@@ -125,23 +144,23 @@ def _tpu_chips() -> int:
 
 
 def _npu() -> int:
-    return _device_files("torch_npu", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES")
+    return _device_files("npu", "torch_npu", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 def _mlu() -> int:
-    return _device_files("torch_mlu", "/dev/cambricon_dev*", "MLU_VISIBLE_DEVICES")
+    return _device_files("mlu", "torch_mlu", "/dev/cambricon_dev*", "MLU_VISIBLE_DEVICES")
 
 
 def _hpu() -> int:
-    return _device_files("habana_frameworks", "/dev/accel/accel[0-9]*", "HABANA_VISIBLE_MODULES")
+    return _device_files("hpu", "habana_frameworks.torch", "/dev/accel/accel[0-9]*", "HABANA_VISIBLE_MODULES")
 
 
 def _musa() -> int:
-    return _asked("musa", "torch_musa", "/dev/mtgpu*")
+    return _device_files("musa", "torch_musa", "", "MUSA_VISIBLE_DEVICES")
 
 
 def _sdaa() -> int:
-    return _asked("sdaa", "torch_sdaa", "/dev/tcaicard*")
+    return _device_files("sdaa", "torch_sdaa", "", "SDAA_VISIBLE_DEVICES")
 
 
 def _neuron() -> int:
@@ -155,16 +174,13 @@ def _neuron() -> int:
     return _listed(os.environ.get("NEURON_RT_VISIBLE_CORES"), cores or 2 * len(devices))
 
 
-def _device_files(module: str, pattern: str, variable: str) -> int:
-    if not _installed(module):
+def _device_files(device_type: str, extension: str, pattern: str, variable: str) -> int:
+    """Count a vendor's device files; where it has none of that name, a child process asks its library."""
+    if not _installed(extension.partition(".")[0]):
         return 0
-    return _listed(os.environ.get(variable), len(_paths(pattern)))
-
-
-def _asked(device_type: str, module: str, pattern: str) -> int:
-    if not _paths(pattern) or not _installed(module):
-        return 0
-    return _probe(f"import torch, {module}; print(torch.{device_type}.device_count())")
+    if pattern and (files := _paths(pattern)):
+        return _listed(os.environ.get(variable), len(files))
+    return _probe(f"import torch, {extension}; print(torch.{device_type}.device_count())")
 
 
 def _listed(value: str | None, physical: int) -> int:

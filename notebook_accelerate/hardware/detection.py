@@ -6,14 +6,10 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from notebook_accelerate.hardware import counting
 from notebook_accelerate.hardware.devices import ROWS
-
-# Variables beyond the rows' own that change what is counted.
-_OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,7 @@ class HardwareInfo:
 
 def detect() -> HardwareInfo:
     """Look at this machine; creates no context on a device and imports no torch."""
-    accelerator, number = _accelerators(_variables())
+    accelerator, number = _accelerators()
     return HardwareInfo(
         accelerator=accelerator,
         count=number,
@@ -47,14 +43,8 @@ def detect() -> HardwareInfo:
     )
 
 
-def _variables() -> tuple[tuple[str, str | None], ...]:
-    names = [*(name for row in ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
-    return tuple((name, os.environ.get(name)) for name in names)
-
-
-@lru_cache(maxsize=8)
-def _accelerators(_variables: tuple[tuple[str, str | None], ...]) -> tuple[str, int]:
-    """Return the preferred type that is there, and how many; asked once per setting of the variables."""
+def _accelerators() -> tuple[str, int]:
+    """Return the preferred type that is there, and how many."""
     for row in ROWS:
         if row.is_accelerator and (number := counting.count(row.type)):
             return row.type, number

@@ -75,6 +75,15 @@ def count() -> int | None:
         return None if library.nvmlDeviceGetCount_v2(ctypes.byref(number)) else number.value
 
 
+def driver_version() -> str | None:
+    """Return the driver's version; None where the library is missing or does not answer."""
+    with _session() as library:
+        version = ctypes.create_string_buffer(80)
+        if library is None or library.nvmlSystemGetDriverVersion(version, 80):
+            return None
+        return version.value.decode()
+
+
 def gpus() -> list[Gpu]:
     """Return all physical GPUs in PCI bus order; empty where the library is missing or does not answer."""
     with _session() as library:
@@ -106,4 +115,4 @@ def _describe(library: Any, index: int) -> Gpu | None:
     )
 
 
-__all__ = ["Gpu", "count", "gpus"]
+__all__ = ["Gpu", "count", "driver_version", "gpus"]

@@ -1,0 +1,160 @@
+"""Batch sizes that fit, and memory given back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from notebook_accelerate.hardware.devices import ROWS
+
+_OUT_OF_MEMORY = (
+    " out of memory.",  # CUDA, XPU, MPS and others
+    "out of memory. Tried to allocate",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
+    "DefaultCPUAllocator: can't allocate memory",
+    "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",  # HPU
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give the memory that torch caches back to the device; does nothing on devices this process has not used.
+
+    Args:
+        garbage_collection: Run Python's collector first, which costs milliseconds to seconds.
+    """
+    if garbage_collection:
+        gc.collect()
+    torch = sys.modules.get("torch")
+    for row in ROWS:
+        module: Any = getattr(torch, row.type, None)
+        if row.is_accelerator and _is_in_use(row.type, module) and hasattr(module, "empty_cache"):
+            module.empty_cache()
+
+
+def _is_in_use(device_type: str, module: Any) -> bool:
+    """Tell whether this process has used such devices: emptying a cache must not create a context."""
+    if module is None:
+        return False
+    if hasattr(module, "is_initialized"):
+        return bool(module.is_initialized())
+    if device_type == "mps":
+        return bool(module.current_allocated_memory() if module.is_available() else 0)
+    return bool(module.is_available()) if hasattr(module, "is_available") else False
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Forget objects and give their memory back.
+
+    Args:
+        objects: The objects; assign the result to their names: ``a, b = release_memory(a, b)``.
+
+    Returns:
+        A None for each.
+    """
+    number = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * number
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Tell whether an exception says that memory has run out (or that cuDNN has no plan that fits).
+
+    Args:
+        exception: The exception.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(exception, getattr(torch, "OutOfMemoryError", ())):
+        return True
+    if not isinstance(exception, RuntimeError):
+        return isinstance(exception, MemoryError)
+    return any(text in str(exception) for text in _OUT_OF_MEMORY)
+
+
+class _SizeFinder:
+    """A function that is called again with a smaller batch size while memory runs out."""
+
+    def __init__(self, function: Callable[..., Any], start: int, reduce: Callable[[], int] | None) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.start = start
+        self.reduce = reduce
+        self.batch_size = start
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check(args)
+        clear_device_cache(garbage_collection=True)
+        while self.batch_size > 0:
+            try:
+                return self.function(self.batch_size, *args, **kwargs)
+            except Exception as error:
+                if not should_reduce_batch_size(error):
+                    raise
+            # Outside the handler: the traceback that kept the function's tensors alive is gone.
+            clear_device_cache(garbage_collection=True)
+            self.batch_size = self._smaller()
+        self.batch_size = self.start
+        raise RuntimeError(f"No executable batch size found, reached zero: {self._name}() does not fit in memory")
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.function, "__name__", self.function))
+
+    def _smaller(self) -> int:
+        return int(self.batch_size * 0.9) if self.reduce is None else int(self.reduce())
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        """Refuse a batch size in the call: there is then one argument more than parameters."""
+        parameters = list(inspect.signature(self.function).parameters.values())
+        names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+            return
+        if len(names) < len(args) + 1:
+            shown = ", ".join(f"{name}={value!r}" for name, value in zip(names[1:], args[1:], strict=False))
+            raise TypeError(
+                f"Batch size was passed into `{self._name}` as the first argument when called; the decorator passes "
+                f"it: write `{self._name}({shown})`"
+            )
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Call a function with smaller and smaller batch sizes until it fits in memory.
+
+    Args:
+        function: Takes ``batch_size`` as its first parameter; None to decorate with arguments.
+        starting_batch_size: The size of the first attempt.
+        reduce_batch_size_fn: Returns the next size; None: nine tenths of the last.
+
+    Returns:
+        The function, without its first parameter; the size that fitted is kept for the next call.
+
+    Raises:
+        RuntimeError: No size above 0 fits (raised by the call).
+        TypeError: The call passes a batch size itself.
+
+    Examples:
+        >>> @find_executable_batch_size(starting_batch_size=128)
+        ... def train(batch_size, model): ...
+        >>> train(model)
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int) or starting_batch_size < 1:
+        raise ValueError(f"starting_batch_size={starting_batch_size!r} is not allowed; pass a whole number above 0")
+    return _SizeFinder(function, starting_batch_size, reduce_batch_size_fn)
+
+
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]

@@ -1,0 +1,110 @@
+"""Ranks on CPUs: where torchrun and MPI say they are, and which cores are near their device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.hardware import counting
+from notebook_accelerate.hardware.gpus import visible_gpu
+
+# Variables of torchrun, MPICH, OpenMPI and MVAPICH, in this order.
+_VARIABLES = {
+    "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "local_rank": ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "local_world_size": (
+        "LOCAL_WORLD_SIZE",
+        "MPI_LOCALNRANKS",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
+
+@dataclass
+class CPUInformation:
+    """This process's place among ranks on CPUs."""
+
+    rank: int = 0
+    """Index among all ranks."""
+    world_size: int = 1
+    """Number of ranks."""
+    local_rank: int = 0
+    """Index among this machine's ranks."""
+    local_world_size: int = 1
+    """Number of ranks on this machine."""
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return what the variables of torchrun or MPI say about this process."""
+    defaults = CPUInformation()
+    return CPUInformation(
+        **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in _VARIABLES.items()}
+    )
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Keep this process on the cores that are near its GPU.
+
+    Args:
+        local_process_index: Index of this rank on its machine.
+        verbose: Whether to print the cores; None: under ACCELERATE_DEBUG_MODE.
+    """
+    cores = _near_cores(local_process_index)
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    os.sched_setaffinity(0, cores)
+    if environ.flag("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        sys.stdout.write(f"process {local_process_index} runs on cores {sorted(cores)}\n")
+
+
+@lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Keep this process on the cores that are near its GPU; done once per process (`override_numa_affinity` repeats).
+
+    Args:
+        local_process_index: Index of this rank on its machine.
+        verbose: Whether to print the cores; None: under ACCELERATE_DEBUG_MODE.
+    """
+    override_numa_affinity(local_process_index, verbose)
+
+
+def _near_cores(local_process_index: int) -> set[int]:
+    """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty where that is not known."""
+    if not counting.count("cuda"):
+        return set()
+    gpu = visible_gpu(local_process_index)
+    if gpu is None:
+        return set()
+    # NVML writes the PCI domain with eight digits, the kernel with four.
+    file = Path("/sys/bus/pci/devices") / gpu.pci_bus_id[-12:] / "local_cpulist"
+    if not file.is_file():
+        return set()
+    return parse_cpu_list(file.read_text(encoding="ascii")) & os.sched_getaffinity(0)
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Return the cores in a list such as ``0-3,8,10-11``.
+
+    Args:
+        text: The list, as Linux writes it.
+    """
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+__all__ = [
+    "CPUInformation",
+    "get_cpu_distributed_information",
+    "override_numa_affinity",
+    "parse_cpu_list",
+    "set_numa_affinity",
+]

@@ -1,0 +1,59 @@
+"""Ports, the operating system's kernel, and what this process has loaded."""
+
+from __future__ import annotations
+
+import platform
+import re
+import socket
+import sys
+import warnings
+
+from packaging.version import parse
+
+from notebook_accelerate.config import environ
+
+# Older kernels hang in the wait for a child of several ranks: https://github.com/huggingface/accelerate/issues/1929
+_LEAST_KERNEL = "5.5.0"
+_DEFAULT_PORT = 29500
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return which of the named libraries this process has imported.
+
+    Args:
+        library_names: Import names.
+    """
+    return [name for name in library_names if name in sys.modules]
+
+
+def check_os_kernel() -> None:
+    """Warn where this is a Linux kernel older than 5.5, on which several ranks were seen to hang."""
+    if platform.system() != "Linux":
+        return
+    found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
+    if found is not None and parse(found[0]) < parse(_LEAST_KERNEL):
+        warnings.warn(
+            f"this Linux kernel is {found[0]}; before {_LEAST_KERNEL} a process of several ranks may hang: update it",
+            stacklevel=2,
+        )
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Tell whether something listens on a port of this machine.
+
+    Args:
+        port: The port; None: MASTER_PORT, or 29500.
+    """
+    number = int(port) if port is not None else environ.integer("MASTER_PORT", _DEFAULT_PORT)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("127.0.0.1", number)) == 0
+
+
+def get_free_port() -> int:
+    """Return a port of this machine that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+__all__ = ["are_libraries_initialized", "check_os_kernel", "get_free_port", "is_port_in_use"]
