@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from notebook_accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
+from notebook_accelerate.data_loader.dispatch import DataLoaderDispatcher
 from notebook_accelerate.data_loader.iterable import IterableDatasetShard
 from notebook_accelerate.data_loader.prepare import prepare_data_loader
 from notebook_accelerate.data_loader.samplers import (
@@ -12,15 +13,19 @@ from notebook_accelerate.data_loader.samplers import (
     get_sampler,
 )
 from notebook_accelerate.data_loader.shard import DataLoaderShard
+from notebook_accelerate.data_loader.skip import SkipDataLoader, skip_first_batches
 
 __all__ = [
     "BatchSamplerShard",
     "DataLoaderAdapter",
+    "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",
+    "SkipDataLoader",
     "get_sampler",
     "prepare_data_loader",
+    "skip_first_batches",
 ]

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 Item = TypeVar("Item")
 
 _END: Any = object()
-_JUMPING = (type(iter([])), type(iter(())), type(iter(range(0))))
+_JUMPING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 @runtime_checkable
@@ -39,7 +39,7 @@ def iterate_from(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
         return batches.iterate_from(skipped)
     if skipped and type(batches) is BatchSampler:
         moved = advance(iter(batches.sampler), skipped * batches.batch_size)
-        return iter(BatchSampler(moved, batches.batch_size, batches.drop_last))  # type: ignore[arg-type]
+        return iter(BatchSampler(moved, batches.batch_size, batches.drop_last))
     return advance(iter(batches), skipped)
 
 
@@ -61,8 +61,8 @@ def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any
     if type(batches) is BatchSampler:
         size, drop_last = batches.batch_size, batches.drop_last
         indices = iter(batches.sampler)
-        opening = list(BatchSampler(itertools.islice(indices, kept * size), size, drop_last))  # type: ignore[arg-type]
-        rest = iter(BatchSampler(advance(indices, max(skipped - kept, 0) * size), size, drop_last))  # type: ignore[arg-type]
+        opening = list(BatchSampler(itertools.islice(indices, kept * size), size, drop_last))
+        rest = iter(BatchSampler(advance(indices, max(skipped - kept, 0) * size), size, drop_last))
     else:
         rest = iter(batches)
         opening = list(itertools.islice(rest, kept))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from notebook_accelerate.data_loader.iterable import IterableDatasetShard
-from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, innermost
+from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
 from notebook_accelerate.state import GradientState
 
 NOTHING: Any = object()
@@ -39,13 +40,22 @@ class DataLoaderStateMixin:
         """Start a pass: from now on this is the loader that is read."""
         self.reset()
         if not getattr(self, "_drop_last", False):
-            with suppress(TypeError, AttributeError, NotImplementedError):  # datasets and samplers without a length
-                self.remainder = self.total_dataset_length % self.total_batch_size  # type: ignore[attr-defined]
+            # Datasets and samplers may have no length; a batch sampler may have no batch size.
+            with suppress(TypeError, AttributeError, NotImplementedError):
+                self.remainder = self._samples_per_pass() % self.total_batch_size  # type: ignore[attr-defined]
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
         """End a pass, finished or not."""
         self.gradient_state._remove_dataloader(self)
+
+    def _samples_per_pass(self) -> int:
+        """Count the samples of one pass over all ranks, without padding."""
+        sampler = get_sampler(self)  # type: ignore[arg-type]
+        length = getattr(sampler, "__len__", None)
+        if length is None or isinstance(self.dataset, IterableDatasetShard):  # type: ignore[attr-defined]
+            return self.total_dataset_length  # type: ignore[attr-defined,no-any-return]
+        return int(length())
 
 
 class DataLoaderAdapter(DataLoader[Any]):
@@ -56,6 +66,9 @@ class DataLoaderAdapter(DataLoader[Any]):
         use_stateful_dataloader: Build on torchdata's StatefulDataLoader, whose position can be saved and restored.
         batch_sampler: The batch sampler, or None.
         **kwargs: What torch's DataLoader takes.
+
+    Raises:
+        ImportError: `use_stateful_dataloader` without torchdata.
     """
 
     use_stateful_dataloader: bool
@@ -66,9 +79,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         if use_stateful_dataloader:
             from notebook_accelerate.data_loader.stateful import stateful_class
 
-            object.__setattr__(self, "__class__", stateful_class(type(self)))
+            self.__class__ = stateful_class(type(self))
         self.use_stateful_dataloader = use_stateful_dataloader
-        super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+        with warnings.catch_warnings() if use_stateful_dataloader else nullcontext():
+            if use_stateful_dataloader:  # torchdata 0.11 calls what torch 2.13 deprecates
+                warnings.filterwarnings("ignore", ".*set_vital.*")
+            super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
@@ -76,11 +92,18 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self
 
     def batches(self) -> Iterator[Any]:
-        """Iterate as torch does, without any of the additions."""
+        """Iterate as torch does, without any of the additions.
+
+        Returns:
+            torch's own iterator.
+        """
         return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Say where in its epoch this loader is.
+
+        Returns:
+            The state of torchdata's StatefulDataLoader, after the batches handed out.
 
         Raises:
             ValueError: The loader is not built on torchdata's StatefulDataLoader.
@@ -89,6 +112,9 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on, in the next pass, from where a state was saved.
+
+        Args:
+            state_dict: What `state_dict` returned.
 
         Raises:
             ValueError: The loader is not built on torchdata's StatefulDataLoader.
@@ -101,7 +127,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
 _NOT_STATEFUL = (
     "This loader does not save its position. Prepare it with "
-    "Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)), which needs torchdata."
+    "Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)), which needs torchdata, or "
+    "count the batches and use skip_first_batches(loader, count)."
 )
 
 
@@ -110,12 +137,15 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     Attributes:
         iteration: Number of the epoch that the next pass reads; a finished pass adds one.
-        skip_batches: How many batches at the start of the next passes are left out.
+        skip_batches: How many batches at the start of every pass are read and left out. `skip_first_batches` uses it
+            only where the sampler cannot skip.
     """
 
     iteration: int
     skip_batches: int
-    device: torch.device | None = None
+    _original: PreparedDataLoader | None = None
+    _reads = True  # whether this rank reads the dataset itself
+    _steps_back = True  # whether exactly one batch is read ahead
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next pass reads, for the sampler and the dataset.
@@ -124,8 +154,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             epoch: Number of the epoch, from 0.
         """
         self.iteration = epoch
-        sampler = get_sampler(self)
-        for part in (innermost(self.batch_sampler), sampler, self.dataset):
+        for part in (innermost(index_source(self)), get_sampler(self), self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
@@ -145,10 +174,11 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Args:
             sampler: The sampler to use from the next pass on.
         """
-        if self.batch_sampler is None:
-            vars(self)["sampler"] = sampler  # torch forbids the assignment; without batches nothing depends on it
+        source = innermost(index_source(self))
+        if hasattr(source, "sampler") or self.batch_sampler is not None:
+            source.sampler = sampler
         else:
-            innermost(self.batch_sampler).sampler = sampler
+            vars(self)["sampler"] = sampler  # torch forbids the assignment; without batches nothing depends on it
         if isinstance(sampler, SeedableRandomSampler):
             self.iteration = sampler.epoch
 
@@ -157,3 +187,31 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Number of samples of the whole dataset."""
         dataset: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         return int(dataset.total_length) if hasattr(dataset, "total_length") else len(dataset)
+
+    def __len__(self) -> int:
+        return max(super().__len__() - self.skip_batches, 0)
+
+    def _read(self) -> Iterator[Any]:
+        """Iterate as torch does.
+
+        A pass that leaves out what an earlier one has read draws no random numbers at its start: the earlier one has
+        drawn them, and training goes on with the numbers it would have had.
+        """
+        if self._original is None:
+            return self.batches()
+        numbers = torch.get_rng_state()
+        batches = self.batches()
+        torch.set_rng_state(numbers)
+        return batches
+
+    def _watched(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Let a stateful loader see when the next round is read."""
+        return rounds
+
+    def _finish_pass(self) -> None:
+        """Go to the next epoch, together with the loader whose first batches this one skips."""
+        loader: PreparedDataLoader | None = self
+        epoch = self.iteration + 1
+        while loader is not None:
+            loader.iteration = epoch
+            loader = loader._original

@@ -24,6 +24,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: This rank.
         split_batches: `batch_size` counts the samples of all ranks together.
 
+    Attributes:
+        last_round: After an iteration, how many samples its last window had before padding; 0 where it was full. None
+            before, and in the process that started a worker.
+
     Raises:
         ValueError: `split_batches` and a batch size that the number of processes does not divide.
     """
@@ -48,7 +52,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self.last_window: int | None = None
+        self.last_round: int | None = None
 
     @property
     def window(self) -> int:
@@ -70,7 +74,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return windows * (self.window // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
-        self.last_window = None
+        self.last_round = None
         window, part = self.window, self.window // self.num_processes
         first = part * self.process_index
         samples = iter(self.dataset)
@@ -78,7 +82,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         while len(current) == window:
             yield from current[first : first + part]
             current = list(itertools.islice(samples, window))
-        self.last_window = len(current)
+        self.last_round = len(current)
         if current and not self.drop_last:
             padded = itertools.islice(itertools.chain(current, itertools.cycle(opening)), first, first + part)
             yield from padded

@@ -16,8 +16,8 @@ def synchronize_rng_state(
     """Give every rank the state that one random number generator has on rank 0. Every rank must call this.
 
     Args:
-        rng_type: Which generator: a member of RNGType or its value. ``"torch"`` is the CPU's, ``"generator"`` the one in
-            `generator`, the name of a device that of the device.
+        rng_type: Which generator: a member of RNGType or its value. ``"torch"`` is the CPU's, ``"generator"`` the
+            one in `generator`, the name of a device that of the device.
         generator: The generator that ``"generator"`` means.
         num_processes: How many ranks there are; with 1 nothing is done. None asks the state.
 

@@ -62,6 +62,10 @@ class BatchSamplerShard(BatchSampler):
             so that all ranks get the same number of equally large batches. Otherwise some ranks get a smaller batch, or
             one batch less.
 
+    Attributes:
+        last_round: After an iteration, how many indices its last round (one batch of every rank) had before padding; 0
+            where nothing had to be padded. None before, and where items are no lists of indices.
+
     Raises:
         ValueError: `split_batches` and a batch size that the number of processes does not divide.
     """
@@ -85,8 +89,9 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = batch_size
+        self.batch_size: Any = batch_size  # None where the batches are of any size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.last_round: int | None = None
 
     @property
     def total_length(self) -> int:
@@ -117,6 +122,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _turns(self, skipped: int) -> Iterator[list[int]]:
         """Hand out whole batches in turn."""
+        self.last_round = None
         count, rank = self.num_processes, self.process_index
         opening, batches = open_from(self.batch_sampler, skipped * count, count if self._pads else 0)
         turn = list(itertools.islice(batches, count))
@@ -124,8 +130,10 @@ class BatchSamplerShard(BatchSampler):
             following = list(itertools.islice(batches, count))
             full = len(turn) == count and (self.batch_size is None or len(turn[-1]) >= self.batch_size)
             if following or full:
+                self.last_round = 0
                 yield turn[rank]
             elif not self.drop_last:
+                self.last_round = sum(len(batch) for batch in turn) if isinstance(turn[0], list) else None
                 yield from self._last_turn(turn, opening)
             turn = following
 
@@ -143,11 +151,13 @@ class BatchSamplerShard(BatchSampler):
 
     def _parts(self, skipped: int) -> Iterator[list[int]]:
         """Cut every batch into equal parts."""
+        self.last_round = None
         opening, batches = open_from(self.batch_sampler, skipped, 1 if self._pads else 0)
         for batch in batches:
             if len(batch) < self.batch_size and self.drop_last:
                 continue
             part = max(self.batch_size, len(batch) + -len(batch) % self.num_processes) // self.num_processes
+            self.last_round = len(batch) if len(batch) < part * self.num_processes else 0
             first = part * self.process_index
             share = batch[first : first + part]
             if self._pads and len(share) < part:
@@ -222,6 +232,18 @@ def innermost(batch_sampler: Any) -> Any:
     return batch_sampler
 
 
+def index_source(dataloader: DataLoader[Any]) -> Any:
+    """Find what a loader asks for the indices of its next batch.
+
+    Args:
+        dataloader: A loader, prepared or not.
+
+    Returns:
+        Its batch sampler, or its sampler where it makes no batches (`batch_size=None`).
+    """
+    return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+
+
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """Find the sampler that orders the indices of a loader.
 
@@ -231,7 +253,5 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
     Returns:
         The sampler; None where a custom batch sampler has none.
     """
-    if dataloader.batch_sampler is None:
-        return dataloader.sampler
-    batch_sampler = innermost(dataloader.batch_sampler)
-    return getattr(batch_sampler, "sampler", None)
+    source = innermost(index_source(dataloader))
+    return getattr(source, "sampler", source if dataloader.batch_sampler is None else None)

@@ -1,0 +1,226 @@
+"""The loader that reads on rank 0 and sends every rank its part."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from notebook_accelerate.collectives import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    find_batch_size,
+    get_data_structure,
+    initialize_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+from notebook_accelerate.data_loader.advancing import advance
+from notebook_accelerate.data_loader.base import NOTHING, PreparedDataLoader
+from notebook_accelerate.data_loader.mesh import data_parallel_place
+from notebook_accelerate.state import GradientState, PartialState
+
+# What rank 0 announces before a round.
+_END, _SAME_FORM, _NEW_FORM, _FAILED = range(4)
+
+
+class DataLoaderDispatcher(PreparedDataLoader):
+    """A loader of which only rank 0 reads the dataset; every rank gets its part of what was read.
+
+    A round costs one small broadcast and one per dtype; what a batch looks like is sent only when it changes.
+
+    Args:
+        dataset: The dataset to load from; only rank 0 uses it.
+        split_batches: A batch that was read is cut into parts for the ranks; otherwise rank 0 reads as many batches as
+            there are ranks for one round.
+        skip_batches: Rounds to leave out at the start.
+        use_stateful_dataloader: Build on torchdata's StatefulDataLoader.
+        _drop_last: A last round that is not full is dropped.
+        _non_blocking: Copy to the device without waiting.
+        slice_fn: Cuts a rank's part out of a round, called as `slice_tensors`.
+        torch_device_mesh: Ranks that differ only in its model-parallel dimensions get the same part.
+        iteration: Epoch of the first pass.
+        **kwargs: What torch's DataLoader takes.
+    """
+
+    _steps_back = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.split_batches = split_batches
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+        self.state = PartialState()
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.slice_fn = slice_tensors if slice_fn is None else slice_fn
+        self.torch_device_mesh = torch_device_mesh
+        self.iteration = iteration
+        place = data_parallel_place(torch_device_mesh, self.state.num_processes, self.state.process_index)
+        self.count, self.place = place
+        self._reads = self.state.process_index == 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        try:
+            self.begin()
+            self.set_epoch(self.iteration)
+            opening: Any = None
+            for batch, last in self._sent() if self._reads else self._received():
+                size = _size(batch)
+                if opening is None:
+                    opening = self._opening(batch)
+                self.gradient_state._add_dataloader(self)
+                if last:
+                    self.remainder = -1 if self._drop_last else size
+                    self._note_last()
+                yield self._part(batch, size, opening)
+            self._finish_pass()
+        finally:
+            self.end()
+
+    def _note_last(self) -> None:
+        """Say that the batch handed out next is the last one."""
+        self.end_of_dataloader = True
+
+    def _opening(self, batch: Any) -> Any:
+        """Keep copies of the first samples of an epoch, enough to fill up its last round."""
+        return recursively_apply(lambda tensor: tensor[: self.count - 1].clone(), batch)
+
+    def _part(self, batch: Any, size: int, opening: Any) -> Any:
+        """Cut this rank's part out of a round; a round that cannot be divided goes on with the first samples."""
+        part = math.ceil(size / self.count)
+        missing = part * self.count - size
+        if missing:
+            kept = _size(opening)
+            fillers = [slice_tensors(opening, slice(0, min(kept, missing - i))) for i in range(0, missing, kept)]
+            batch = concatenate([batch, *fillers])
+        own = slice(part * self.place, part * (self.place + 1))
+        return self.slice_fn(batch, own, process_index=self.place, num_processes=self.count)
+
+    def _sent(self) -> Iterator[tuple[Any, bool]]:
+        """Read rounds on rank 0, one ahead, and send them.
+
+        Yields:
+            A round on the device, and whether it is the last one.
+        """
+        form = b""
+        rounds = self._open()
+        upcoming = self._next_round(rounds)
+        if upcoming is NOTHING:
+            self._announce(_END)
+        while upcoming is not NOTHING:
+            batch = send_to_device(upcoming, self.state.device, non_blocking=self._non_blocking)
+            upcoming = self._next_round(rounds)
+            if self.state.num_processes > 1:
+                described = pickle.dumps(get_data_structure(batch))
+                self._announce(_SAME_FORM if described == form else _NEW_FORM, last=upcoming is NOTHING)
+                if described != form:
+                    broadcast_object_list([described])
+                form = described
+                batch = broadcast(batch)
+            yield batch, upcoming is NOTHING
+
+    def _received(self) -> Iterator[tuple[Any, bool]]:
+        """Receive the rounds that rank 0 sends.
+
+        Yields:
+            A round on the device, and whether it is the last one.
+        """
+        form: Any = None
+        last = False
+        while not last:
+            kind, last = self._announced()
+            if kind == _END:
+                return
+            if kind != _SAME_FORM:
+                (form,) = broadcast_object_list([None])
+            if kind == _FAILED:
+                raise RuntimeError(f"Rank 0 could not read the next batch, so there is none for this rank: {form}")
+            yield broadcast(initialize_tensors(pickle.loads(form))), last
+
+    def _announce(self, kind: int, last: bool = False) -> None:
+        if self.state.num_processes > 1:
+            broadcast(torch.tensor([kind, int(last)], device=self.state.device))
+
+    def _announced(self) -> tuple[int, bool]:
+        kind, last = broadcast(torch.zeros(2, dtype=torch.int64, device=self.state.device)).tolist()
+        return kind, bool(last)
+
+    def _open(self) -> Iterator[Any]:
+        """Start reading on rank 0."""
+        rounds = self._watched(self._rounds(self._read()))
+        return advance(rounds, self.skip_batches)
+
+    def _next_round(self, rounds: Iterator[Any]) -> Any:
+        """Read a round; where that fails, tell the ranks that wait for it."""
+        try:
+            return next(rounds, NOTHING)
+        except Exception as error:
+            self._announce(_FAILED)
+            if self.state.num_processes > 1:
+                broadcast_object_list([f"{type(error).__name__}: {error}"])
+            raise
+
+    def _rounds(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Join the batches of one round."""
+        if self.split_batches or self.count == 1:
+            yield from batches
+            return
+        while group := list(itertools.islice(batches, self.count)):
+            joined = _joined(group)
+            if not self._drop_last or _size(joined) == self.count * _size(group[0]):
+                yield joined
+
+    def __len__(self) -> int:
+        batches = super(PreparedDataLoader, self).__len__()
+        if not self.split_batches:
+            batches = batches // self.count if self._drop_last else math.ceil(batches / self.count)
+        return max(batches - self.skip_batches, 0)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Number of samples of one round, for all ranks together."""
+        size = int(getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1)
+        return size if self.split_batches else size * self.count
+
+
+def _size(batch: Any) -> int:
+    """Count the samples of a batch."""
+    size = find_batch_size(batch)
+    if size is None:
+        raise ValueError(
+            "dispatch_batches divides batches along the first dimension of their tensors; got an empty one."
+        )
+    return size
+
+
+def _joined(batches: list[Any]) -> Any:
+    """Join batches along their first dimension."""
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return concatenate(batches)
+    except (RuntimeError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(
+            "dispatch_batches joins one batch per rank into one, and these cannot be joined: "
+            f"{error}. Give all batches the same form in collate_fn (tensors that differ in their first dimension "
+            "only), or use DataLoaderConfiguration(dispatch_batches=True, split_batches=True), or dispatch_batches=False."
+        ) from error
