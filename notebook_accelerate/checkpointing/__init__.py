@@ -1,0 +1,26 @@
+"""Checkpoints: complete or absent, in Accelerate's files, written in the background where asked.
+
+`save_state` and `load_state` keep a whole training, `save_model` one model's weights, `save` and `load` any object.
+"""
+
+from __future__ import annotations
+
+from notebook_accelerate.checkpointing.load import load_model, load_state
+from notebook_accelerate.checkpointing.model import load, read_weights, save, save_model, write_weights
+from notebook_accelerate.checkpointing.save import save_state, wait_for_saves
+from notebook_accelerate.checkpointing.shards import shard_checkpoint
+from notebook_accelerate.checkpointing.shared import clean_state_dict_for_safetensors
+
+__all__ = [
+    "clean_state_dict_for_safetensors",
+    "load",
+    "load_model",
+    "load_state",
+    "read_weights",
+    "save",
+    "save_model",
+    "save_state",
+    "shard_checkpoint",
+    "wait_for_saves",
+    "write_weights",
+]

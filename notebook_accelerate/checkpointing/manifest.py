@@ -1,0 +1,141 @@
+"""The manifest of a checkpoint: what belongs to it, how large each file is, and what its bytes add up to."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from notebook_accelerate.checkpointing.layout import MANIFEST_NAME, inside
+from notebook_accelerate.errors import BrokenCheckpointError
+
+FORMAT = 1
+"""Version of the manifest's own format; a newer one is refused."""
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    size: int
+    """Bytes."""
+    crc32: str
+    """CRC-32 of the content, eight hexadecimal digits: it guards against accidents, at twice the speed of SHA-256."""
+
+
+@dataclass(kw_only=True)
+class Manifest:
+    """What a complete checkpoint consists of and what it was made by."""
+
+    world_size: int
+    """Number of ranks that wrote it."""
+    layout: str = "whole"
+    """How the strategy lays its state out: "whole" (single process, DDP), or the strategy's own name."""
+    strategy: str = ""
+    """Name of the strategy, for messages."""
+    producer: str = ""
+    """Package and version."""
+    format: int = FORMAT
+    """Version of this format."""
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """All files but the manifest, by path relative to the folder."""
+
+
+def record_of(path: Path) -> FileRecord:
+    """Read a file and return its size and checksum.
+
+    Args:
+        path: The file.
+    """
+    checksum, size = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+            size += len(chunk)
+    return FileRecord(size=size, crc32=f"{checksum:08x}")
+
+
+def files_below(folder: Path) -> list[Path]:
+    """List all files below a folder, sorted; links to folders are not followed."""
+    return sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, to the disk itself: from here on the folder is a complete checkpoint.
+
+    Args:
+        folder: The folder that holds all its files.
+        manifest: What to write.
+    """
+    path = folder / MANIFEST_NAME
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(asdict(manifest), file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read a checkpoint's manifest.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        The manifest; None where there is none (a folder written by Accelerate).
+
+    Raises:
+        BrokenCheckpointError: The manifest cannot be read.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] > FORMAT:
+            raise BrokenCheckpointError(
+                f"{path} has format {content['format']}, this version reads up to {FORMAT}: "
+                "pip install -U notebook-accelerate"
+            )
+        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+        return Manifest(**content, files=files)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BrokenCheckpointError(f"Checkpoint {folder} is broken: {path.name} cannot be read ({error}).") from error
+
+
+def faults(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Compare files with the manifest.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        names: Which files to read.
+
+    Returns:
+        One line per file that is missing, too short, too long or changed; empty when all agree.
+
+    Raises:
+        CheckpointError: The manifest names a file outside the folder.
+    """
+    lines = []
+    for name in names:
+        path, want = inside(folder, name), manifest.files[name]
+        if not path.is_file():
+            lines.append(f"{name} is missing")
+        elif (size := path.stat().st_size) != want.size:
+            lines.append(f"{name} has {size:,} bytes instead of {want.size:,}")
+        elif (found := record_of(path).crc32) != want.crc32:
+            lines.append(f"{name} has other content than was written (checksum {found} instead of {want.crc32})")
+    return lines
+
+
+def broken(folder: Path, lines: Iterable[str]) -> BrokenCheckpointError:
+    """Return the error for a checkpoint whose files are not what its manifest says."""
+    text = "\n".join(f"  - {line}" for line in lines)
+    return BrokenCheckpointError(
+        f"Checkpoint {folder} is broken and was not loaded:\n{text}\n"
+        f"Load an earlier one. (Files that another program changed on purpose load once {MANIFEST_NAME} is removed.)"
+    )

@@ -1,0 +1,189 @@
+"""`save_state`: everything a training needs to go on, in one folder."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.checkpointing import layout, staging
+from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, training_files
+from notebook_accelerate.checkpointing.manifest import Manifest
+from notebook_accelerate.checkpointing.ranks import agree, exchange
+from notebook_accelerate.checkpointing.snapshot import Snapshots
+from notebook_accelerate.checkpointing.writing import Place, Writing, prune
+from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.state.notices import warn_once
+
+_WHAT = "save_state"
+_snapshots = Snapshots()
+_pending: list[Writing] = []
+
+
+def save_state(
+    accelerator: Any,
+    output_dir: str | os.PathLike[str] | None = None,
+    safe_serialization: bool = True,
+    blocking: bool = True,
+    **save_model_func_kwargs: Any,
+) -> str:
+    """Save all that a training needs to go on; every rank must call this.
+
+    That is models, optimizers, schedules, loaders, scaler, random states and registered objects. The folder is complete or absent: files are written beside it, a manifest of sizes and checksums last.
+
+    Args:
+        accelerator: The Accelerator.
+        output_dir: The folder; None with automatic naming, which decides alone.
+        safe_serialization: Write models as safetensors rather than in torch's format.
+        blocking: Return when the checkpoint is in its place. Otherwise copy the state and write it in a thread; the
+            next save, load or `wait_for_saves` waits for it and raises what went wrong.
+        save_model_func_kwargs: More arguments for strategies that write models themselves.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: No folder is named, or the automatic name is taken.
+        CheckpointError: It could not be written, or the background save before it could not.
+    """
+    wait_for_saves(_WHAT)
+    project = accelerator.project_configuration
+    place = _open_place(accelerator, layout.next_target(project, None if output_dir is None else os.fspath(output_dir)))
+    try:
+        files = _collect(accelerator, place, safe_serialization, blocking, save_model_func_kwargs)
+    except Exception as error:
+        if place.commits:
+            staging.discard(place.staging)
+        agree(error, _WHAT)
+        raise
+    agree(None, _WHAT)
+    writing = Writing(place, _manifest(accelerator), files, _after(accelerator, place))
+    if project.automatic_checkpoint_naming:
+        project.iteration += 1
+    _pending.append(writing)
+    if blocking:
+        writing.run()
+        wait_for_saves(_WHAT)
+    else:
+        writing.start()
+    return _shown(accelerator, output_dir, place)
+
+
+def wait_for_saves(what: str = "wait_for_saves", release: bool = False) -> None:
+    """Wait until a save in the background is in its place; every rank must call this.
+
+    Args:
+        what: The call the user made, for messages.
+        release: Also give back the memory that copies of states are made in.
+
+    Raises:
+        CheckpointError: The save failed on some rank.
+    """
+    try:
+        while _pending:
+            writing = _pending.pop()
+            writing.join()
+            agree(writing.error, what)
+    finally:
+        if release:
+            _snapshots.release()
+
+
+def _shown(accelerator: Any, output_dir: Any, place: Place) -> str:
+    """Return the folder's path as Accelerate does: relative where the user's was."""
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming:
+        return str(Path(project.project_dir) / layout.CHECKPOINTS_FOLDER / place.target.name)
+    return str(os.fspath(output_dir))
+
+
+def _open_place(accelerator: Any, target: Path) -> Place:
+    """Make the staging folder, and find out which ranks share a file system with the main one."""
+    main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
+    token = f".{uuid.uuid4().hex}"
+    agree(_try_open(target, token) if main else None, _WHAT)
+    token = exchange(token, _WHAT)[0]
+    sees = (layout.staging_folder(target) / token).exists()
+    opens = main or (local_main and not sees)
+    agree(_try_open(target, token) if opens and not main else None, _WHAT)
+    views = exchange((sees, local_main), _WHAT)
+    folder = layout.staging_folder(target)
+    if opens:
+        (folder / token).unlink()
+    return Place(target=target, staging=folder, rank=rank, commits=opens, group=_group_of(rank, views))
+
+
+def _try_open(target: Path, token: str) -> Exception | None:
+    try:
+        (staging.open_staging(target) / token).touch()
+    except OSError as error:
+        return staging.write_error(target, error)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _group_of(rank: int, views: list[tuple[bool, bool]]) -> tuple[int, ...]:
+    """Return the ranks that write where `rank` does: all that see the main rank's folder, or those of its machine.
+
+    Args:
+        rank: This rank.
+        views: Per rank, whether it sees the main rank's folder and whether it is its machine's first.
+    """
+    nodes: list[int] = []
+    for _, first in views:
+        nodes.append((nodes[-1] + 1 if nodes else 0) if first or not nodes else nodes[-1])
+    if views[rank][0]:
+        return tuple(other for other, (sees, _) in enumerate(views) if sees)
+    return tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
+
+
+def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options: dict[str, Any]) -> list[StateFile]:
+    """Run the hooks and capture this rank's part; copied where it is written later."""
+    strategy = accelerator.strategy
+    weights = [] if _writes_itself(strategy) else [accelerator.get_state_dict(model) for model in accelerator._models]
+    for hook in list(accelerator._save_model_state_pre_hook.values()):
+        hook(accelerator._models, weights, str(place.staging))
+    if _writes_itself(strategy):
+        if not blocking:
+            warn_once(
+                f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
+                "the foreground; the rest is written in the background."
+            )
+        strategy.save_state(accelerator, place.staging, safe_serialization=safe, **options)
+    files = [rank_file(accelerator)]
+    if accelerator.is_main_process or (place.commits and accelerator.project_configuration.save_on_each_node):
+        files += model_files(weights, safe)
+        files += training_files(accelerator, with_optimizers=not _writes_itself(strategy))
+    return files if blocking else _copied(files)
+
+
+def _writes_itself(strategy: Any) -> bool:
+    return getattr(strategy, "checkpoint_layout", "whole") != "whole"
+
+
+def _copied(files: list[StateFile]) -> list[StateFile]:
+    values = _snapshots.take([file.value for file in files])
+    return [StateFile(file.name, value) for file, value in zip(files, values, strict=True)]
+
+
+def _manifest(accelerator: Any) -> Manifest:
+    from notebook_accelerate import __version__  # the version alone; rooms take no other name from the root
+
+    strategy = accelerator.strategy
+    return Manifest(
+        world_size=accelerator.num_processes,
+        layout=getattr(strategy, "checkpoint_layout", "whole"),
+        strategy=getattr(strategy, "name", type(strategy).__name__),
+        producer=f"notebook_accelerate {__version__}",
+    )
+
+
+def _after(accelerator: Any, place: Place) -> Callable[[], None]:
+    """Return what follows the commit: removing the checkpoints above the limit."""
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        return lambda: None
+    return lambda: prune(place.target.parent.parent, project.total_limit)

@@ -1,0 +1,65 @@
+"""Tensors that share memory: saved once, tied again when they are loaded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def groups_of_shared(state: Mapping[str, Any]) -> list[list[str]]:
+    """List the names whose tensors are the same view of the same memory, each group in alphabetical order.
+
+    Args:
+        state: Named tensors; other values are ignored.
+    """
+    names: dict[Any, list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
+            view = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            names[view].append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Make named tensors fit for safetensors: contiguous, and none sharing memory.
+
+    Of several names for one tensor the alphabetically first stays; different views of one memory are copied.
+
+    Args:
+        state_dict: Named tensors.
+
+    Returns:
+        A new dictionary; the tensors are the same objects where they could stay.
+    """
+    dropped = {name for group in groups_of_shared(state_dict) for name in group[1:]}
+    seen: set[tuple[Any, int]] = set()
+    clean = {}
+    for name, tensor in state_dict.items():
+        if name in dropped:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}")
+        memory = (tensor.device, tensor.untyped_storage().data_ptr())
+        clean[name] = tensor.clone().contiguous() if memory in seen and tensor.numel() else tensor.contiguous()
+        seen.add(memory)
+    return clean
+
+
+def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """Add the names that were left out on saving because they share memory with one that is there.
+
+    Args:
+        state: Named tensors of a file.
+        model: The model they are for; it knows which of its tensors are one.
+
+    Returns:
+        `state` with the names added.
+    """
+    for group in groups_of_shared(model.state_dict()):
+        source = next((name for name in group if name in state), None)
+        if source is not None:
+            state.update({name: state[source] for name in group if name not in state})
+    return state

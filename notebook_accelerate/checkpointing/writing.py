@@ -1,0 +1,186 @@
+"""One save on its way to the disk: every rank's files, then the manifest, then the place.
+
+The ranks report through small files in the staging folder rather than through collectives, which a thread must not use
+while training does. One rank per file system commits: the main one, or the first of a machine with disks of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from notebook_accelerate.checkpointing import files, layout, staging
+from notebook_accelerate.checkpointing.capture import StateFile
+from notebook_accelerate.checkpointing.manifest import (
+    FileRecord,
+    Manifest,
+    files_below,
+    record_of,
+    write_manifest,
+)
+from notebook_accelerate.errors import CheckpointError
+
+_REPORT = ".rank_{rank}.json"
+_STALL = 600.0
+"""Seconds without any change in the staging folder after which a silent rank counts as dead."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a checkpoint goes, as one rank sees it."""
+
+    target: Path
+    """The checkpoint's folder."""
+    staging: Path
+    """Where it is written first."""
+    rank: int
+    """This rank."""
+    commits: bool
+    """Whether this rank moves the staging folder to its place."""
+    group: tuple[int, ...] = (0,)
+    """The ranks that write to this file system."""
+
+
+@dataclass
+class Writing:
+    """What one rank does for one checkpoint after its state was captured.
+
+    Attributes:
+        thread: The thread that runs it; None when it runs in the caller.
+        error: Why it failed; None while it has not.
+    """
+
+    place: Place
+    manifest: Manifest
+    state_files: list[StateFile]
+    after: Callable[[], None]
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+    _records: dict[str, FileRecord] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Run in a thread. It is no daemon: the interpreter does not end before the checkpoint is written."""
+        self.thread = threading.Thread(target=self.run, name=f"save_state {self.place.target.name}")
+        self.thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread, where there is one."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def run(self) -> None:
+        """Write this rank's files, report, and commit where that is this rank's part; errors end up in `error`."""
+        try:
+            self._write_files()
+            self._report({"files": {name: asdict(record) for name, record in self._records.items()}})
+            if self.place.commits:
+                self._commit()
+        except Exception as error:  # noqa: BLE001 - whatever a writer raises is this checkpoint's failure
+            self._fail(error)
+        finally:
+            self.state_files = []  # a gigabyte of references; a snapshot's buffers are free from here on
+
+    def _write_files(self) -> None:
+        for file in self.state_files:
+            path = self.place.staging / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.write(file.value, path)
+            file.value = None
+            self._records[file.name] = record_of(path)
+            staging.sync_file(path)
+
+    def _report(self, content: dict[str, object]) -> None:
+        report = self.place.staging / _REPORT.format(rank=self.place.rank)
+        temporary = report.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.replace(report)
+
+    def _fail(self, error: Exception) -> None:
+        known = isinstance(error, CheckpointError)
+        self.error = error if known else staging.write_error(self.place.target, error)
+        if not known:
+            self.error.__cause__ = error
+        if self.thread is not None:
+            _log.error("%s", self.error)  # the training goes on: say it now, raise it at the next save or the end
+        if self.place.commits:
+            staging.discard(self.place.staging)
+            return
+        try:
+            self._report({"error": str(self.error)})
+        except OSError:
+            shutil.rmtree(self.place.staging, ignore_errors=True)  # the committing rank sees that it is gone
+
+    def _commit(self) -> None:
+        for rank in self.place.group:
+            self._records.update(self._await_report(rank))
+        for path in files_below(self.place.staging):  # written by hooks and by the strategy
+            name = path.relative_to(self.place.staging).as_posix()
+            if name not in self._records:
+                self._records[name] = record_of(path)
+                staging.sync_file(path)
+        self.manifest.files = self._records
+        write_manifest(self.place.staging, self.manifest)
+        staging.commit(self.place.staging, self.place.target)
+        self.after()
+
+    def _await_report(self, rank: int) -> dict[str, FileRecord]:
+        report = self.place.staging / _REPORT.format(rank=rank)
+        watch = _Watch(self.place.staging)
+        while not report.exists():
+            if watch.stalled():
+                raise CheckpointError(
+                    f"Checkpoint {self.place.target} was not written: rank {rank} did not finish its part. "
+                    "Is that process alive?"
+                )
+            time.sleep(0.01)
+        content = json.loads(report.read_text(encoding="utf-8"))
+        report.unlink()
+        if "error" in content:
+            raise CheckpointError(f"Rank {rank}: {content['error']}")
+        return {name: FileRecord(**record) for name, record in content["files"].items()}
+
+
+class _Watch:
+    """Notices when nothing changes any more in a folder that other ranks write to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._size = -1
+        self._since = time.monotonic()
+        self._next_look = 0.0
+
+    def stalled(self) -> bool:
+        """Return whether the folder is gone, or has not changed for ten minutes."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + 1.0
+        if not self._folder.is_dir():
+            return True
+        size = sum(path.stat().st_size for path in files_below(self._folder))
+        if size != self._size:
+            self._size, self._since = size, now
+        return now - self._since > _STALL
+
+
+def prune(project_dir: Path, total_limit: int | None) -> None:
+    """Remove the oldest automatically named checkpoints above the limit.
+
+    A folder is renamed before it is removed, so that what an ended process leaves is no checkpoint.
+
+    Args:
+        project_dir: Folder of the project.
+        total_limit: How many to keep; None keeps all.
+    """
+    for folder in layout.surplus(project_dir, total_limit):
+        doomed = project_dir / f".{folder.name}{layout.STAGING_SUFFIX}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
