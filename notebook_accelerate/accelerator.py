@@ -1,0 +1,1019 @@
+"""`Accelerator`: the facade. It checks what it is given, delegates to a strategy or a room, and wraps the result."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from notebook_accelerate import collectives, telemetry
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.constants import PROFILE_PATTERN_NAME
+from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+from notebook_accelerate.config.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
+from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler
+from notebook_accelerate.config.profiling import ProfileKwargs
+from notebook_accelerate.config.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.precision import make_precision
+from notebook_accelerate.scheduler import AcceleratedScheduler
+from notebook_accelerate.state import AcceleratorState, GradientState
+from notebook_accelerate.state.control import ProcessControl
+from notebook_accelerate.state.notices import warn_once
+from notebook_accelerate.strategies import Setup, make_strategy
+from notebook_accelerate.strategies.base import NOTHING
+from notebook_accelerate.strategies.ddp import synchronised_backward
+from notebook_accelerate.strategies.handlers import sort_handlers
+from notebook_accelerate.strategies.placing import is_on_several_devices
+from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
+from notebook_accelerate.telemetry.events import MetricEvent
+
+_UNSET: Any = object()
+Hook = Callable[..., None]
+
+
+class Accelerator(ProcessControl):
+    """One training API for one process or many, any device, any precision.
+
+    Args:
+        device_placement: Put models, batches and optimizer states on the device of the rank.
+        split_batches: Deprecated: `DataLoaderConfiguration(split_batches=...)`.
+        mixed_precision: no, fp16, bf16 or fp8; None means what the launch asked for, or no.
+        gradient_accumulation_steps: Batches per optimizer step (ACCELERATE_GRADIENT_ACCUMULATION_STEPS wins).
+        cpu: Leave accelerators alone.
+        dataloader_config: How loaders are shared between ranks.
+        deepspeed_plugin: A `DeepSpeedPlugin`, or several by name.
+        fsdp_plugin: A `FullyShardedDataParallelPlugin`.
+        torch_tp_plugin: A `TorchTensorParallelPlugin`.
+        megatron_lm_plugin: A `MegatronLMPlugin`.
+        rng_types: Generators made equal over ranks at the start of each pass: torch, cuda, generator, ...
+        log_with: Trackers, by name or as objects; "all" means every one that is installed.
+        project_dir: Folder of checkpoints and logs.
+        project_config: Folders, checkpoint names and limits (`ProjectConfiguration`).
+        gradient_accumulation_plugin: How to accumulate (`GradientAccumulationPlugin`), instead of the steps above.
+        step_scheduler_with_optimizer: Whether schedulers move only when optimizers step.
+        kwargs_handlers: Settings of autocast, DDP, scaler, process group, profiler; at most one of a kind.
+        dynamo_backend: Compiler of models.
+        dynamo_plugin: How models are compiled (`TorchDynamoPlugin`), instead of the back end above.
+        deepspeed_plugins: Another name of deepspeed_plugin.
+        parallelism_config: A `ParallelismConfig`.
+
+    Attributes:
+        state: The shared `AcceleratorState`.
+        gradient_state: Where this Accelerator's training is in a window of accumulation.
+        project_configuration: Folders, checkpoint names and limits.
+        scaler: The scaler of losses; None in precisions that need none.
+        step: Batches seen in this window by `accumulate`.
+        trackers: The trackers that `init_trackers` started.
+
+    Raises:
+        ValueError: A setting is not allowed, or two settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _UNSET,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | Any | list[str | LoggerType | Any] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        self.project_configuration = _project(project_config, project_dir)
+        self.dataloader_config = _loader_configuration(dataloader_config, split_batches)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = rng_types if rng_types is not None else ["generator"]
+        self._handlers = sort_handlers(kwargs_handlers)
+        accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
+        self.state = AcceleratorState(
+            mixed_precision=None if mixed_precision is None else str(mixed_precision),
+            cpu=cpu,
+            dynamo_plugin=_dynamo(dynamo_plugin, dynamo_backend),
+            deepspeed_plugin=_either("deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins),
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+            _from_accelerator=True,
+            **(self._handlers.init.to_kwargs() if self._handlers.init is not None else {}),
+        )
+        self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
+        self._set_up(log_with)
+
+    def _set_up(self, log_with: Any) -> None:
+        """Choose precision and strategy, and start with nothing prepared."""
+        self._device = self.state.device
+        self._precision = make_precision(
+            self.state.mixed_precision, self._device.type, self._handlers.autocast, self._handlers.scaler
+        )
+        self.scaler = self._precision.make_scaler()
+        self.strategy = make_strategy(
+            Setup(
+                state=self.state,
+                gradient_state=self.gradient_state,
+                precision=self._precision,
+                scaler=self.scaler,
+                device=self._device,
+                dynamo_plugin=self.state.dynamo_plugin,
+                device_placement=self.device_placement,
+                dataloader_config=self.dataloader_config,
+                rng_types=self.rng_types,
+                step_scheduler_with_optimizer=self.step_scheduler_with_optimizer,
+                ddp_handler=self._handlers.ddp,
+            )
+        )
+        # The lists are the strategy's own; libraries on top of Accelerate read them under these names.
+        self._models = self.strategy.models
+        self._optimizers = self.strategy.optimizers
+        self._schedulers = self.strategy.schedulers
+        self._dataloaders = self.strategy.dataloaders
+        self._custom_objects: list[Any] = []
+        self._save_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
+        self._load_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
+        self._backward = self.strategy.backward
+        self.step = 0
+        self.flag_tensor: torch.Tensor | None = None
+        self.has_lomo_optimizer = False
+        self.trackers: list[Any] = []
+        self.log_with = self._trackers_for(log_with)
+
+    def _trackers_for(self, log_with: Any) -> list[Any]:
+        if log_with is None:
+            return []
+        from notebook_accelerate.tracking import filter_trackers
+
+        return list(filter_trackers(log_with, self.logging_dir))
+
+    def __repr__(self) -> str:
+        return f"Accelerator({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, {self.device})"
+
+    # -- where this process stands ------------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of world."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:  # type: ignore[override]
+        """Number of ranks."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:  # type: ignore[override]
+        """This rank, from 0."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:  # type: ignore[override]
+        """This rank's index on its machine."""
+        return self.state.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several accelerators train by data parallelism."""
+        return self.use_distributed and self.distributed_type.value.startswith("MULTI_") and self._device.type != "cpu"
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of models prepared here: no, fp16, bf16 or fp8."""
+        return self._precision.name
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The parallel layout; None: data parallel only."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of ranks of the parallel layout; None without one."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP's second version."""
+        return self.state.is_fsdp2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeed plugin; None without one."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def fp8_backend(self) -> Any:
+        """The library that computes in fp8; None in other precisions."""
+        return getattr(self._precision, "backend", None)
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether models are sharded in a way that other parallel dimensions can be added to."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank has the weights that a saved model is written from."""
+        return self.strategy.should_save_model
+
+    def _mesh_rank(self, *names: str) -> int:
+        mesh = self.torch_device_mesh
+        if self.parallelism_config is None or mesh is None:
+            raise RuntimeError(
+                f"there is no {names[0]} dimension: this Accelerator has no parallel layout; pass "
+                "Accelerator(parallelism_config=ParallelismConfig(...))"
+            )
+        return next((int(mesh.get_local_rank(name)) for name in names if name in mesh.mesh_dim_names), 0)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place in its tensor-parallel group."""
+        return self._mesh_rank("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self._mesh_rank("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's place in its context-parallel group."""
+        return self._mesh_rank("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among the replicas of the data-parallel dimension."""
+        return self._mesh_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank's place among the shards of the data-parallel dimension."""
+        return self._mesh_rank("dp_shard")
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the ranks share each batch of a loader."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads the data for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether ranks get equally many batches, by repeating samples at the end."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling is done by a sampler with its own seed."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders keep their place (torchdata's StatefulDataLoader)."""
+        return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = GradientAccumulationPlugin(num_steps=value).num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this batch completes a window: gradients are exchanged and optimizers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left its last step out because gradients held infinities."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    autocast_handler = property(lambda self: self._handlers.autocast, doc="The `AutocastKwargs` given, or None.")
+    ddp_handler = property(lambda self: self._handlers.ddp, doc="The `DistributedDataParallelKwargs` given, or None.")
+    scaler_handler = property(lambda self: self._handlers.scaler, doc="The `GradScalerKwargs` given, or None.")
+    init_handler = property(lambda self: self._handlers.init, doc="The `InitProcessGroupKwargs` given, or None.")
+    profile_handler = property(lambda self: self._handlers.profile, doc="The `ProfileKwargs` given, or None.")
+    fp8_recipe_handler = property(lambda self: self._handlers.fp8, doc="The fp8 recipe given, or None.")
+
+    # -- preparing ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any number and order; every rank must call this.
+
+        Args:
+            args: The objects; None stays None.
+            device_placement: For each object, whether it goes to the device; None means the Accelerator's setting.
+
+        Returns:
+            The prepared objects in the order given: a tuple, or the object itself where there is one.
+
+        Raises:
+            ValueError: An object is nothing that can be prepared, or the placements are not as many as the objects.
+        """
+        placements: Sequence[bool | None] = [None] * len(args) if device_placement is None else device_placement
+        if len(placements) != len(args):
+            raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
+        prepared = self.strategy.prepare(args, placements)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Prepare a model; every rank must call this.
+
+        Args:
+            model: The model.
+            device_placement: Whether it goes to the device; None means the Accelerator's setting.
+            evaluation_mode: Prepare it for inference only: it is not wrapped for several ranks, and not saved.
+
+        Returns:
+            The prepared model.
+        """
+        return self.strategy.prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            device_placement: Whether its state goes to the device; None means the Accelerator's setting.
+
+        Returns:
+            The prepared optimizer.
+        """
+        return self.strategy.prepare_optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare a learning rate scheduler; its optimizer comes first.
+
+        Args:
+            scheduler: The scheduler.
+
+        Returns:
+            The prepared scheduler.
+        """
+        return self.strategy.prepare_scheduler(scheduler)
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> DataLoader[Any]:
+        """Prepare a loader; every rank must call this.
+
+        Args:
+            data_loader: The loader.
+            device_placement: Whether batches go to the device; None means the Accelerator's setting.
+            slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None: by the first dimension.
+
+        Returns:
+            The prepared loader.
+        """
+        return self.strategy.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of a loss, divided by the batches of a window and scaled for the precision.
+
+        Args:
+            loss: The loss of one batch.
+            kwargs: As for `torch.Tensor.backward`; learning_rate where an optimizer is a LOMO.
+        """
+        steps = self.gradient_state.num_steps
+        if steps != 1:
+            loss = loss / steps
+        if self.has_lomo_optimizer and "learning_rate" in kwargs:
+            self.lomo_backward(loss, kwargs.pop("learning_rate"))
+        else:
+            self._backward(loss, **kwargs)
+
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Train on one batch of a window: gradients are exchanged, and optimizers step, in its last batch only.
+
+        Args:
+            models: The prepared models that are trained in the block.
+
+        Returns:
+            A context manager for the work on one batch.
+        """
+        state = self.gradient_state
+        settings = state.plugin_kwargs
+        if state.end_of_dataloader and settings.get("sync_with_dataloader", True):
+            self.step = 0
+            sync = True
+        else:
+            self.step += 1
+            sync = self.step % (settings.get("num_steps") or 1) == 0
+        state.sync_gradients = sync
+        if sync or settings.get("sync_each_batch", False):
+            return NOTHING
+        return self.strategy.accumulating(models)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Leave out the exchange of a model's gradients in backward.
+
+        Args:
+            model: A prepared model.
+
+        Returns:
+            A context manager.
+        """
+        return self.strategy.no_sync(model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: Any) -> AbstractContextManager[Any]:
+        """Make the next backward exchange a model's gradients although its forward ran under `no_sync`.
+
+        Args:
+            model: The prepared model.
+
+        Returns:
+            A context manager for the backward.
+        """
+        return synchronised_backward(model)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Let ranks have different numbers of batches; every rank must enter it.
+
+        Args:
+            joinables: Prepared models, and optimizers that exchange something.
+            even_batches: Setting of the prepared loaders inside the block; None keeps it.
+
+        Returns:
+            A context manager around the loop.
+        """
+        return self.strategy.join_uneven_inputs(joinables, even_batches)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the scale of the loss, in precisions that scale it; at most once per step.
+
+        Args:
+            optimizer: A prepared optimizer or several; None means all.
+        """
+        self.strategy.unscale_gradients(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Scale gradients so that their norm over all parameters is at most `max_norm`.
+
+        Args:
+            parameters: The parameters.
+            max_norm: The largest norm allowed.
+            norm_type: Which norm.
+
+        Returns:
+            The norm before clipping.
+        """
+        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each gradient to [-clip_value, clip_value].
+
+        Args:
+            parameters: The parameters.
+            clip_value: The largest absolute value allowed.
+        """
+        self.strategy.clip_grad_value(parameters, clip_value)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Compute in this Accelerator's precision outside of prepared models, as for a loss.
+
+        Args:
+            autocast_handler: Settings for this block; None means those in `kwargs_handlers`.
+
+        Returns:
+            A context manager.
+        """
+        return self._precision.autocast(autocast_handler)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Run the fused backward and step of LOMO optimizers.
+
+        Args:
+            loss: The loss.
+            learning_rate: The learning rate of the step.
+        """
+        for optimizer in self._optimizers:
+            fused: Any = getattr(optimizer.optimizer, "fused_backward", None)
+            if fused is not None:
+                fused(loss, learning_rate)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Profile the block; every rank must enter it.
+
+        Args:
+            profile_handler: What is recorded; None means the one in `kwargs_handlers`, or torch's defaults.
+
+        Yields:
+            The profiler. With `output_trace_dir`, each rank leaves its trace there at the end.
+        """
+        settings = profile_handler or self._handlers.profile or ProfileKwargs()
+        with settings.build() as profiler:
+            yield profiler
+        if settings.output_trace_dir is None:
+            return
+        folder = Path(settings.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
+        self.wait_for_everyone()
+
+    # -- between ranks ------------------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks have come here; every rank must call this."""
+        self.state.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print, once per machine.
+
+        Args:
+            args: As for the built-in print.
+            kwargs: As for the built-in print.
+        """
+        self.state.print(*args, **kwargs)
+
+    def split_between_processes(
+        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Give each rank its contiguous share of `inputs`.
+
+        Args:
+            inputs: A list, tuple or tensor, a dict of such (equally long), or a datasets.Dataset.
+            apply_padding: Repeat the last item so that all shares are equally long.
+
+        Returns:
+            A context manager that gives the share.
+        """
+        return self.state.split_between_processes(inputs, apply_padding=apply_padding)
+
+    def gather(self, tensor: Any) -> Any:
+        """Join every tensor of a nested structure over ranks, along the first dimension; every rank must call this.
+
+        Args:
+            tensor: Nested containers of tensors with the same shapes on every rank.
+
+        Returns:
+            The structure, the same on every rank.
+        """
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Join results over ranks and drop the samples that were repeated to fill the last batches; every rank must call this.
+
+        Args:
+            input_data: Nested containers of tensors, or picklable objects in a list.
+            use_gather_object: Treat it as Python objects although it holds tensors.
+
+        Returns:
+            The results for each sample of the dataset once.
+        """
+        return collectives.gather_for_metrics(input_data, self.gradient_state, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Add up, or average, every tensor of a nested structure over ranks; every rank must call this.
+
+        Args:
+            tensor: Nested containers of tensors with the same shapes on every rank.
+            reduction: sum, mean or none.
+            scale: Factor applied to the result, on XLA only.
+
+        Returns:
+            The structure, the same on every rank.
+        """
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad every tensor of a nested structure to the largest size among ranks; every rank must call this.
+
+        Args:
+            tensor: Nested containers of tensors.
+            dim: The dimension that is padded.
+            pad_index: What is padded with.
+            pad_first: Pad at the beginning instead of the end.
+
+        Returns:
+            The structure.
+        """
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this rank, which `check_trigger` finds on all."""
+        self.flag_tensor = torch.tensor(1, device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Tell whether any rank has raised its flag, and lower it; every rank must call this.
+
+        Returns:
+            True on every rank where one has called `set_trigger` since the last check.
+        """
+        mine = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
+        raised = bool(collectives.reduce(mine, "sum").item() >= 1)
+        if raised:
+            self.flag_tensor = None
+        return raised
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """Take off what `prepare` put around a model.
+
+        Args:
+            model: The prepared model.
+            keep_fp32_wrapper: Keep its forward in mixed precision; otherwise the original one is put back, in place.
+            keep_torch_compile: Return a compiled model for a compiled model.
+
+        Returns:
+            The model.
+        """
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Tell whether a device map spreads a model over several devices.
+
+        Args:
+            model: The model.
+
+        Returns:
+            True where it does.
+        """
+        return is_on_several_devices(model)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return a model's whole state; every rank must call this.
+
+        Args:
+            model: A prepared model.
+            unwrap: Leave out what `prepare` put around the model.
+
+        Returns:
+            The state dict.
+        """
+        return self.strategy.model_state_dict(model, unwrap)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything that was prepared, and give memory back.
+
+        Args:
+            objects: Objects to let go of, too.
+
+        Returns:
+            None for each, to be assigned to the names: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        """
+        from notebook_accelerate.hardware.memory import release_memory
+
+        self.strategy.clear()
+        self.step = 0
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> Any:
+        """Do what `free_memory` does.
+
+        Args:
+            objects: Objects to let go of, too.
+
+        Returns:
+            None for each.
+        """
+        return self.free_memory(*objects)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write an object to a file, once (or once per machine where `save_on_each_node` is set).
+
+        Args:
+            obj: The object.
+            f: The file.
+            safe_serialization: Write safetensors instead of torch's format.
+        """
+        from notebook_accelerate.checkpointing import save
+
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights into a folder; every rank must call this.
+
+        Args:
+            model: A prepared model.
+            save_directory: The folder.
+            max_shard_size: Size of the largest file, in bytes or as text ("10GB").
+            safe_serialization: Write safetensors instead of torch's format.
+        """
+        from notebook_accelerate.checkpointing import save_model
+
+        save_model(self, model, save_directory, max_shard_size, safe_serialization)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Write everything that training needs to go on into a folder; every rank must call this.
+
+        Args:
+            output_dir: The folder; None with automatic checkpoint naming.
+            safe_serialization: Write models as safetensors instead of torch's format.
+            save_model_func_kwargs: More arguments for the strategy; blocking=False writes in the background.
+
+        Returns:
+            The folder.
+        """
+        from notebook_accelerate.checkpointing import save_state
+
+        return save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Read what `save_state` wrote; every rank must call this.
+
+        Args:
+            input_dir: The folder; None means the latest automatically named one.
+            load_kwargs: More arguments for the reader of custom objects and states.
+            load_model_func_kwargs: More arguments for the strategy, and `strict` for models.
+        """
+        from notebook_accelerate.checkpointing import load_state
+
+        load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Include objects in `save_state` and `load_state`, in the order given.
+
+        Args:
+            objects: Objects with `state_dict` and `load_state_dict`.
+
+        Raises:
+            ValueError: Some have no such methods.
+        """
+        wrong = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
+        if wrong:
+            raise ValueError(
+                f"register_for_checkpointing takes objects with state_dict and load_state_dict; {len(wrong)} of "
+                f"{len(objects)} have them not: {', '.join(type(item).__name__ for item in wrong)}"
+            )
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Call a function before `save_state` writes models.
+
+        Args:
+            hook: Called as `hook(models, weights, output_dir)`; it may remove weights it writes itself.
+
+        Returns:
+            A handle whose `remove()` undoes this.
+        """
+        return _registered(self._save_model_state_pre_hook, hook)
+
+    def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Call a function before `load_state` reads models.
+
+        Args:
+            hook: Called as `hook(models, input_dir)`; it may remove models it reads itself.
+
+        Returns:
+            A handle whose `remove()` undoes this.
+        """
+        return _registered(self._load_model_state_pre_hook, hook)
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Make a loader that starts later in its epoch.
+
+        Args:
+            dataloader: A prepared loader.
+            num_batches: How many batches to leave out.
+
+        Returns:
+            The loader.
+        """
+        from notebook_accelerate.data_loader import skip_first_batches
+
+        return skip_first_batches(dataloader, num_batches=num_batches)  # type: ignore[no-any-return]
+
+    # -- tracking -----------------------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers of `log_with`.
+
+        Args:
+            project_name: Name of the project.
+            config: Settings of the run, to be recorded.
+            init_kwargs: More arguments, by name of the tracker.
+        """
+        from notebook_accelerate.tracking import init_trackers
+
+        init_trackers(self, project_name, config, init_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker that was started.
+
+        Args:
+            name: Its name.
+            unwrap: Return the vendor's own run object.
+
+        Returns:
+            The tracker.
+        """
+        from notebook_accelerate.tracking import get_tracker
+
+        return get_tracker(self, name, unwrap)
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Record numbers of one step, in the trackers and in the run that launched this process.
+
+        Args:
+            values: Numbers by name.
+            step: The step.
+            log_kwargs: More arguments, by name of the tracker.
+        """
+        if telemetry.current_sink() is not None:
+            telemetry.emit(MetricEvent({name: float(value) for name, value in values.items()}, step))
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Finish the trackers and the process group; every rank must call this at the end."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.state.destroy_process_group()
+
+    # -- parallel layouts ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Split sequences between ranks inside the block, where the parallel layout has a context dimension.
+
+        Args:
+            buffers: Tensors that are split in place.
+            buffer_seq_dims: Their sequence dimensions.
+            no_restore_buffers: Tensors that stay split afterwards.
+
+        Yields:
+            Nothing.
+        """
+        if self.parallelism_config is not None and getattr(self.parallelism_config, "cp_enabled", False):
+            raise ValueError("context parallelism is not available in this version; use cp_size=1")
+        yield
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """Adapt a loader to DeepSpeed's sequence parallelism, where the parallel layout has that dimension.
+
+        Args:
+            dl: The prepared loader.
+            model: The prepared model.
+
+        Returns:
+            The loader.
+        """
+        if self.parallelism_config is not None and getattr(self.parallelism_config, "sp_enabled", False):
+            raise ValueError("DeepSpeed's sequence parallelism is not available in this version; use sp_size=1")
+        return dl
+
+
+def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _project(config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None) -> ProjectConfiguration:
+    folder = None if project_dir is None else os.fspath(project_dir)
+    if config is None:
+        return ProjectConfiguration(project_dir=folder)
+    if folder is not None and config.project_dir is None:
+        config.set_directories(folder)
+    return config
+
+
+def _loader_configuration(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
+    config = config if config is not None else DataLoaderConfiguration()
+    if split_batches is not _UNSET:
+        warn_once(
+            "Accelerator(split_batches=...) is deprecated: write "
+            f"Accelerator(dataloader_config=DataLoaderConfiguration(split_batches={split_batches}))",
+            FutureWarning,
+        )
+        config.split_batches = split_batches
+    return config
+
+
+def _accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; write "
+                f"gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={steps}) alone"
+            )
+        return plugin
+    return GradientAccumulationPlugin(num_steps=environ.integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))
+
+
+def _dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
+    if backend is not None:
+        _either("dynamo_plugin", plugin, "dynamo_backend", backend)
+        return TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
+    # A later Accelerator that says nothing keeps what the first one found in the environment.
+    return plugin if plugin is not None or AcceleratorState._shared_state else TorchDynamoPlugin()
+
+
+def _either(name: str, value: Any, other_name: str, other: Any) -> Any:
+    if value is not None and other is not None:
+        raise ValueError(f"{name} and {other_name} were both given; pass one of them")
+    return value if value is not None else other

@@ -1,0 +1,77 @@
+"""Collectives over nested containers of tensors, and the containers' own tools.
+
+A call moves all leaves of one dtype in one collective, however many there are. In a world of one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from notebook_accelerate.collectives.communicator import COMMUNICATORS, Communicator, communicator
+from notebook_accelerate.collectives.containers import (
+    find_batch_size,
+    find_device,
+    honor_type,
+    ignorant_find_batch_size,
+    is_namedtuple,
+    is_tensor_information,
+    is_torch_tensor,
+    leaves_of,
+    listify,
+    recursively_apply,
+    with_leaves,
+)
+from notebook_accelerate.collectives.local import (
+    CannotPadNestedTensorWarning,
+    concatenate,
+    convert_to_fp32,
+    get_data_structure,
+    initialize_tensors,
+    pad_input_tensors,
+    send_to_device,
+    slice_tensors,
+)
+from notebook_accelerate.collectives.metrics import gather_for_metrics
+from notebook_accelerate.collectives.operations import (
+    broadcast,
+    broadcast_object_list,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from notebook_accelerate.collectives.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
+
+__all__ = [
+    "COMMUNICATORS",
+    "CannotPadNestedTensorWarning",
+    "Communicator",
+    "ConvertOutputsToFp32",
+    "broadcast",
+    "broadcast_object_list",
+    "communicator",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_for_metrics",
+    "gather_object",
+    "get_data_structure",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "leaves_of",
+    "listify",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+    "with_leaves",
+]

@@ -1,0 +1,127 @@
+"""How tensors and objects travel between ranks: one row per kind of world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from notebook_accelerate.state import PartialState
+
+# torch 2.13 renamed all_gather_into_tensor.
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+class Communicator:
+    """A world of one rank: everything is there already. Base class of the other rows.
+
+    Tensors given to a row are contiguous and one-dimensional, on the rank's device.
+    """
+
+    def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the `flat` of each of `size` ranks as the rows of one matrix; every rank must call this."""
+        return flat[None]
+
+    def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
+        """Return the sum (or maximum) of `flat` over ranks, in place; every rank must call this."""
+        return flat
+
+    def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the `flat` of rank `source`, in place; every rank must call this."""
+        return flat
+
+    def all_gather_object(self, item: Any, size: int) -> list[Any]:
+        """Return the object of each of `size` ranks; every rank must call this."""
+        return [item]
+
+    def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
+        """Replace the items of the list by those of rank `source`; every rank must call this."""
+
+
+class TorchCommunicator(Communicator):
+    """torch.distributed's default process group: gloo, NCCL, XCCL, ..."""
+
+    def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
+        out = flat.new_empty(size * flat.numel())
+        assert _all_gather is not None, "a torch without torch.distributed has no world of several ranks"
+        _all_gather(out, flat)
+        return out.view(size, flat.numel())
+
+    def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
+        """Return the sum (or maximum) of `flat` over ranks, in place; every rank must call this."""
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
+        return flat
+
+    def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the `flat` of rank `source`, in place; every rank must call this."""
+        dist.broadcast(flat, src=source)
+        return flat
+
+    def all_gather_object(self, item: Any, size: int) -> list[Any]:
+        """Return the object of each rank; every rank must call this."""
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, item)
+        return found
+
+    def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
+        """Replace the items of the list by those of rank `source`; every rank must call this."""
+        dist.broadcast_object_list(items, src=source, device=device)
+
+
+class XlaCommunicator(Communicator):
+    """torch_xla's collectives, which are traced into the step's graph."""
+
+    def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
+        import torch_xla.core.xla_model as xm
+
+        gathered: torch.Tensor = xm.all_gather(flat[None], pin_layout=False)
+        return gathered
+
+    def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
+        """Return the sum (or maximum) of `flat` over ranks; every rank must call this."""
+        import torch_xla.core.xla_model as xm
+
+        reduced: torch.Tensor = xm.all_reduce(xm.REDUCE_MAX if maximum else xm.REDUCE_SUM, flat)
+        return reduced
+
+    def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the `flat` of rank `source`; every rank must call this."""
+        import torch_xla.core.xla_model as xm
+
+        mine = flat if PartialState().process_index == source else torch.zeros_like(flat)
+        reduced: torch.Tensor = xm.all_reduce(xm.REDUCE_SUM, mine)
+        flat.copy_(reduced)
+        return flat
+
+    def all_gather_object(self, item: Any, size: int) -> list[Any]:
+        """Return the object of each rank; every rank must call this."""
+        import pickle
+
+        import torch_xla.core.xla_model as xm
+
+        found = xm.rendezvous("notebook_accelerate.all_gather_object", pickle.dumps(item))
+        return [pickle.loads(payload) for payload in found]
+
+    def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
+        """Replace the items of the list by those of rank `source`; every rank must call this."""
+        items[:] = self.all_gather_object(items, PartialState().num_processes)[source]
+
+
+COMMUNICATORS: dict[str, Communicator] = {
+    "none": Communicator(),
+    "torch": TorchCommunicator(),
+    "xla": XlaCommunicator(),
+}
+"""The rows, by the name that `PartialState.communicator` gives."""
+
+
+def communicator() -> Communicator:
+    """Return the row that serves this process's world.
+
+    Returns:
+        The row.
+    """
+    return COMMUNICATORS[PartialState().communicator]

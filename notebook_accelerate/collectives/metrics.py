@@ -1,0 +1,42 @@
+"""Gathering results so that every sample of the dataset counts once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from notebook_accelerate.collectives.containers import recursively_apply
+from notebook_accelerate.collectives.operations import gather, gather_object
+from notebook_accelerate.state import GradientState, PartialState
+
+
+def gather_for_metrics(input_data: Any, gradient_state: GradientState, use_gather_object: bool = False) -> Any:
+    """Join results over ranks and drop the samples that were repeated to fill the last batches; every rank must call this.
+
+    Args:
+        input_data: Nested containers of tensors, or picklable objects in a list.
+        gradient_state: Knows the loader that is being read.
+        use_gather_object: Treat it as Python objects although it holds tensors.
+
+    Returns:
+        The results for each sample once; in a world of one, what was given.
+    """
+    if PartialState().num_processes == 1:
+        return input_data
+    as_objects = use_gather_object or not _only_tensors(input_data)
+    data = gather_object(input_data) if as_objects else gather(input_data)
+    kept = gradient_state.remainder if gradient_state.end_of_dataloader else -1
+    if kept <= 0:
+        return data
+    if as_objects:
+        return data[:kept]
+    return recursively_apply(lambda tensor: tensor[:kept], data)
+
+
+def _only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(torch.Tensor.detach, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

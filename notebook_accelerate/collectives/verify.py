@@ -1,0 +1,86 @@
+"""Debug mode: ranks compare what they are about to exchange, before they exchange it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.collectives.communicator import COMMUNICATORS
+from notebook_accelerate.collectives.containers import children_of, is_torch_tensor, recursively_apply
+from notebook_accelerate.errors import DistributedOperationException
+from notebook_accelerate.state import PartialState
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def check(operation: str, data: Any, state: PartialState, free_dim: int | None = None) -> None:
+    """Compare an operation and the tensors it was given over ranks; every rank must call this.
+
+    Args:
+        operation: Name of the collective.
+        data: What this rank passed.
+        state: The world.
+        free_dim: A dimension whose size may differ between ranks.
+
+    Raises:
+        DistributedOperationException: Ranks disagree; the message shows what each passed, and where.
+    """
+    mine = (operation, described(data), described(data, free_dim), call_line())
+    told = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
+    if all((name, compared) == (operation, mine[2]) for name, _, compared, _ in told):
+        return
+    rows = [(f"rank {rank}", name, shown, where) for rank, (name, shown, _, where) in enumerate(told)]
+    raise DistributedOperationException(
+        f"ranks passed different tensors to {operation!r}; they must have the same structure, shapes and dtypes on "
+        f"every rank (pad_across_processes makes sizes equal):\n{_table(('rank', 'operation', 'passed', 'at'), rows)}"
+    )
+
+
+def described(data: Any, free_dim: int | None = None) -> str:
+    """Put a nested structure into words.
+
+    Args:
+        data: Nested containers of tensors.
+        free_dim: A dimension that is shown as "*".
+
+    Returns:
+        For example ``{'x': float32[2, 4]}``.
+    """
+
+    def words(tensor: Any) -> _Words:
+        sizes = [str(size) for size in tensor.shape]
+        if free_dim is not None and -len(sizes) <= free_dim < len(sizes):
+            sizes[free_dim] = "*"
+        return _Words(f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
+
+    if not is_torch_tensor(data) and not list(children_of(data)):
+        return repr(data)
+    return repr(recursively_apply(words, data))
+
+
+class _Words(str):
+    """Text that is shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def call_line() -> str:
+    """Return file (or notebook cell), line and source of the innermost frame outside of this package."""
+    import linecache
+
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(name, line, frame.f_globals).strip()
+    return f"{name}:{line}{f': {source}' if source else ''}"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

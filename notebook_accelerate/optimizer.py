@@ -1,0 +1,196 @@
+"""`AcceleratedOptimizer`: an optimizer that steps only where a window of accumulation is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from notebook_accelerate import telemetry
+from notebook_accelerate.state import AcceleratorState, GradientState
+from notebook_accelerate.telemetry.events import ProgressEvent
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """Move every tensor of an optimizer's state to a device.
+
+    Args:
+        state: Nested lists, tuples and dicts of tensors.
+        device: Where to.
+
+    Returns:
+        The state there.
+    """
+    if isinstance(state, (list, tuple)):
+        return type(state)(move_to_device(item, device) for item in state)
+    if isinstance(state, dict):
+        return type(state)({key: move_to_device(value, device) for key, value in state.items()})
+    return state.to(device) if isinstance(state, torch.Tensor) else state
+
+
+def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an optimizer's step so that the wrapper of the optimizer knows it was called.
+
+    Args:
+        accelerated_optimizer: The wrapper; its `_accelerate_step_called` becomes True at each call.
+        method: The optimizer's step.
+
+    Returns:
+        The wrapped step.
+    """
+
+    def patched_step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    return patched_step
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps and clears gradients only where a window of accumulation is complete.
+
+    Args:
+        optimizer: The optimizer that does the work.
+        device_placement: Move its state to the device of this rank.
+        scaler: The scaler of losses; None in precisions that need none.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        # The base class's constructor would set up parameter groups; they are the wrapped optimizer's.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.device_placement = device_placement
+        self.accelerator_state = AcceleratorState()
+        self.gradient_state = GradientState()
+        self._is_overflow = False
+        self._accelerate_step_called = False
+        self._steps = 0
+        self._reports_progress = True
+        if device_placement and optimizer.state:
+            optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
+        if scaler is not None:
+            optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, *_: Any) -> None:
+        self._accelerate_step_called = True
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+        """Step, where this batch completes a window; do nothing elsewhere.
+
+        Args:
+            closure: Computes the loss again, for optimizers that ask for it; not together with a scaler.
+
+        Returns:
+            What the optimizer returned; None where it did not step.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        result = self.optimizer.step(closure) if self.scaler is None else self._scaled_step(self.scaler, closure)
+        self._steps += 1
+        if telemetry.current_sink() is not None and self._reports_progress:
+            telemetry.emit(ProgressEvent(step=self._steps))
+        return result
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], float] | None) -> Any:
+        self._accelerate_step_called = False
+        more = () if closure is None else (closure,)
+        result = scaler.step(self.optimizer, *more)
+        scaler.update()
+        # The scaler leaves the step out where gradients hold infinities.
+        self._is_overflow = not self._accelerate_step_called
+        return result
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+        """Clear gradients, where this batch completes a window; do nothing elsewhere.
+
+        Args:
+            set_to_none: Set gradients to None rather than zero; None means the optimizer's default.
+        """
+        if self.gradient_state.sync_gradients:
+            if set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because gradients held infinities."""
+        return self._is_overflow
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the optimizer.
+
+        Args:
+            param_group: As for `torch.optim.Optimizer.add_param_group`.
+        """
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state.
+
+        Args:
+            state_dict: As from `state_dict`.
+        """
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state.
+
+        Returns:
+            As from `torch.optim.Optimizer.state_dict`.
+        """
+        return self.optimizer.state_dict()
+
+    def train(self) -> None:
+        """Switch an optimizer that has a training mode (schedule-free ones do) to it."""
+        switch = getattr(self.optimizer, "train", None)
+        if callable(switch):
+            switch()
+
+    def eval(self) -> None:
+        """Switch an optimizer that has an evaluation mode (schedule-free ones do) to it."""
+        switch = getattr(self.optimizer, "eval", None)
+        if callable(switch):
+            switch()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,57 @@
+"""The null object: float32 all through. Other precisions override what they change."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+
+class Precision:
+    """Full precision, and the base class of the others.
+
+    Args:
+        device_type: Type of the device that computes: cpu, cuda, ...
+        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        scaler_handler: `GradScalerKwargs`; None means torch's defaults.
+    """
+
+    name: ClassVar[str] = "no"
+    compute_dtype: ClassVar[torch.dtype | None] = None
+    """What the model computes in; None means what its parameters have."""
+
+    def __init__(self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None) -> None:
+        self.device_type = device_type
+        self.autocast_handler = autocast_handler
+        self.scaler_handler = scaler_handler
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Make the model compute in this precision, in place.
+
+        Args:
+            model: The model, before it is wrapped for several ranks.
+
+        Returns:
+            The model.
+        """
+        return model
+
+    def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
+        """Return a context in which code outside of a prepared model computes in this precision.
+
+        Args:
+            handler: `AutocastKwargs` for this block; None means those of the constructor.
+
+        Returns:
+            A context manager.
+        """
+        return nullcontext()
+
+    def make_scaler(self) -> torch.amp.GradScaler | None:
+        """Return a new scaler of losses, where this precision needs one.
+
+        Returns:
+            The scaler, or None.
+        """
+        return None

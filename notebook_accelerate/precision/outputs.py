@@ -1,0 +1,43 @@
+"""A model's forward under autocast, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from notebook_accelerate.collectives import ConvertOutputsToFp32, convert_to_fp32
+
+
+class AutocastForward(ConvertOutputsToFp32):
+    """A forward that runs under autocast and returns float32.
+
+    Args:
+        model_forward: The original.
+        settings: Arguments of `torch.autocast`.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any], settings: dict[str, Any]) -> None:
+        super().__init__(model_forward)
+        self.settings = settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(**self.settings):
+            outputs = self.model_forward(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Undo what a precision did to a model's forward; a model that was not wrapped is left alone.
+
+    Args:
+        model: The model.
+    """
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    if getattr(original, "__func__", None) is type(model).forward:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = original  # type: ignore[method-assign]

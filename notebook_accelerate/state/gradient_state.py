@@ -1,0 +1,130 @@
+"""`GradientState`: where training is inside a window of gradient accumulation."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from notebook_accelerate.state.shared import SharedDict, Slots
+
+
+class GradientState:
+    """Whether gradients are complete, and which data loaders are being read.
+
+    Instances share one dictionary. An `Accelerator` that accumulates in another way than the one before starts a new
+    dictionary: objects prepared by the earlier one keep theirs, `GradientState()` is the latest.
+
+    Args:
+        gradient_accumulation_plugin: How to accumulate (`GradientAccumulationPlugin`); None keeps what is there.
+
+    Attributes:
+        sync_gradients: Whether this step completes a window: gradients are exchanged and the optimizer steps.
+        active_dataloader: The loader that is being read, the innermost one; None outside of loops.
+        dataloader_references: All loaders that are being read, outermost first, after a leading None.
+        plugin_kwargs: The accumulation settings that differ from the defaults.
+    """
+
+    _shared_state: ClassVar[Slots] = SharedDict()
+
+    sync_gradients: bool
+    dataloader_references: list[Any]
+    plugin_kwargs: dict[str, Any]
+    _is_xla_gradients_synced: bool
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        cls = type(self)
+        asked = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_kwargs()
+        if not cls._shared_state:
+            cls._shared_state.update(_fresh(asked or {}))
+        elif asked is not None and asked != cls._shared_state["plugin_kwargs"]:
+            cls._shared_state = _fresh(asked)
+        self.__dict__ = cls._shared_state
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything."""
+        GradientState._shared_state.clear()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the shared dictionary is filled."""
+        return bool(type(self)._shared_state)
+
+    @property
+    def num_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self.plugin_kwargs.get("num_steps") or 1
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether the scheduler counts the batches that do not complete a window."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader completes the window, however short it is."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that is being read, the innermost one; None outside of loops."""
+        return self.dataloader_references[-1]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being read."""
+        return self.dataloader_references[-1] is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader has handed out its last batch."""
+        loader = self.dataloader_references[-1]
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """How many samples of the active loader's last round are real; 0: all; -1: unknown or no loader."""
+        loader = self.dataloader_references[-1]
+        return -1 if loader is None else loader.remainder
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether gradients were reduced since the last step (XLA only)."""
+        return self._is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self._is_xla_gradients_synced = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Say whether this step completes a window."""
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """Note that `dataloader` is being read."""
+        # A loader that is read again without having been finished is noted once.
+        self._remove_dataloader(dataloader)
+        self.dataloader_references.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        """Note that `dataloader` is no longer read."""
+        self.dataloader_references[:] = [kept for kept in self.dataloader_references if kept is not dataloader]
+
+
+def _fresh(plugin_kwargs: dict[str, Any]) -> Slots:
+    return {
+        "sync_gradients": True,
+        "dataloader_references": [None],
+        "plugin_kwargs": plugin_kwargs,
+        "_is_xla_gradients_synced": False,
+    }

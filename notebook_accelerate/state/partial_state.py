@@ -1,0 +1,235 @@
+"""`PartialState`: this process's place in the world, its device, and the process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.state import placement, process_group
+from notebook_accelerate.state.control import ProcessControl
+from notebook_accelerate.state.notices import warn_once
+from notebook_accelerate.state.shared import SharedDict, Slots
+from notebook_accelerate.state.split import split_share
+from notebook_accelerate.state.world import World, world_from_environ
+
+
+class PartialState(ProcessControl):
+    """Where this process stands: rank, world size, device. All instances share one dictionary per process.
+
+    The first instance reads the environment (RANK, WORLD_SIZE, ... as torchrun and this package's launchers set it)
+    and, in a world of several ranks, starts the process group; then every rank must make one.
+
+    Args:
+        cpu: Leave accelerators alone.
+        kwargs: Arguments of `torch.distributed.init_process_group`, as from `InitProcessGroupKwargs(...).to_kwargs()`.
+
+    Attributes:
+        device: The `torch.device` of this rank.
+        distributed_type: The kind of world (`DistributedType`).
+        num_processes: Number of ranks.
+        process_index: This rank, from 0.
+        local_process_index: This rank's index on its machine.
+        backend: Name of the process group's back end; None without a group.
+        communicator: Which row of collectives serves this world: none, torch or xla.
+        debug: Whether collectives are checked over ranks before they run (ACCELERATE_DEBUG_MODE).
+        fork_launched: Whether a notebook launch forked this process.
+    """
+
+    _shared_state: ClassVar[Slots] = SharedDict()
+    _known_attrs: ClassVar[tuple[str, ...]] = (
+        "_cpu",
+        "backend",
+        "communicator",
+        "debug",
+        "device",
+        "distributed_type",
+        "fork_launched",
+        "local_process_index",
+        "num_processes",
+        "process_index",
+    )
+
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    communicator: str
+    debug: bool
+    fork_launched: bool
+    _cpu: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if not self._shared_state:
+            _initialize(self, cpu, kwargs)
+        elif (cpu and not self._cpu) or kwargs:
+            _change(self, cpu, kwargs)
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type.value}"
+            f"{f'  Backend: {self.backend}' if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A state that travels to another process becomes that process's own.
+        return type(self), ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attrs:
+            raise AttributeError(
+                f"PartialState has no {name!r}: the state was reset after this object was made; "
+                "make a new one with PartialState()"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything; the next instance reads the environment again. A process group stays as it is."""
+        PartialState._shared_state.clear()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the shared dictionary is filled."""
+        return bool(self._shared_state)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device this machine would use by default: its accelerator, or the CPU."""
+        return torch.device(placement.row_of(cpu=False).type)
+
+    def set_device(self) -> None:
+        """Choose this rank's device again, and make it current where its library has a current device."""
+        world = World(
+            rank=self.process_index, size=self.num_processes, local_rank=self.local_process_index, local_size=1
+        )
+        self.device = placement.device_of(placement.row_of(cpu=self._cpu, world=world), world)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks have come here; every rank must call this."""
+        process_group.BARRIERS[self.communicator](self.device)
+
+    @contextmanager
+    def split_between_processes(
+        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
+    ) -> Iterator[Any]:
+        """Give each rank its contiguous share of `inputs`.
+
+        Args:
+            inputs: A list, tuple or tensor, a dict of such (equally long), or a datasets.Dataset.
+            apply_padding: Repeat the last item of `inputs` so that all shares are equally long (to gather results);
+                drop the repeated ones afterwards. Without it a rank may get an empty share.
+
+        Yields:
+            The share of this rank; `inputs` itself in a world of one.
+
+        Raises:
+            ValueError: The values of a dict differ in length, or `inputs` cannot be split.
+        """
+        if self.num_processes == 1:
+            yield inputs
+            return
+        yield split_share(inputs, self.process_index, self.num_processes, padding=apply_padding, device=self.device)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print, once per machine.
+
+        Args:
+            args: As for the built-in print.
+            kwargs: As for the built-in print.
+        """
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201 - what it is for
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroy a process group; every rank of it must call this.
+
+        Args:
+            group: The group; None means the default one (left alone where a notebook launch forked this process,
+                which ends it itself).
+        """
+        if self.fork_launched and group is None:
+            return
+        process_group.end_group(group)
+
+
+def is_initialized() -> bool:
+    """Tell whether an `AcceleratorState` has been made in this process."""
+    from notebook_accelerate.state.accelerator_state import AcceleratorState
+
+    return bool(AcceleratorState._shared_state)
+
+
+def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
+    cpu = cpu or environ.flag("ACCELERATE_USE_CPU")
+    world = _world_of_group() or world_from_environ()
+    row = placement.row_of(cpu=cpu, world=world)
+    device = placement.device_of(row, world)
+    backend = _join(world, row, device, kwargs) if world.size > 1 else None
+    state.__dict__.update(
+        _cpu=cpu,
+        device=device,
+        distributed_type=row.distributed_type if world.size > 1 else DistributedType.NO,
+        num_processes=world.size,
+        process_index=world.rank,
+        local_process_index=world.local_rank,
+        backend=backend,
+        communicator=row.communicator if world.size > 1 else "none",
+        debug=environ.flag("ACCELERATE_DEBUG_MODE"),
+        fork_launched=environ.flag("FORK_LAUNCHED"),
+    )
+
+
+def _world_of_group() -> World | None:
+    """Return the place in a process group that exists already (a script may start its own)."""
+    if not process_group.group_exists():
+        return None
+    told = world_from_environ()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    same = (told.rank, told.size) == (rank, size)
+    return World(rank=rank, size=size, local_rank=told.local_rank if same else rank, local_size=told.local_size)
+
+
+def _join(world: World, row: placement.Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
+    """Start the process group where this kind of device has one and none exists; return the back end's name."""
+    if row.communicator != "torch":
+        return row.backend
+    if process_group.group_exists():
+        return str(dist.get_backend())
+    settings = {key: value for key, value in kwargs.items() if value is not None}
+    backend = placement.backend_of(row, settings.pop("backend", None))
+    process_group.forget_group()
+    process_group.start_group(backend, world, device, **settings)
+    return backend
+
+
+def _change(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
+    """Give a second instance the settings it asks for, where they differ from the first's."""
+    asked = kwargs.get("backend")
+    row = placement.row_of(cpu=cpu or state._cpu)
+    usable = placement.backend_of(row, asked) if asked and state.backend else state.backend
+    moved = cpu and not state._cpu and state.device.type != "cpu"
+    if not moved and (state.num_processes == 1 or usable == state.backend):
+        state._cpu = state._cpu or cpu
+        return
+    warn_once(
+        f"PartialState changes its settings: it was made on {state.device} ({state.backend or 'no process group'}) and "
+        f"is now asked for {'the CPU' if moved else f'back end {usable!r}'}; objects prepared before stay as they are"
+    )
+    process_group.end_group()
+    state.__dict__.clear()
+    _initialize(state, cpu, kwargs)

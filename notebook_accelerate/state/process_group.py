@@ -1,0 +1,123 @@
+"""The process group of a world of several ranks: started, waited at, ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from notebook_accelerate.state.world import World
+
+# The process that made the default group. A forked child inherits the group's handles, and must never call into them:
+# its sockets and threads belong to the parent.
+_maker: list[int] = []
+
+
+def group_exists() -> bool:
+    """Tell whether this process has a usable default process group."""
+    return dist.is_available() and dist.is_initialized() and not _is_inherited()
+
+
+def start_group(backend: str, world: World, device: torch.device, **kwargs: Any) -> None:
+    """Start the default process group; every rank must call this.
+
+    Args:
+        backend: gloo, nccl, xccl, ...
+        world: This rank's place. The address comes from MASTER_ADDR and MASTER_PORT.
+        device: The rank's device; a group on an accelerator is bound to it.
+        kwargs: More arguments of `torch.distributed.init_process_group`.
+    """
+    if device.type == "cuda":
+        kwargs.setdefault("device_id", device)
+    dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
+    _maker[:] = [os.getpid()]
+
+
+def end_group(group: Any = None) -> None:
+    """Destroy `group`, or the default group, where this process has one; every rank must call this.
+
+    Args:
+        group: The group; None means the default one.
+    """
+    if not group_exists():
+        return
+    dist.destroy_process_group(group)
+    if group is None:
+        _maker.clear()
+
+
+def forget_group() -> None:
+    """Make torch forget a default group: destroyed where it is this process's own, dropped where it was inherited.
+
+    Destroying an inherited group would wait for threads that the fork did not copy, and shut sockets down that the
+    parent still uses.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    if not _is_inherited():
+        end_group()
+        return
+    _keep_alive.append(dist.group.WORLD)  # its destructor would join threads that do not exist here
+    _drop_bookkeeping()
+    _maker.clear()
+
+
+def _is_inherited() -> bool:
+    return bool(_maker) and _maker[0] != os.getpid()
+
+
+_keep_alive: list[Any] = []
+
+
+def _drop_bookkeeping() -> None:
+    """Empty the tables of torch.distributed without touching the groups in them."""
+    import torch.distributed.distributed_c10d as c10d
+
+    world = c10d._world
+    for name in (
+        "pg_map",
+        "pg_names",
+        "pg_group_ranks",
+        "pg_backend_config",
+        "pg_to_tag",
+        "tags_to_pg",
+        "pg_coalesce_state",
+    ):
+        table = getattr(world, name, None)
+        if table is not None:
+            _keep_alive.append(dict(table))
+            table.clear()
+    c10d.GroupMember.WORLD = None
+    if hasattr(c10d, "_update_default_pg"):
+        c10d._update_default_pg(None)
+    if hasattr(c10d, "_unregister_all_process_groups"):
+        c10d._unregister_all_process_groups()
+    world.group_count = 0
+
+
+def _torch_barrier(device: torch.device) -> None:
+    if device.type == "cuda":
+        dist.barrier(device_ids=[device.index or 0])
+    else:
+        dist.barrier()
+
+
+def _xla_barrier(device: torch.device) -> None:
+    import torch_xla.core.xla_model as xm
+
+    xm.rendezvous("notebook_accelerate.wait_for_everyone")
+
+
+def _no_barrier(device: torch.device) -> None:
+    """Wait for nobody: this process is alone."""
+
+
+BARRIERS: dict[str, Callable[[torch.device], None]] = {
+    "none": _no_barrier,
+    "torch": _torch_barrier,
+    "xla": _xla_barrier,
+}
+"""How ranks wait for each other, by the name of the communicator."""

@@ -1,0 +1,59 @@
+"""The strategies by the kind of world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.strategies.base import Strategy
+from notebook_accelerate.strategies.ddp import DDPStrategy
+from notebook_accelerate.strategies.setup import Setup
+from notebook_accelerate.strategies.single import SingleStrategy
+
+StrategyFactory = Callable[[Setup], Strategy]
+
+
+def _unavailable(kind: str) -> StrategyFactory:
+    def refuse(setup: Setup) -> Strategy:
+        raise ValueError(
+            f"training with {kind} is not available in this version; leave its plugin out: several processes then "
+            "train by DistributedDataParallel, one process trains alone"
+        )
+
+    return refuse
+
+
+STRATEGIES: dict[str, StrategyFactory] = {
+    DistributedType.NO.value: SingleStrategy,
+    **{kind.value: DDPStrategy for kind in DistributedType if kind.value.startswith("MULTI_")},
+    **{kind: _unavailable(kind) for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")},
+}
+"""What makes a strategy, by `DistributedType`."""
+
+
+def register_strategy(kind: str, factory: StrategyFactory) -> None:
+    """Add a row, or replace one.
+
+    Args:
+        kind: The `DistributedType` it serves.
+        factory: Called with the settings of an `Accelerator`.
+    """
+    STRATEGIES[kind] = factory
+
+
+def make_strategy(setup: Setup) -> Strategy:
+    """Make the strategy for a world.
+
+    Args:
+        setup: The settings of the `Accelerator`.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ValueError: There is none for this kind of world, or it is not available.
+    """
+    kind = str(getattr(setup.state.distributed_type, "value", setup.state.distributed_type))
+    if kind not in STRATEGIES:
+        raise ValueError(f"no strategy for distributed_type={kind!r}; there are {', '.join(STRATEGIES)}")
+    return STRATEGIES[kind](setup)

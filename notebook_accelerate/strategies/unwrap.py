@@ -1,0 +1,83 @@
+"""From a prepared model back to the one that was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from notebook_accelerate.precision import restore_forward
+
+_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Tell whether a module is what `torch.compile` returned.
+
+    Args:
+        module: A module.
+
+    Returns:
+        True for compiled modules.
+    """
+    return isinstance(module, torch.nn.Module) and "_orig_mod" in module._modules
+
+
+def ddp_inside(model: Any) -> DistributedDataParallel | None:
+    """Find the DDP module in what `prepare` returned.
+
+    Args:
+        model: A prepared model, compiled or not.
+
+    Returns:
+        The DDP module; None where there is none.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    if is_compiled_module(model):
+        return ddp_inside(model._orig_mod)
+    return None
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> torch.nn.Module:
+    """Take off what `prepare` put around a model.
+
+    Args:
+        model: The prepared model.
+        keep_fp32_wrapper: Keep its forward in mixed precision; otherwise the original forward is put back, in place.
+        keep_torch_compile: Return a compiled model for a compiled model.
+        recursive: Also take it off the model's submodules.
+
+    Returns:
+        The model.
+    """
+    compiled = model if is_compiled_module(model) else None
+    inner = _bare(model)
+    if recursive:
+        for module in list(inner.modules()):
+            for name, child in list(module.named_children()):
+                setattr(module, name, _bare(child))
+    if not keep_fp32_wrapper:
+        restore_forward(inner)
+    if compiled is not None and keep_torch_compile:
+        if compiled._orig_mod is inner:
+            return compiled
+        again: torch.nn.Module = torch.compile(inner, backend=_backend_of(compiled))
+        return again
+    return inner
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(model, _WRAPPERS) or is_compiled_module(model):
+        model = model._orig_mod if is_compiled_module(model) else model.module  # type: ignore[assignment]
+    return model
+
+
+def _backend_of(compiled: torch.nn.Module) -> Any:
+    """Return the back end of a compiled module, so that the unwrapped one is compiled alike."""
+    context: Any = getattr(compiled, "dynamo_ctx", None)
+    callback: Any = getattr(context, "_torchdynamo_orig_backend", None) or getattr(context, "callback", None)
+    return getattr(callback, "_torchdynamo_orig_backend", None) or "inductor"
