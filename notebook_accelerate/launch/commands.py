@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.config import environ
 from notebook_accelerate.config.constants import TORCH_LAUNCH_PARAMS
 from notebook_accelerate.config.environ import as_text
 
@@ -316,9 +317,8 @@ class PrepareForLaunch:
     def _meet(index: int) -> None:
         import torch.distributed as dist
 
-        size = int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], size)
-        dist.init_process_group("gloo", store=store, rank=index, world_size=size)
+        size, meeting_place = int(os.environ["WORLD_SIZE"]), environ.text("DEBUG_RDV_FILE")
+        dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=index, world_size=size)
 
 
 def install_xla(upgrade: bool = False) -> None:

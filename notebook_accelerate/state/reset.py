@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from notebook_accelerate.state import process_group
 from notebook_accelerate.state.accelerator_state import AcceleratorState
 from notebook_accelerate.state.gradient_state import GradientState
 from notebook_accelerate.state.notices import forget_notices
 from notebook_accelerate.state.partial_state import PartialState
+from notebook_accelerate.state.shared import SharedDict, Slots
 
 
 def reset_shared_state() -> None:
@@ -21,3 +25,28 @@ def reset_shared_state() -> None:
     GradientState._shared_state = {}
     process_group.forget_group()
     forget_notices()
+
+
+def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tuple[Slots, Slots, Slots]:
+    """Give the state classes other dictionaries and return the ones they had; objects made before keep theirs.
+
+    Args:
+        with_: Dictionaries of `PartialState`, `AcceleratorState` and `GradientState`; None means fresh ones.
+    """
+    before = PartialState._shared_state, AcceleratorState._shared_state, GradientState._shared_state
+    after = with_ or (SharedDict(), SharedDict(), SharedDict())
+    PartialState._shared_state, AcceleratorState._shared_state, GradientState._shared_state = after
+    return before
+
+
+@contextmanager
+def isolated_shared_state() -> Iterator[None]:
+    """Put this process's state aside, for a run that has its own, and bring it back afterwards."""
+    had_group = process_group.group_exists()
+    before = replace_shared_state()
+    try:
+        yield
+    finally:
+        if not had_group:
+            process_group.end_group()
+        replace_shared_state(before)
