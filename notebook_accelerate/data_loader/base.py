@@ -79,7 +79,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         if use_stateful_dataloader:
             from notebook_accelerate.data_loader.stateful import stateful_class
 
-            self.__class__ = stateful_class(type(self))
+            kind: Any = type(self)
+            self.__class__ = stateful_class(kind)
         self.use_stateful_dataloader = use_stateful_dataloader
         with warnings.catch_warnings() if use_stateful_dataloader else nullcontext():
             if use_stateful_dataloader:  # torchdata 0.11 calls what torch 2.13 deprecates

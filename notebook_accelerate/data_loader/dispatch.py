@@ -222,5 +222,6 @@ def _joined(batches: list[Any]) -> Any:
         raise ValueError(
             "dispatch_batches joins one batch per rank into one, and these cannot be joined: "
             f"{error}. Give all batches the same form in collate_fn (tensors that differ in their first dimension "
-            "only), or use DataLoaderConfiguration(dispatch_batches=True, split_batches=True), or dispatch_batches=False."
+            "only), or use DataLoaderConfiguration(dispatch_batches=True, split_batches=True), or "
+            "DataLoaderConfiguration(dispatch_batches=False)."
         ) from error

@@ -41,7 +41,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
+        if split_batches and batch_size % num_processes:
             raise ValueError(
                 f"split_batches cuts every batch into num_processes={num_processes} equal parts, but the batch size is "
                 f"{batch_size}. Take a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ class BatchSamplerShard(BatchSampler):
                 self.last_round = 0
                 yield turn[rank]
             elif not self.drop_last:
-                self.last_round = sum(len(batch) for batch in turn) if isinstance(turn[0], list) else None
+                self.last_round = sum(len(batch) for batch in turn) if isinstance(turn[0], Sized) else None
                 yield from self._last_turn(turn, opening)
             turn = following
 
@@ -147,7 +147,7 @@ class BatchSamplerShard(BatchSampler):
         else:
             batches = turn + [[]] * (self.num_processes - len(turn))
             missing = [max(self.batch_size - len(batch), 0) for batch in batches]
-            yield batches[rank] + _cycle(opening, sum(missing[:rank]), missing[rank])
+            yield [*batches[rank], *_cycle(opening, sum(missing[:rank]), missing[rank])]
 
     def _parts(self, skipped: int) -> Iterator[list[int]]:
         """Cut every batch into equal parts."""
@@ -161,7 +161,7 @@ class BatchSamplerShard(BatchSampler):
             first = part * self.process_index
             share = batch[first : first + part]
             if self._pads and len(share) < part:
-                share = share + _cycle(opening, max(first - len(batch), 0), part - len(share))
+                share = [*share, *_cycle(opening, max(first - len(batch), 0), part - len(share))]
             if share:
                 yield share
 
