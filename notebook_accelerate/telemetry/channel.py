@@ -57,8 +57,10 @@ def encode(messages: Iterable[Stamped]) -> bytes:
 
 def _plain(value: object) -> object:
     """Turn number-like objects (numpy scalars, 0-d tensors) into plain numbers, anything else into text."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) else str(value)
+    try:
+        return value.item()  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001 - no such method, or more than one element
+        return str(value)
 
 
 class Decoder:
@@ -79,9 +81,11 @@ class Decoder:
         while (end := self._frame_end(start)) is not None:
             json_length, _ = _HEADER.unpack_from(self._buffer, start)
             body = start + _HEADER.size
-            found += _decode_frame(
-                self._buffer[body : body + json_length], bytes(self._buffer[body + json_length : end])
-            )
+            text, payload = self._buffer[body : body + json_length], bytes(self._buffer[body + json_length : end])
+            try:
+                found += _decode_frame(text, payload)
+            except (ValueError, TypeError) as error:
+                raise ChannelClosedError(f"a frame came that is not of this protocol: {error}") from error
             start = end
         if start:
             del self._buffer[:start]

@@ -143,6 +143,22 @@ class Metrics(Mapping[str, MetricSeries]):
         return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
+def _whole(value: object) -> int | None:
+    """Return a step as a number of 64 bits; None for what is none: a rank may send anything."""
+    try:
+        step = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return step if -(2**63) <= step < 2**63 else None
+
+
+def _number(value: object) -> float | None:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 class Store:
     """Everything a run's ranks said, within bounds; safe from any thread."""
 
@@ -208,19 +224,21 @@ class Store:
 
     def _add_metric(self, record: Record) -> None:
         event: Any = record.event
-        step = self.last_step.get(record.rank, -1) if event.step is None else int(event.step)
-        self.last_step[record.rank] = step
+        step = self.last_step.get(record.rank, -1) if event.step is None else _whole(event.step)
+        if step is not None:
+            self.last_step[record.rank] = step
         for name, value in event.values.items():
+            number = _number(value)
             ranks = self._metrics.get(name)
+            if step is None or number is None or (ranks is None and len(self._metrics) >= self._max_series):
+                self.dropped[record.rank] = self.dropped.get(record.rank, 0) + 1
+                continue
             if ranks is None:
-                if len(self._metrics) >= self._max_series:
-                    self.dropped[record.rank] = self.dropped.get(record.rank, 0) + 1
-                    continue
                 ranks = self._metrics[name] = {}
             points = ranks.get(record.rank)
             if points is None:
                 points = ranks[record.rank] = _Points(self._max_points)
-            points.append(step, record.time, float(value))
+            points.append(step, record.time, number)
 
     def _add_progress(self, record: Record) -> None:
         event: Any = record.event
