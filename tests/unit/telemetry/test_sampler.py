@@ -1,0 +1,93 @@
+"""The sampler reads real processes, this one among them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from notebook_accelerate.telemetry import ResourceEvent
+from notebook_accelerate.telemetry.sampler import GpuReader, Sampler, machine_memory, proportional_memory
+from notebook_accelerate.telemetry.store import Record
+
+
+def test_memory_of_a_process_that_is_there_and_one_that_is_not() -> None:
+    assert 1 << 20 < proportional_memory(os.getpid()) < 1 << 40
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert proportional_memory(gone.pid) == 0
+
+
+def test_the_sampler_feeds_records_until_it_is_stopped() -> None:
+    got, enough = [], threading.Event()
+
+    def sink(records: list[Record]) -> None:
+        got.extend(records)
+        if len(got) >= 3:
+            enough.set()
+
+    sampler = Sampler({4: os.getpid()}, sink, period=0.02)
+    sampler.start()
+    assert enough.wait(20)
+    sampler.stop()
+    count = len(got)
+    assert {record.rank for record in got} == {4}
+    assert all(isinstance(record.event, ResourceEvent) and record.event.memory_bytes > 1 << 20 for record in got)
+    assert len(got) == count
+
+
+def test_a_process_that_has_ended_is_left_out() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    records = Sampler({0: gone.pid, 1: os.getpid()}, lambda _: None).sample(GpuReader())
+    assert [record.rank for record in records] == [1]
+
+
+def test_a_sampler_stops_at_once_even_with_a_long_period() -> None:
+    sampler = Sampler({0: os.getpid()}, lambda _: None, period=3600)
+    sampler.start()
+    stopper = threading.Thread(target=sampler.stop)
+    stopper.start()
+    stopper.join(5)
+    assert not stopper.is_alive()
+
+
+def test_without_nvidia_the_gpu_reader_is_quiet() -> None:
+    reader = GpuReader()
+    found = reader.read()
+    reader.close()
+    assert isinstance(found, dict)
+
+
+def test_machine_memory_is_plausible() -> None:
+    total, available = machine_memory()
+    assert 0 < available <= total
+    assert total >= 1 << 28
+
+
+@pytest.mark.parametrize("period", [0.01])
+def test_a_failing_sink_is_not_silent(period: float) -> None:
+    """The store takes care of failing subscribers, so a sink that raises is a bug: the thread must end, not spin."""
+    calls = []
+
+    def sink(_: list[Record]) -> None:
+        calls.append(1)
+        raise RuntimeError("bug")
+
+    sampler = Sampler({0: os.getpid()}, sink, period=period)
+    sampler._thread = threading.Thread(target=_swallow(sampler._run), daemon=True)
+    sampler.start()
+    sampler._thread.join(5)
+    assert len(calls) == 1
+    sampler.stop()
+
+
+def _swallow(run: object) -> object:
+    def body() -> None:
+        with pytest.raises(RuntimeError):
+            run()  # type: ignore[operator]
+
+    return body

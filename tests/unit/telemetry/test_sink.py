@@ -1,0 +1,90 @@
+"""A worker's queue of events: cheap, in order, and full only for what may be dropped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accelerate import telemetry
+from notebook_accelerate.telemetry import (
+    Channel,
+    DroppedEvent,
+    Event,
+    MetricEvent,
+    Sink,
+    StatusEvent,
+    current_sink,
+    install_sink,
+)
+from notebook_accelerate.telemetry.sink import QUEUE_LIMIT
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Sink]]:
+    kernel, theirs = Channel.pair()
+    sink = Sink(Channel(theirs))
+    yield kernel, sink
+    install_sink(None)
+    sink.channel.close()
+    kernel.close()
+
+
+def _take(kernel: Channel, least: int) -> list[Event]:
+    found: list[Event] = []
+    while len(found) < least:
+        found += [event for _, event in kernel.receive(5)]
+    return found
+
+
+def test_outside_a_worker_emit_does_nothing() -> None:
+    assert current_sink() is None
+    telemetry.emit(MetricEvent({"loss": 1.0}))
+
+
+def test_events_wait_for_the_flush_and_keep_order_and_time(pair: tuple[Channel, Sink]) -> None:
+    kernel, sink = pair
+    install_sink(sink)
+    before = time.time()
+    for step in range(100):
+        telemetry.emit(MetricEvent({"loss": float(step)}, step))
+    after = time.time()
+    assert kernel.receive(0.02) == []
+    sink.flush()
+    found = kernel.receive(5)
+    assert [event.step for _, event in found if isinstance(event, MetricEvent)] == list(range(100))
+    assert all(before <= stamp <= after for stamp, _ in found)
+
+
+def test_send_takes_what_waits_along_and_stays_behind_it(pair: tuple[Channel, Sink]) -> None:
+    kernel, sink = pair
+    sink.emit(MetricEvent({"a": 1.0}))
+    sink.send(StatusEvent("running"))
+    assert [type(event) for event in _take(kernel, 2)] == [MetricEvent, StatusEvent]
+
+
+def test_a_full_queue_drops_what_may_be_dropped_and_says_how_many(pair: tuple[Channel, Sink]) -> None:
+    import threading
+
+    kernel, sink = pair
+    for step in range(QUEUE_LIMIT + 7):
+        sink.emit(MetricEvent({}, step))
+    sink.emit(StatusEvent("never dropped"))
+    sender = threading.Thread(target=sink.flush)
+    sender.start()
+    found = _take(kernel, QUEUE_LIMIT + 2)
+    sender.join()
+    assert found[-2:] == [StatusEvent("never dropped"), DroppedEvent(7)]
+    assert len(found) == QUEUE_LIMIT + 2
+    sink.flush()
+    assert kernel.receive(0.02) == []  # told once
+
+
+def test_emit_costs_microseconds(pair: tuple[Channel, Sink]) -> None:
+    _, sink = pair
+    install_sink(sink)
+    begin = time.perf_counter()
+    for step in range(10_000):
+        telemetry.emit(MetricEvent({"loss": 0.5}, step))
+    assert (time.perf_counter() - begin) / 10_000 < 20e-6  # 1 % of a 2 ms step

@@ -1,0 +1,230 @@
+"""The bounded store: what is kept, what is thinned, who is told."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from notebook_accelerate.telemetry import (
+    DroppedEvent,
+    Event,
+    LogEvent,
+    MetricEvent,
+    Metrics,
+    ProgressEvent,
+    ResourceEvent,
+    StatusEvent,
+    Store,
+)
+from notebook_accelerate.telemetry.store import Record
+
+
+def _feed(store: Store, *events: Event, rank: int = 0, start: float = 0.0) -> None:
+    store.add([Record(rank, start + index, event) for index, event in enumerate(events)])
+
+
+def _metrics(values: list[float], name: str = "loss") -> list[Event]:
+    return [MetricEvent({name: value}, step) for step, value in enumerate(values)]
+
+
+def test_a_series_has_all_ranks_in_order_of_time() -> None:
+    store = Store()
+    _feed(store, *_metrics([1.0, 2.0]), rank=1, start=10.0)
+    _feed(store, *_metrics([5.0, 6.0]), rank=0, start=10.5)
+    series = Metrics(store)["loss"]
+    assert series.values.tolist() == [1.0, 5.0, 2.0, 6.0]
+    assert series.ranks.tolist() == [1, 0, 1, 0]
+    assert series.steps.tolist() == [0, 0, 1, 1]
+    assert series.rank(0).values.tolist() == [5.0, 6.0]
+    assert not series.thinned
+    assert (series.steps.dtype, series.values.dtype) == (np.int64, np.float64)
+
+
+def test_thinning_keeps_bounds_extremes_and_nan() -> None:
+    store = Store(max_points=400)
+    values = [math.sin(step / 7) for step in range(10_000)]
+    values[1234], values[5678], values[4321] = 1e9, -1e9, math.nan
+    _feed(store, *_metrics(values))
+    series = store.series("loss")
+    assert series.thinned
+    assert len(series.values) <= 400
+    assert np.nanmax(series.values) == 1e9
+    assert np.nanmin(series.values) == -1e9
+    assert np.isnan(series.values).any()
+    assert 1234 in series.steps
+    assert 4321 in series.steps
+    assert series.steps.tolist() == sorted(series.steps.tolist())
+    assert series.values[-1] == values[-1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_series_of_nothing_finite_stays_within_its_bound(value: float) -> None:
+    store = Store(max_points=64)
+    _feed(store, *_metrics([value] * 5000))
+    series = store.series("loss")
+    assert len(series.values) <= 64
+    assert np.isclose(series.values[0], value, equal_nan=True)
+
+
+def test_infinities_among_nan_survive() -> None:
+    store = Store(max_points=64)
+    values = [math.nan] * 1000
+    values[77], values[78] = math.inf, -math.inf
+    _feed(store, *_metrics(values))
+    kept = store.series("loss").values
+    assert np.isposinf(kept).any()
+    assert np.isneginf(kept).any()
+
+
+def test_all_points_of_one_group_equal() -> None:
+    store = Store(max_points=16)
+    _feed(store, *_metrics([1.0] * 1000))
+    assert 0 < len(store.series("loss").values) <= 16
+
+
+def test_too_many_names_are_counted_as_dropped() -> None:
+    store = Store(max_series=3)
+    _feed(store, MetricEvent({f"m{index}": 1.0 for index in range(5)}, 0))
+    assert store.metric_names() == ["m0", "m1", "m2"]
+    assert store.dropped == {0: 2}
+    _feed(store, DroppedEvent(4))
+    assert store.dropped == {0: 6}
+
+
+def test_a_missing_step_continues_the_last_one() -> None:
+    store = Store()
+    _feed(store, MetricEvent({"a": 1.0}), MetricEvent({"a": 1.0}, 7), MetricEvent({"a": 2.0}))
+    assert store.series("a").steps.tolist() == [-1, 7, 7]
+    assert store.last_step == {0: 7}
+
+
+def test_values_that_are_no_numbers_do_not_break_the_store() -> None:
+    """What a rank sends must never end the run's supervision."""
+    store = Store()
+    _feed(store, MetricEvent({"text": "hello", "none": None, "good": 1.0}, 0))  # type: ignore[dict-item]
+    assert store.series("good").values.tolist() == [1.0]
+    _feed(store, MetricEvent({"good": 2.0}, "not a step"))  # type: ignore[arg-type]
+    _feed(store, MetricEvent({"good": 3.0}, 2**70))
+    _feed(store, MetricEvent({"good": 4.0}, 5))
+    assert store.series("good").values.tolist() == [1.0, 4.0]
+    assert store.dropped == {0: 4}
+    assert store.last_step == {0: 5}
+
+
+def test_an_unknown_metric_names_those_there_are() -> None:
+    store = Store()
+    with pytest.raises(KeyError, match="none yet"):
+        store.series("loss")
+    _feed(store, *_metrics([1.0], "accuracy"))
+    with pytest.raises(KeyError, match="accuracy"):
+        Metrics(store)["loss"]
+
+
+def test_logs_keep_the_end_within_the_bound() -> None:
+    store = Store(max_log_bytes=10_000)
+    for number in range(100):
+        _feed(store, LogEvent("stdout", f"line {number}\n{'x' * 100}"), start=float(number))
+    lines = store.log_lines(0)
+    assert sum(len(line.text) + 64 for line in lines) <= 10_000
+    assert lines[-2].text == "line 99"
+    assert lines[-1].stream == "stdout"
+    assert store.log_lines(5) == []
+
+
+def test_one_line_beyond_the_bound_is_kept_alone() -> None:
+    store = Store(max_log_bytes=100)
+    _feed(store, LogEvent("stdout", "a"), LogEvent("stdout", "b" * 10_000))
+    assert [len(line.text) for line in store.log_lines(0)] == [10_000]
+
+
+def test_progress_resources_and_signs_of_life() -> None:
+    store = Store()
+    _feed(store, ProgressEvent(3, 10), start=5.0)
+    _feed(store, ResourceEvent(10.0, 500), ResourceEvent(20.0, 300), start=100.0)
+    assert store.last_step == {0: 3}
+    assert store.peak_memory == {0: 500}
+    assert store.resources[0].memory_bytes == 300
+    assert store.last_activity == {0: 5.0}, "a sample is not a sign of life of the rank"
+
+
+def test_subscribers_hear_what_comes_from_now_on_until_they_leave() -> None:
+    store, heard = Store(), []
+    _feed(store, StatusEvent("before"))
+    leave = store.subscribe(heard.extend)
+    _feed(store, StatusEvent("while"))
+    leave()
+    leave()
+    _feed(store, StatusEvent("after"))
+    assert [record.event for record in heard] == [StatusEvent("while")]
+
+
+def test_a_failing_subscriber_is_dropped_with_a_warning_and_the_others_hear_all() -> None:
+    store, heard = Store(), []
+
+    def broken(_: list[Record]) -> None:
+        raise RuntimeError("a panel with a bug")
+
+    store.subscribe(broken)
+    store.subscribe(heard.extend)
+    with pytest.warns(UserWarning, match="a panel with a bug"):
+        _feed(store, StatusEvent("one"))
+    _feed(store, StatusEvent("two"))
+    assert len(heard) == 2
+
+
+def test_a_subscriber_may_read_and_leave_inside_its_call() -> None:
+    store, seen = Store(), []
+
+    def reader(records: list[Record]) -> None:
+        seen.append(store.series("loss").values.tolist())
+        leave()
+
+    leave = store.subscribe(reader)
+    _feed(store, *_metrics([1.0]))
+    _feed(store, *_metrics([2.0]))
+    assert seen == [[1.0]]
+
+
+def test_readers_and_writers_in_many_threads() -> None:
+    store, problems = Store(max_points=100), []
+
+    def write(rank: int) -> None:
+        for step in range(3000):
+            store.add([Record(rank, float(step), MetricEvent({"loss": 1.0, f"own {rank}": 2.0}, step))])
+
+    def read() -> None:
+        try:
+            for _ in range(200):
+                for series in Metrics(store).values():
+                    assert len(series.values) == len(series.steps) == len(series.ranks)
+        except Exception as error:  # noqa: BLE001 - carried to the test's thread
+            problems.append(error)
+
+    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(3)] + [threading.Thread(target=read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert sorted(Metrics(store)) == ["loss", "own 0", "own 1", "own 2"]
+
+
+def test_metrics_are_a_mapping_and_frames() -> None:
+    pytest.importorskip("pandas")
+    store = Store()
+    metrics = Metrics(store)
+    assert (len(metrics), dict(metrics), "loss" in metrics) == (0, {}, False)
+    assert list(metrics.to_pandas().columns) == ["name", "step", "time", "rank", "value"]
+    _feed(store, MetricEvent({"loss": 2.0, "acc": 0.5}, 1), rank=1)
+    assert list(metrics) == ["loss", "acc"]
+    assert "loss" in metrics
+    assert metrics.get("absent") is None
+    frame = metrics.to_pandas()
+    assert frame.to_dict("list") == {
+        "name": ["loss", "acc"], "step": [1, 1], "time": [0.0, 0.0], "rank": [1, 1], "value": [2.0, 0.5],
+    }  # fmt: skip
+    assert list(metrics["loss"].to_pandas().columns) == ["step", "time", "rank", "value"]
+    assert "loss, acc" in repr(metrics)
