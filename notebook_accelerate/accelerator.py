@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accelerate import collectives, telemetry
-from notebook_accelerate.config import environ
 from notebook_accelerate.config.constants import PROFILE_PATTERN_NAME
 from notebook_accelerate.config.dynamo import TorchDynamoPlugin
-from notebook_accelerate.config.enums import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
+from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler
 from notebook_accelerate.config.profiling import ProfileKwargs
 from notebook_accelerate.config.training import (
@@ -29,21 +28,19 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.state.control import ProcessControl
-from notebook_accelerate.state.notices import warn_once
-from notebook_accelerate.strategies import Setup, make_strategy
+from notebook_accelerate.strategies import Setup, arguments, make_strategy
 from notebook_accelerate.strategies.base import NOTHING
 from notebook_accelerate.strategies.ddp import synchronised_backward
 from notebook_accelerate.strategies.handlers import sort_handlers
 from notebook_accelerate.strategies.placing import is_on_several_devices
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
+from notebook_accelerate.strategies.views import AcceleratorViews
 from notebook_accelerate.telemetry.events import MetricEvent
 
-_UNSET: Any = object()
 Hook = Callable[..., None]
 
 
-class Accelerator(ProcessControl):
+class Accelerator(AcceleratorViews):
     """One training API for one process or many, any device, any precision.
 
     Args:
@@ -84,7 +81,7 @@ class Accelerator(ProcessControl):
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = _UNSET,
+        split_batches: bool = arguments.UNSET,
         mixed_precision: PrecisionType | str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -105,18 +102,20 @@ class Accelerator(ProcessControl):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        self.project_configuration = _project(project_config, project_dir)
-        self.dataloader_config = _loader_configuration(dataloader_config, split_batches)
+        self.project_configuration = arguments.project_configuration(project_config, project_dir)
+        self.dataloader_config = arguments.loader_configuration(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = rng_types if rng_types is not None else ["generator"]
         self._handlers = sort_handlers(kwargs_handlers)
-        accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
+        accumulation = arguments.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
         self.state = AcceleratorState(
             mixed_precision=None if mixed_precision is None else str(mixed_precision),
             cpu=cpu,
-            dynamo_plugin=_dynamo(dynamo_plugin, dynamo_backend),
-            deepspeed_plugin=_either("deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins),
+            dynamo_plugin=arguments.dynamo(dynamo_plugin, dynamo_backend),
+            deepspeed_plugin=arguments.either(
+                "deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins
+            ),
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
@@ -172,199 +171,8 @@ class Accelerator(ProcessControl):
         return list(filter_trackers(log_with, self.logging_dir))
 
     def __repr__(self) -> str:
-        return f"Accelerator({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, {self.device})"
-
-    # -- where this process stands ------------------------------------------------------------------------------------
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The kind of world."""
-        return self.state.distributed_type
-
-    @property
-    def num_processes(self) -> int:  # type: ignore[override]
-        """Number of ranks."""
-        return self.state.num_processes
-
-    @property
-    def process_index(self) -> int:  # type: ignore[override]
-        """This rank, from 0."""
-        return self.state.process_index
-
-    @property
-    def local_process_index(self) -> int:  # type: ignore[override]
-        """This rank's index on its machine."""
-        return self.state.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self._device
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one rank."""
-        return self.state.use_distributed
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether several accelerators train by data parallelism."""
-        return self.use_distributed and self.distributed_type.value.startswith("MULTI_") and self._device.type != "cpu"
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision of models prepared here: no, fp16, bf16 or fp8."""
-        return self._precision.name
-
-    @property
-    def parallelism_config(self) -> Any:
-        """The parallel layout; None: data parallel only."""
-        return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """The mesh of ranks of the parallel layout; None without one."""
-        return self.state.device_mesh
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP's second version."""
-        return self.state.is_fsdp2
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The active DeepSpeed plugin; None without one."""
-        return self.state.deepspeed_plugin
-
-    @property
-    def fp8_backend(self) -> Any:
-        """The library that computes in fp8; None in other precisions."""
-        return getattr(self._precision, "backend", None)
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether models are sharded in a way that other parallel dimensions can be added to."""
-        return self.is_fsdp2
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this rank has the weights that a saved model is written from."""
-        return self.strategy.should_save_model
-
-    def _mesh_rank(self, *names: str) -> int:
-        mesh = self.torch_device_mesh
-        if self.parallelism_config is None or mesh is None:
-            raise RuntimeError(
-                f"there is no {names[0]} dimension: this Accelerator has no parallel layout; pass "
-                "Accelerator(parallelism_config=ParallelismConfig(...))"
-            )
-        return next((int(mesh.get_local_rank(name)) for name in names if name in mesh.mesh_dim_names), 0)
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This rank's place in its tensor-parallel group."""
-        return self._mesh_rank("tp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """This rank's place in its pipeline."""
-        return self._mesh_rank("pp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """This rank's place in its context-parallel group."""
-        return self._mesh_rank("cp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place among the replicas of the data-parallel dimension."""
-        return self._mesh_rank("dp_replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """This rank's place among the shards of the data-parallel dimension."""
-        return self._mesh_rank("dp_shard")
-
-    # -- settings -----------------------------------------------------------------------------------------------------
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether the ranks share each batch of a loader."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads the data for all."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether ranks get equally many batches, by repeating samples at the end."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling is done by a sampler with its own seed."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders keep their place (torchdata's StatefulDataLoader)."""
-        return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
-
-    @property
-    def project_dir(self) -> str | None:
-        """Folder of checkpoints."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Folder of logs."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next automatically named checkpoint."""
-        return self.project_configuration.iteration
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches per optimizer step."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = GradientAccumulationPlugin(num_steps=value).num_steps
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this batch completes a window: gradients are exchanged and optimizers step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left its last step out because gradients held infinities."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    autocast_handler = property(lambda self: self._handlers.autocast, doc="The `AutocastKwargs` given, or None.")
-    ddp_handler = property(lambda self: self._handlers.ddp, doc="The `DistributedDataParallelKwargs` given, or None.")
-    scaler_handler = property(lambda self: self._handlers.scaler, doc="The `GradScalerKwargs` given, or None.")
-    init_handler = property(lambda self: self._handlers.init, doc="The `InitProcessGroupKwargs` given, or None.")
-    profile_handler = property(lambda self: self._handlers.profile, doc="The `ProfileKwargs` given, or None.")
-    fp8_recipe_handler = property(lambda self: self._handlers.fp8, doc="The fp8 recipe given, or None.")
+        place = f"rank {self.process_index} of {self.num_processes}"
+        return f"Accelerator({self.distributed_type.value}, {place}, {self.device}, {self.mixed_precision})"
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
@@ -632,7 +440,7 @@ class Accelerator(ProcessControl):
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join results over ranks and drop the samples that were repeated to fill the last batches; every rank must call this.
+        """Join results over ranks, without the samples that fill up the last batches; every rank must call this.
 
         Args:
             input_data: Nested containers of tensors, or picklable objects in a list.
@@ -870,7 +678,7 @@ class Accelerator(ProcessControl):
         """
         from notebook_accelerate.data_loader import skip_first_batches
 
-        return skip_first_batches(dataloader, num_batches=num_batches)  # type: ignore[no-any-return]
+        return skip_first_batches(dataloader, num_batches=num_batches)
 
     # -- tracking -----------------------------------------------------------------------------------------------------
 
@@ -971,49 +779,3 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-def _project(config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None) -> ProjectConfiguration:
-    folder = None if project_dir is None else os.fspath(project_dir)
-    if config is None:
-        return ProjectConfiguration(project_dir=folder)
-    if folder is not None and config.project_dir is None:
-        config.set_directories(folder)
-    return config
-
-
-def _loader_configuration(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
-    config = config if config is not None else DataLoaderConfiguration()
-    if split_batches is not _UNSET:
-        warn_once(
-            "Accelerator(split_batches=...) is deprecated: write "
-            f"Accelerator(dataloader_config=DataLoaderConfiguration(split_batches={split_batches}))",
-            FutureWarning,
-        )
-        config.split_batches = split_batches
-    return config
-
-
-def _accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    if plugin is not None:
-        if steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; write "
-                f"gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={steps}) alone"
-            )
-        return plugin
-    return GradientAccumulationPlugin(num_steps=environ.integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))
-
-
-def _dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
-    if backend is not None:
-        _either("dynamo_plugin", plugin, "dynamo_backend", backend)
-        return TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
-    # A later Accelerator that says nothing keeps what the first one found in the environment.
-    return plugin if plugin is not None or AcceleratorState._shared_state else TorchDynamoPlugin()
-
-
-def _either(name: str, value: Any, other_name: str, other: Any) -> Any:
-    if value is not None and other is not None:
-        raise ValueError(f"{name} and {other_name} were both given; pass one of them")
-    return value if value is not None else other

@@ -72,6 +72,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = False
         self._steps = 0
         self._reports_progress = True
+        self._is_accelerate_prepared = False
         if device_placement and optimizer.state:
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
         if scaler is not None:
@@ -80,7 +81,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _note_step(self, *_: Any) -> None:
         self._accelerate_step_called = True
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step, where this batch completes a window; do nothing elsewhere.
 
         Args:
@@ -106,7 +107,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_overflow = not self._accelerate_step_called
         return result
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, where this batch completes a window; do nothing elsewhere.
 
         Args:
@@ -124,7 +125,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._is_overflow
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The optimizer's state."""
         return self.optimizer.state
 
@@ -133,7 +134,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         """The optimizer's parameter groups."""
         return self.optimizer.param_groups
 
@@ -142,7 +143,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         """The optimizer's defaults."""
         return self.optimizer.defaults
 

@@ -34,6 +34,7 @@ class AcceleratedScheduler:
         # A metric says the same however many ranks computed it: a plateau is not reached sooner with more of them.
         alone = split_batches or isinstance(scheduler, ReduceLROnPlateau)
         self._repeats = 1 if alone else AcceleratorState().num_processes
+        self._is_accelerate_prepared = False
         self._is_plain = self._repeats == 1 and not hasattr(scheduler, "total_steps")
 
     def step(self, *args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -81,9 +82,10 @@ def _split(packed: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     if len(sizes) == 1:
         return [packed]
     if _small(packed):
-        return list(packed.split(sizes, dim=-1))
-    copies: list[torch.Tensor] = torch.split_with_sizes_copy(packed, sizes, dim=-1)
-    return copies
+        return list(torch.split_with_sizes(packed, sizes, dim=-1))
+    # The stubs know only the form that writes into given tensors.
+    copies: Any = torch.split_with_sizes_copy(packed, sizes, dim=-1)  # type: ignore[func-returns-value]
+    return list(copies)
 
 
 def _small(packed: torch.Tensor) -> bool:

@@ -75,7 +75,10 @@ def _moved_itself(node: Any, device: Any, non_blocking: bool, skipped: frozenset
 
 
 def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+    data: Any,
+    tensor_slice: slice,
+    process_index: int | None = None,  # noqa: ARG001 - Accelerate's signature
+    num_processes: int | None = None,  # noqa: ARG001 - the same
 ) -> Any:
     """Take the same slice of every tensor of a nested structure.
 

@@ -12,7 +12,7 @@ from notebook_accelerate.state import GradientState, PartialState
 
 
 def gather_for_metrics(input_data: Any, gradient_state: GradientState, use_gather_object: bool = False) -> Any:
-    """Join results over ranks and drop the samples that were repeated to fill the last batches; every rank must call this.
+    """Join results over ranks, without the samples that fill up the last batches; every rank must call this.
 
     Args:
         input_data: Nested containers of tensors, or picklable objects in a list.

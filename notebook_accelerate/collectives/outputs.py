@@ -21,6 +21,7 @@ class ConvertOutputsToFp32:
         self.model_forward = model_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original, and convert what it returns."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
 

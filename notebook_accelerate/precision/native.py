@@ -26,7 +26,7 @@ class NativePrecision(Precision):
         if not isinstance(model.__dict__.get("forward"), AutocastForward):
             original = model.forward
             model._original_forward = original  # type: ignore[assignment]
-            model.forward = AutocastForward(original, self._settings(None))  # type: ignore[method-assign]
+            model.forward = AutocastForward(original, self._settings(None))
         return model
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:

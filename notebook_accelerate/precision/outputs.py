@@ -23,6 +23,7 @@ class AutocastForward(ConvertOutputsToFp32):
         self.settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original under autocast, and convert what it returns."""
         with torch.autocast(**self.settings):
             outputs = self.model_forward(*args, **kwargs)
         return convert_to_fp32(outputs)
@@ -40,4 +41,4 @@ def restore_forward(model: torch.nn.Module) -> None:
     if getattr(original, "__func__", None) is type(model).forward:
         model.__dict__.pop("forward", None)
     else:
-        model.forward = original  # type: ignore[method-assign]
+        model.forward = original

@@ -11,7 +11,7 @@ from notebook_accelerate.precision.native import Bf16Precision, Fp16Precision
 PrecisionFactory = Callable[[str, Any, Any], Precision]
 
 
-def _fp8(device_type: str, autocast_handler: Any = None, scaler_handler: Any = None) -> Precision:
+def _fp8(*_: Any) -> Precision:
     raise ValueError(
         "mixed_precision='fp8' is not available in this version; pass mixed_precision='bf16', which every device that "
         "computes in fp8 also has"

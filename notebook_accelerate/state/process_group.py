@@ -105,7 +105,7 @@ def _torch_barrier(device: torch.device) -> None:
         dist.barrier()
 
 
-def _xla_barrier(device: torch.device) -> None:
+def _xla_barrier(_: torch.device) -> None:
     import torch_xla.core.xla_model as xm
 
     xm.rendezvous("notebook_accelerate.wait_for_everyone")

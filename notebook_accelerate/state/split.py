@@ -77,6 +77,5 @@ def _take(inputs: Any, begin: int, end: int, pad: int, device: torch.device | No
     share = inputs[begin:end]
     if not pad:
         return share
-    return (
-        share + type(share)([inputs[-1]] * pad) if isinstance(share, (list, tuple)) else [*share, *[inputs[-1]] * pad]
-    )
+    padded = [*share, *[inputs[-1]] * pad]
+    return tuple(padded) if isinstance(share, tuple) else padded

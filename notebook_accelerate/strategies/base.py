@@ -165,8 +165,8 @@ class Strategy:
         plugin = self.setup.dynamo_plugin
         if plugin is None or plugin.backend in {None, "NO", "no"} or is_compiled(model):
             return model
-        compiled: torch.nn.Module = torch.compile(model, **plugin.to_kwargs())
-        return compiled
+        compiled: Any = torch.compile(model, **plugin.to_kwargs())
+        return compiled  # type: ignore[no-any-return]
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -225,7 +225,7 @@ class Strategy:
         Args:
             data_loader: The loader.
             device_placement: Whether batches go to the device; None means the Accelerator's setting.
-            slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None means by the first dimension.
+            slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None: by the first dimension.
 
         Returns:
             The prepared loader; one that was prepared before is returned as it is.
@@ -277,7 +277,7 @@ class Strategy:
         if self.setup.scaler is None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         else:
-            self.setup.scaler.scale(loss).backward(**kwargs)
+            self.setup.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward does not exchange gradients of some models.
@@ -299,7 +299,7 @@ class Strategy:
         Returns:
             A context manager.
         """
-        return model.no_sync() if hasattr(model, "no_sync") else NOTHING  # type: ignore[no-any-return]
+        return model.no_sync() if hasattr(model, "no_sync") else NOTHING
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -370,7 +370,7 @@ class Strategy:
     def clear(self) -> None:
         """Forget all prepared objects."""
         for kept in (self.models, self.optimizers, self.schedulers, self.dataloaders):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class DDPStrategy(Strategy):
         handler = self.setup.ddp_handler
         device = self.setup.device
         # A CPU model must not name its device, and one that shares a device with nobody must.
-        placed = {} if device.type == "cpu" else {"device_ids": [device], "output_device": device}
+        placed: dict[str, Any] = {} if device.type == "cpu" else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         if handler is not None:
             handler.register_comm_hook(wrapped)
@@ -74,7 +74,7 @@ class DDPStrategy(Strategy):
         return super().no_sync(model) if wrapped is None else Unsynchronised([wrapped])
 
     @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:  # type: ignore[override]
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Let ranks that have run out of batches answer the others' collectives; every rank must enter it.
 
         Args:

@@ -14,7 +14,7 @@ StrategyFactory = Callable[[Setup], Strategy]
 
 
 def _unavailable(kind: str) -> StrategyFactory:
-    def refuse(setup: Setup) -> Strategy:
+    def refuse(_: Setup) -> Strategy:
         raise ValueError(
             f"training with {kind} is not available in this version; leave its plugin out: several processes then "
             "train by DistributedDataParallel, one process trains alone"
