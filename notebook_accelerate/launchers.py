@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 from notebook_accelerate import hardware, launch
@@ -122,9 +123,8 @@ def test_launch() -> None:
     """
     import torch
 
-    from notebook_accelerate.state import PartialState
-
-    state = PartialState()
+    # By dotted name: this body runs in a rank, and the kernel's side imports nothing of the worker's side.
+    state = import_module("notebook_accelerate.state").PartialState()
     if state.num_processes == 1:
         return
     count = torch.ones(1, device=state.device)
