@@ -6,8 +6,9 @@ loads no torch: kernels, planners and panels import this package long before any
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
     from notebook_accelerate.accelerator import Accelerator
@@ -114,56 +115,16 @@ _NAMES_OF_MODULE = {
     "utils.memory": ("find_executable_batch_size",),
     "utils.random": ("synchronize_rng_states",),
 }
-_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 
 # Submodules that scripts reach as attributes after a plain `import notebook_accelerate`.
-_SUBMODULES = frozenset(
-    (
-        "accelerator",
-        "big_modeling",
-        "checkpointing",
-        "data_loader",
-        "errors",
-        "hooks",
-        "inference",
-        "launchers",
-        "local_sgd",
-        "logging",
-        "optimizer",
-        "parallelism_config",
-        "scheduler",
-        "state",
-        "tracking",
-        "utils",
-    )
+_SUBMODULES = (
+    "accelerator",
+    "data_loader",
+    "launchers",
+    "optimizer",
+    "scheduler",
+    "state",
+    "utils",
 )
 
-
-def __getattr__(name: str) -> Any:
-    """Load a public name, or a submodule, when it is asked for the first time.
-
-    Args:
-        name: The attribute that was not found on the package.
-
-    Returns:
-        The object, kept as an attribute from then on.
-
-    Raises:
-        AttributeError: The package has no such name.
-    """
-    if name in _MODULE_OF_NAME:
-        value = getattr(import_module(f"{__name__}.{_MODULE_OF_NAME[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in _SUBMODULES:
-        try:
-            return import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, _ = attach(__name__, _NAMES_OF_MODULE, _SUBMODULES)
