@@ -1,0 +1,191 @@
+"""Which rank gets which sample."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+
+from notebook_accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+
+SHARES = json.loads((Path(__file__).parent / "shares.json").read_text())
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return iter(range(self.length))
+
+
+class Batches:
+    """A batch sampler that gives a fixed list, as a user might write one."""
+
+    def __init__(self, batches: list[list[int]], **attributes: Any) -> None:
+        self.batches = batches
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def shards(length: int, ranks: int, size: int, drop_last: bool, split: bool, even: bool) -> list[BatchSamplerShard]:
+    sampler = BatchSampler(SequentialSampler(range(length)), size, drop_last)
+    return [BatchSamplerShard(sampler, ranks, rank, split, even) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("case", SHARES["batches"], ids=lambda case: "-".join(map(str, case[:6])))
+def test_batches_are_divided_as_accelerate_divides_them(case: list[Any]) -> None:
+    ranks, length, size, drop_last, split, even, expected = case
+    assert [list(shard) for shard in shards(length, ranks, size, drop_last, split, even)] == expected
+
+
+@pytest.mark.parametrize("case", SHARES["iterable"], ids=lambda case: "-".join(map(str, case[:5])))
+def test_iterable_datasets_are_divided_as_accelerate_divides_them(case: list[Any]) -> None:
+    ranks, length, size, drop_last, split, expected = case
+    got = [list(IterableDatasetShard(Numbers(length), size, drop_last, ranks, rank, split)) for rank in range(ranks)]
+    assert got == expected
+
+
+settings_of_a_shard = {
+    "ranks": st.integers(1, 8),
+    "length": st.integers(0, 200),
+    "size": st.integers(1, 16),
+    "drop_last": st.booleans(),
+    "split": st.booleans(),
+    "even": st.booleans(),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(**settings_of_a_shard)
+def test_no_sample_is_lost_and_none_doubled_but_the_padding(
+    ranks: int, length: int, size: int, drop_last: bool, split: bool, even: bool
+) -> None:
+    size = size * ranks if split else size
+    shares = shards(length, ranks, size, drop_last, split, even)
+    got = [list(share) for share in shares]
+    # A round is one batch of every rank, in the order of ranks: gathered, the samples are in their own order.
+    samples = [i for round_ in itertools.zip_longest(*got, fillvalue=[]) for batch in round_ for i in batch]
+    whole = size if split else size * ranks
+
+    if drop_last:
+        assert samples == list(range(length // whole * whole))
+    elif not even:
+        assert samples == list(range(length))
+    else:
+        assert samples[:length] == list(range(length))
+        padding = samples[length:]
+        assert len(padding) == (-length % whole)
+        assert padding == [i % length for i in range(len(padding))]
+        assert {len(batch) for share in got for batch in share} <= {whole // ranks}
+    if drop_last or even:
+        assert len({len(share) for share in got}) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(**settings_of_a_shard)
+def test_a_share_knows_its_length_and_what_is_real_in_its_last_round(
+    ranks: int, length: int, size: int, drop_last: bool, split: bool, even: bool
+) -> None:
+    size = size * ranks if split else size
+    whole = size if split else size * ranks
+    for share in shards(length, ranks, size, drop_last, split, even):
+        batches = list(share)
+        if even or drop_last or not split:
+            assert len(share) == len(batches)
+        if length and not drop_last:
+            assert share.last_round == length % whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(skipped=st.integers(0, 30), twice=st.integers(0, 3), **settings_of_a_shard)
+def test_what_is_left_after_skipping_is_what_would_have_come(
+    skipped: int, twice: int, ranks: int, length: int, size: int, drop_last: bool, split: bool, even: bool
+) -> None:
+    size = size * ranks if split else size
+    for share in shards(length, ranks, size, drop_last, split, even):
+        expected = list(share)[skipped + twice :]
+        skipping = SkipBatchSampler(SkipBatchSampler(share, skipped), twice)
+        assert list(skipping) == expected
+        if even or drop_last or not split:
+            assert len(skipping) == len(expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ranks=st.integers(1, 8),
+    length=st.integers(0, 200),
+    size=st.integers(1, 16),
+    drop_last=st.booleans(),
+    split=st.booleans(),
+)
+def test_an_iterable_dataset_loses_nothing_and_doubles_only_the_padding(
+    ranks: int, length: int, size: int, drop_last: bool, split: bool
+) -> None:
+    size = size * ranks if split else size
+    shares = [IterableDatasetShard(Numbers(length), size, drop_last, ranks, rank, split) for rank in range(ranks)]
+    got = [list(share) for share in shares]
+    part = size // ranks if split else size
+    samples = list(itertools.chain.from_iterable(_rounds(got, part)))
+    whole = part * ranks
+    kept = length // whole * whole if drop_last else length
+    assert samples[:kept] == list(range(kept))
+    assert samples[kept:] == ([] if drop_last else [i % min(whole, length) for i in range(-length % whole)])
+    assert all(len(share) == len(samples_of) for share, samples_of in zip(shares, got, strict=True))
+    assert all(share.last_round == length % whole for share in shares)
+
+
+def _rounds(shares: list[list[int]], part: int) -> list[list[int]]:
+    count = len(shares[0]) // part
+    return [[i for share in shares for i in share[r * part : (r + 1) * part]] for r in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "attributes", "even", "expected"),
+    [  # observed with Accelerate 1.15, two ranks
+        ([[1, 2], [3], [4, 5, 6]], {}, True, [[[1, 2], [4, 5, 6]], [[3], [1, 2]]]),
+        ([[1, 2], [3], [4, 5, 6]], {}, False, [[[1, 2], [4, 5, 6]], [[3]]]),
+        ([[1, 2], [3], [4, 5, 6]], {"drop_last": True}, True, [[[1, 2]], [[3]]]),
+        ([[1, 2], [3, 4], [5, 6], [7]], {"batch_size": 2}, True, [[[1, 2], [5, 6]], [[3, 4], [7, 1]]]),
+        ([[1]], {"batch_size": 2}, True, [[[1, 1]], [[1, 1]]]),
+        ([[1]], {}, True, [[[1]], [[1]]]),
+        ([], {"batch_size": 2}, True, [[], []]),
+    ],
+)
+def test_batch_samplers_of_any_kind_are_divided(
+    batches: list[list[int]], attributes: dict[str, Any], even: bool, expected: Any
+) -> None:
+    assert [list(BatchSamplerShard(Batches(batches, **attributes), 2, r, False, even)) for r in (0, 1)] == expected  # type: ignore[arg-type]
+
+
+def test_a_short_batch_in_the_middle_is_not_lost() -> None:
+    batches = Batches([[1, 2], [3], [4, 5], [6, 7]], batch_size=2)
+    assert [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)] == [[[1, 2], [4, 5]], [[3], [6, 7]]]  # type: ignore[arg-type]
+
+
+def test_padding_leaves_the_batches_of_the_user_as_they_are() -> None:
+    batches = [[1, 2], [3, 4], [5]]
+    assert list(BatchSamplerShard(Batches(batches, batch_size=2), 2, 0)) == [[1, 2], [5, 1]]  # type: ignore[arg-type]
+    assert batches == [[1, 2], [3, 4], [5]]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_batches_that_cannot_be_cut_equally_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_processes=2 .* batch size is {size}"):
+        BatchSamplerShard(BatchSampler(range(9), size, False), 2, 0, split_batches=True)
+    with pytest.raises(ValueError, match=rf"num_processes=2 .* batch size is {size}"):
+        IterableDatasetShard(Numbers(9), size, False, 2, 0, split_batches=True)
