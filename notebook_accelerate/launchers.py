@@ -36,7 +36,6 @@ def notebook_launcher(
     timeout: float | None = None,
     hang_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
-    debug: bool = False,
     config: LaunchConfig | None = None,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
@@ -63,7 +62,6 @@ def notebook_launcher(
         timeout: Seconds for the whole run.
         hang_timeout: Seconds without a sign of life from any rank before the run is ended.
         env: Environment variables for the ranks, over the kernel's.
-        debug: Whether a failed rank's frames are kept alive for inspection.
         config: All of the above in one object; arguments that differ from their defaults win.
 
     Returns:

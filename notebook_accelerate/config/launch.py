@@ -62,8 +62,6 @@ class LaunchConfig:
     """Environment variables for the ranks, over the kernel's."""
     cpu: bool = False
     """Whether the ranks leave accelerators alone."""
-    debug: bool = False
-    """Whether a failed rank's frames are kept alive for inspection."""
 
     def __post_init__(self) -> None:
         _one_of("start_method", self.start_method, START_METHODS)
@@ -79,14 +77,21 @@ class LaunchConfig:
             _positive(name, getattr(self, name))
         _positive("monitor_interval", self.monitor_interval)
         _port(self.use_port)
+        if self.num_nodes > 1 and self.rdzv_backend != "static":
+            raise ValueError(
+                f"rdzv_backend={self.rdzv_backend!r} over several machines is not supported; pass 'static', with "
+                "master_addr and use_port (or rdzv_endpoint) of the machine with node_rank=0"
+            )
+        if self.rdzv_endpoint:
+            _endpoint(self.rdzv_endpoint)
         if self.panel not in (True, False, "auto"):
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
         _environment(self.env)
 
     @property
-    def port(self) -> int:
-        """``use_port`` as a number."""
-        return int(self.use_port)
+    def meeting_point(self) -> tuple[str, int]:
+        """Address and port where the ranks meet: ``rdzv_endpoint``, or ``master_addr`` and ``use_port``."""
+        return _endpoint(self.rdzv_endpoint) if self.rdzv_endpoint else (self.master_addr, int(self.use_port))
 
     def changed(self, **values: Any) -> Self:
         """Return a copy with ``values`` in place, checked again."""
@@ -124,6 +129,13 @@ def _port(value: object) -> None:
         port = -1
     if not 0 <= port <= 65535:
         raise ValueError(f"use_port={value!r} is not a port; pass a number from 0 (any free port) to 65535")
+
+
+def _endpoint(value: str) -> tuple[str, int]:
+    address, _, port = value.rpartition(":")
+    if not address or not port.isdigit():
+        raise ValueError(f"rdzv_endpoint={value!r} is not host:port; write rdzv_endpoint='10.0.0.1:29500'")
+    return address, int(port)
 
 
 def _environment(env: object) -> None:

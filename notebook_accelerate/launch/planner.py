@@ -85,6 +85,7 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
         )
     world_size = num_processes * config.num_nodes
     method, reason = _start_method(config, num_processes, facts)
+    master_addr, port = config.meeting_point
     return LaunchPlan(
         start_method=method,
         reason=reason,
@@ -94,8 +95,8 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
         accelerator=accelerator,
         backend=_backend(accelerator) if world_size > 1 else "",
         threads=None if method == "inline" else _threads(config, num_processes, hardware.cpu_count, facts),
-        master_addr=config.master_addr,
-        port=config.port,
+        master_addr=master_addr,
+        port=port,
         loopback=(hardware.loopback or "") if config.num_nodes == 1 else "",
     )
 
@@ -153,7 +154,7 @@ def _needs_process(config: LaunchConfig) -> str:
     """Return the settings that need a process of its own, as the user wrote them; "" when none does."""
     needed = [
         name
-        for name in ("timeout", "hang_timeout", "max_restarts", "env", "debug")
+        for name in ("timeout", "hang_timeout", "max_restarts", "env")
         if getattr(config, name) not in (None, 0, False)
     ]
     if not config.block:

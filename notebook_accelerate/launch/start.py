@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from notebook_accelerate.launch.output import Publisher, publisher_for, running_
 from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, runs_inline
 from notebook_accelerate.launch.preflight import fork_hazard
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
+from notebook_accelerate.launch.stopwatch import Stopwatch
 from notebook_accelerate.launch.supervisor import USER_STOP, Group
 from notebook_accelerate.telemetry.sampler import Sampler
 
@@ -68,6 +70,7 @@ class _Launcher:
         self._started = threading.Event()
         self._problem: BaseException | None = None
         self._group: Group | None = None
+        self._watch = Stopwatch()
         self._stop_lock = threading.Lock()
         self._stops: list[float] = []
         run._stopper = self._request_stop
@@ -76,8 +79,8 @@ class _Launcher:
 
     def start(self) -> None:
         """Start the thread and return once all ranks have started, or raise what kept them from it."""
-        self._thread.start()
         try:
+            self._thread.start()
             self._started.wait()
         except KeyboardInterrupt:
             self._request_stop(DEFAULT_GRACE)
@@ -105,7 +108,8 @@ class _Launcher:
     def _request_stop(self, grace: float) -> None:
         with self._stop_lock:
             self._stops.append(grace)
-        self._wake_writer.send(b"!")
+        with suppress(OSError):  # the run has just ended
+            self._wake_writer.send(b"!")
 
     # ---- the run's thread
 
@@ -177,7 +181,7 @@ class _Launcher:
 
     def _start_group(self, launch_plan: LaunchPlan, number: int) -> Group:
         backend = process_backend(launch_plan.start_method)(self._function, self._arguments)
-        group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_stops)
+        group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_stops, self._watch)
         group.start(backend, number)
         self._group = group
         self._started.set()

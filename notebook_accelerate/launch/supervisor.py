@@ -16,7 +16,8 @@ from notebook_accelerate.launch.ladder import Ladder
 from notebook_accelerate.launch.output import Label, Publisher, RankOutput
 from notebook_accelerate.launch.payload import load_bytes
 from notebook_accelerate.launch.planner import LaunchPlan, rank_environment
-from notebook_accelerate.launch.run import Question, RankInfo, Run
+from notebook_accelerate.launch.run import DEFAULT_GRACE, Question, RankInfo, Run
+from notebook_accelerate.launch.stopwatch import Stopwatch
 from notebook_accelerate.launch.worker import WorkerOrder
 from notebook_accelerate.telemetry import (
     DisplayEvent,
@@ -59,6 +60,7 @@ class Group:
         publisher: Where output is shown.
         wake: Becomes readable when a stop was requested.
         stops: Returns the graces of the stops requested since the last call.
+        stopwatch: Stands still while a rank waits for the user, and with it the run's limits.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Group:
         publisher: Publisher,
         wake: socket.socket,
         stops: Callable[[], list[float]],
+        stopwatch: Stopwatch,
     ) -> None:
         self._run, self._plan, self._publisher, self._wake, self._stops = run, plan, publisher, wake, stops
         self._selector = selectors.DefaultSelector()
@@ -76,6 +79,8 @@ class Group:
         self._ranks: list[_Watched] = []
         self._ladder: Ladder | None = None
         self._asked_to_stop = False
+        self._stopwatch = stopwatch
+        self._last_sign_of_life = stopwatch.now()
         self._oom_kills = failures.oom_kill_count()
         self.failures: list[RankFailure] = []
         self.stop_reason = ""
@@ -142,11 +147,8 @@ class Group:
             waits.append(due - now)
         if (publish := self._publisher.seconds_until_due()) is not None:
             waits.append(publish)
-        limit = self._run.config.timeout
-        if limit is not None and not self.stop_reason:
-            waits.append(self._run.started + limit - time.time())
-        if self._run.config.hang_timeout is not None and not self.stop_reason:
-            waits.append(self._last_sign_of_life() + self._run.config.hang_timeout - time.time())
+        if not self.stop_reason and not self._stopwatch.standing:
+            waits += [due - self._stopwatch.now() for due, _ in self._limits()]
         if any(watched.process.exit_descriptor is None for watched in self._alive()):
             waits.append(self._run.config.monitor_interval)
         return max(0.0, min(waits))
@@ -160,16 +162,23 @@ class Group:
             self._ladder.climb(watched.process for watched in self._alive())
 
     def _check_limits(self) -> None:
-        if self.stop_reason:
+        if self.stop_reason or self._stopwatch.standing:
             return
-        config, now = self._run.config, time.time()
-        if config.timeout is not None and now - self._run.started >= config.timeout:
-            self.stop(5.0, f"the run reached its timeout of {config.timeout:g} s")
-        elif config.hang_timeout is not None and now - self._last_sign_of_life() >= config.hang_timeout:
-            self.stop(5.0, f"no rank gave a sign of life for {config.hang_timeout:g} s (hang_timeout)")
+        for due, reason in self._limits():
+            if self._stopwatch.now() >= due:
+                self.stop(DEFAULT_GRACE, reason)
+                return
 
-    def _last_sign_of_life(self) -> float:
-        return max([self._run.attempts[-1].started, *self._run.store.last_activity.values()])
+    def _limits(self) -> list[tuple[float, str]]:
+        """Return when each limit is reached, by the run's stopwatch, and what to say then."""
+        config = self._run.config
+        limits = []
+        if config.timeout is not None:
+            limits.append((self._run.started + config.timeout, f"the run reached its timeout of {config.timeout:g} s"))
+        if config.hang_timeout is not None:
+            reason = f"no rank gave a sign of life for {config.hang_timeout:g} s (hang_timeout)"
+            limits.append((self._last_sign_of_life + config.hang_timeout, reason))
+        return limits
 
     # ---- what comes in
 
@@ -189,6 +198,7 @@ class Group:
         except BlockingIOError:
             return False
         if data:
+            self._sign_of_life(watched)
             watched.outputs[descriptor].feed(data)
             return True
         self._selector.unregister(descriptor)
@@ -204,12 +214,17 @@ class Group:
             return False
         rank = watched.process.rank
         if messages:
+            self._sign_of_life(watched)
             self._run.store.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:
             handler = _HANDLERS.get(type(event))
             if handler is not None:
                 handler(self, watched, event)
         return True
+
+    def _sign_of_life(self, watched: _Watched) -> None:
+        self._stopwatch.resume(watched.process.rank)
+        self._last_sign_of_life = self._stopwatch.now()
 
     def _on_status(self, watched: _Watched, event: StatusEvent) -> None:
         watched.info.state = event.state
@@ -242,6 +257,7 @@ class Group:
         if not self._run.config.block:
             self._publisher.line("stderr", f"rank {question.rank} waits for input; run.wait() asks you for it")
         self._publisher.flush(force=True)
+        self._stopwatch.pause(question.rank)
         self._run._mail.put(question)
 
     # ---- ends
@@ -270,6 +286,7 @@ class Group:
             self._selector.unregister(watched.process.ends.channel)
         watched.process.close()
         watched.ended = True
+        self._stopwatch.resume(watched.process.rank)
 
     def _judge(self, watched: _Watched, end: Exit) -> None:
         info = watched.info

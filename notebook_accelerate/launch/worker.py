@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -151,6 +152,7 @@ def connect(wiring: Wiring) -> tuple[Agent, Console]:
 
     os.dup2(wiring.stdout, 1)
     os.dup2(wiring.stderr, 2)
+    faulthandler.enable(2)  # a crash in native code leaves the Python stack; ipykernel's own default is not this file
     for descriptor in {wiring.stdout, wiring.stderr} - {1, 2}:
         os.close(descriptor)
     sink = Sink(Channel(socket.socket(fileno=wiring.channel)))

@@ -258,11 +258,11 @@ class Store:
         event: Any = record.event
         lines = self._logs.setdefault(record.rank, deque())
         size = self._log_bytes.get(record.rank, 0)
-        for text in event.text.split("\n"):
-            lines.append(LogLine(record.time, event.stream, text))
-            size += len(text) + 64  # the tuple and its parts weigh about that much
+        # Many lines come as one text and stay one until they are read: a flood must not cost an object per line.
+        lines.append(LogLine(record.time, event.stream, event.text))
+        size += len(event.text) + 200  # the tuple and its parts weigh about that much
         while size > self._max_log_bytes and len(lines) > 1:
-            size -= len(lines.popleft().text) + 64
+            size -= len(lines.popleft().text) + 200
         self._log_bytes[record.rank] = size
 
     # ---- reading
@@ -300,4 +300,5 @@ class Store:
     def log_lines(self, rank: int) -> list[LogLine]:
         """Return the kept lines of ``rank``, oldest first."""
         with self._lock:
-            return list(self._logs.get(rank, ()))
+            chunks = list(self._logs.get(rank, ()))
+        return [LogLine(chunk.time, chunk.stream, text) for chunk in chunks for text in chunk.text.split("\n")]

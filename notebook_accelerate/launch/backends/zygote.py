@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.backends.base import Ends, Exit, RankProcess
-from notebook_accelerate.launch.backends.spawn import PickledBackend, interpreter_command
+from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder

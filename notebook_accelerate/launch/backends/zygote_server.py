@@ -20,6 +20,7 @@ PRELOADED = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.data",
+    "torch._dynamo",  # every optimizer imports it at its first use, which takes a second
     "numpy",
     "IPython.core.display_functions",
     "IPython.display",

@@ -1,0 +1,49 @@
+"""What the start methods whose processes inherit nothing share."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.backends.base import ProcessBackend
+from notebook_accelerate.launch.payload import cell_sources, dump
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.worker import WorkerOrder
+
+
+def interpreter_command(call: str) -> list[str]:
+    """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
+    setup = f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
+    return [sys.executable, "-c", setup + call]
+
+
+class PickledBackend(ProcessBackend):
+    """Base of the methods whose processes inherit nothing: the function and its arguments travel in one file."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        super().__init__(function, arguments)
+        self._payload = dump((function, arguments), "the function or its arguments").to_file()
+        self._sources = cell_sources()
+
+    def complete(self, order: WorkerOrder) -> WorkerOrder:
+        """Fill in what a forked rank would have inherited."""
+        order.base_environment = dict(os.environ)
+        order.cwd = _working_directory()
+        order.sys_path = list(sys.path)
+        order.sources = self._sources
+        return order
+
+    def close(self) -> None:
+        """See ``ProcessBackend.close``."""
+        os.close(self._payload)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - it crosses to another process as text
+    except OSError:
+        return None
