@@ -121,6 +121,7 @@ _SUBMODULES = (
     "accelerator",
     "data_loader",
     "launchers",
+    "logging",
     "optimizer",
     "scheduler",
     "state",
