@@ -1,0 +1,307 @@
+"""The configuration file of Accelerate's command line: YAML or JSON, read, written, and translated to variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from notebook_accelerate.config import constants, environ
+from notebook_accelerate.config.enums import (
+    ComputeEnvironment,
+    DistributedType,
+    DynamoBackend,
+    PrecisionType,
+    SageMakerDistributedType,
+)
+
+
+def cache_folder() -> Path:
+    """Return the folder of the default configuration file: ``$HF_HOME/accelerate``, or below ``~/.cache``."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME") or str(Path(cache) / "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "accelerate"
+
+
+cache_dir = str(cache_folder())
+default_json_config_file = str(Path(cache_dir) / "default_config.yaml")
+default_yaml_config_file = str(Path(cache_dir) / "default_config.yaml")
+default_config_file = default_yaml_config_file
+
+
+@dataclass
+class BaseConfig:
+    """What every configuration file has."""
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType | SageMakerDistributedType
+    mixed_precision: str
+    use_cpu: bool
+    debug: bool
+
+    distributed_types: ClassVar[type[Enum]] = DistributedType
+
+    def __post_init__(self) -> None:
+        self.compute_environment = ComputeEnvironment(self.compute_environment)
+        self.distributed_type = type(self).distributed_types(self.distributed_type)  # type: ignore[assignment]
+        # YAML reads a bare `no` as False.
+        precision = str(self.mixed_precision).lower()
+        self.mixed_precision = "no" if precision in {"false", "none"} else precision
+        if self.mixed_precision not in PrecisionType:
+            allowed = ", ".join(PrecisionType.list())
+            raise ValueError(f"mixed_precision={self.mixed_precision!r} is not allowed; allowed: {allowed}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a file holds: enums by value, without fields that are None or empty."""
+        values = {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+        return {name: value for name, value in values.items() if value is not None and value != {}}
+
+    @staticmethod
+    def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Fill what older files leave out.
+
+        Args:
+            config_dict: What a file holds.
+
+        Returns:
+            Arguments of the class.
+        """
+        defaults = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
+        config = {**defaults, "use_cpu": False, "debug": False, **config_dict}
+        if "fp16" in config:  # before mixed_precision existed
+            config["mixed_precision"] = "fp16" if config.pop("fp16") else "no"
+        backend = config.pop("dynamo_backend", None)
+        if backend not in {None, "NO"}:
+            config["dynamo_config"] = {"dynamo_backend": backend, **(config.get("dynamo_config") or {})}
+        return config
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], source: object = "the configuration") -> Any:
+        """Make a configuration of what a file holds.
+
+        Args:
+            config_dict: The values.
+            source: Where they come from, for messages.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: Unknown or missing keys.
+        """
+        config = cls.process_config(config_dict)
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        if unknown := sorted(config.keys() - known):
+            raise ValueError(
+                f"{source} has keys that are not known: {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        return cls(**config)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> Any:
+        """Read a configuration from a JSON file.
+
+        Args:
+            json_file: Its path; None: the default file.
+        """
+        path = Path(default_json_config_file if json_file is None else json_file)
+        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")), path)
+
+    @classmethod
+    def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Any:
+        """Read a configuration from a YAML file.
+
+        Args:
+            yaml_file: Its path; None: the default file.
+        """
+        path = Path(default_yaml_config_file if yaml_file is None else yaml_file)
+        return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {}, path)
+
+    def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
+        """Write the configuration as JSON.
+
+        Args:
+            json_file: The path.
+        """
+        Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
+        """Write the configuration as YAML.
+
+        Args:
+            yaml_file: The path.
+        """
+        Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """Configuration of a training on this machine or several."""
+
+    num_processes: int = -1
+    """Ranks of all machines together."""
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] | None = None
+    tpu_vm: list[str] | None = None
+    tpu_env: list[str] | None = None
+    dynamo_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # YAML reads a bare `no` as False here too.
+        self.downcast_bf16 = self.downcast_bf16 not in {False, None, "no", "false"}
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variables that give a worker these settings."""
+        values: dict[str, Any] = {
+            "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
+            "ACCELERATE_USE_CPU": self.use_cpu or None,
+            "ACCELERATE_DEBUG_MODE": self.debug or None,
+            "ACCELERATE_CPU_AFFINITY": self.enable_cpu_affinity or None,
+            "ACCELERATE_DOWNCAST_BF16": self.downcast_bf16 or None,
+            **_dynamo_variables(self.dynamo_config),
+            **_fsdp_variables(self.fsdp_config),
+            **_deepspeed_variables(self.deepspeed_config),
+            **_switched("ACCELERATE_USE_PARALLELISM_CONFIG", _upper(self.parallelism_config)),
+            **_switched("ACCELERATE_USE_MEGATRON_LM", _upper(self.megatron_lm_config)),
+            **_fp8_variables(self.fp8_config),
+        }
+        return {name: environ.as_text(value) for name, value in values.items() if value is not None}
+
+
+@dataclass
+class SageMakerConfig(BaseConfig):
+    """Configuration of a training on Amazon SageMaker."""
+
+    ec2_instance_type: str
+    iam_role_name: str
+    image_uri: str | None = None
+    profile: str | None = None
+    region: str = "us-east-1"
+    num_machines: int = 1
+    gpu_ids: str = "all"
+    base_job_name: str = "accelerate-sagemaker-1"
+    pytorch_version: str = constants.SAGEMAKER_PYTORCH_VERSION
+    transformers_version: str = constants.SAGEMAKER_TRANSFORMERS_VERSION
+    py_version: str = constants.SAGEMAKER_PYTHON_VERSION
+    sagemaker_inputs_file: str | None = None
+    sagemaker_metrics_file: str | None = None
+    additional_args: dict[str, Any] | None = None
+    dynamo_config: dict[str, Any] | None = None
+    enable_cpu_affinity: bool = False
+
+    distributed_types: ClassVar[type[Enum]] = SageMakerDistributedType
+
+
+def load_config_from_file(config_file: str | os.PathLike[str] | None) -> ClusterConfig | SageMakerConfig:
+    """Read a configuration file.
+
+    Args:
+        config_file: Its path, ending in .json, or else YAML; None: the default file.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It has unknown keys or values.
+    """
+    path = Path(default_config_file if config_file is None else config_file)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no configuration file {path}; write_basic_config(save_location=...) makes one"
+        )
+    # JSON is YAML, so that files with either content load whatever their name.
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    sagemaker = values.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
+    loaded: ClusterConfig | SageMakerConfig = (SageMakerConfig if sagemaker else ClusterConfig).from_dict(values, path)
+    return loaded
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _upper(config: Mapping[str, Any] | None, prefix: str = "") -> dict[str, Any]:
+    return {f"{prefix}{name.upper()}": _joined(value) for name, value in (config or {}).items()}
+
+
+def _joined(value: Any) -> Any:
+    return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _switched(switch: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {switch: True, **values} if values else {}
+
+
+def _dynamo_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    values = _upper(config, "ACCELERATE_")
+    backend = str(values.get("ACCELERATE_DYNAMO_BACKEND", "NO")).upper()
+    return values | {"ACCELERATE_DYNAMO_BACKEND": DynamoBackend(backend).value} if values else {}
+
+
+def _fsdp_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    renamed = {
+        "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+        "FSDP_BACKWARD_PREFETCH_POLICY": "FSDP_BACKWARD_PREFETCH",
+    }
+    return _switched("ACCELERATE_USE_FSDP", {renamed.get(name, name): value for name, value in _upper(config).items()})
+
+
+def _deepspeed_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    renamed = {
+        "GRADIENT_ACCUMULATION_STEPS": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "GRADIENT_CLIPPING": "ACCELERATE_GRADIENT_CLIPPING",
+        "ZERO3_INIT_FLAG": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        "DEEPSPEED_CONFIG_FILE": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        "DEEPSPEED_MOE_LAYER_CLS_NAMES": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+    }
+    values = {renamed.get(name, f"ACCELERATE_DEEPSPEED_{name}"): value for name, value in _upper(config).items()}
+    return _switched("ACCELERATE_USE_DEEPSPEED", values)
+
+
+def _fp8_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    values = _upper(config, "ACCELERATE_FP8_")
+    if "ACCELERATE_FP8_AMAX_HISTORY_LENGTH" in values:
+        values["ACCELERATE_FP8_AMAX_HISTORY_LEN"] = values.pop("ACCELERATE_FP8_AMAX_HISTORY_LENGTH")
+    return values
+
+
+__all__ = [
+    "BaseConfig",
+    "ClusterConfig",
+    "SageMakerConfig",
+    "cache_dir",
+    "cache_folder",
+    "default_config_file",
+    "default_json_config_file",
+    "default_yaml_config_file",
+    "load_config_from_file",
+]

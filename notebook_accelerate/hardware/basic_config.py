@@ -1,0 +1,60 @@
+"""A first configuration file, made from what this machine has."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Literal
+
+from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType, PrecisionType
+from notebook_accelerate.config.files import ClusterConfig, default_config_file
+from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware.detection import HardwareInfo, detect
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str = default_config_file, use_xpu: bool | None = None
+) -> Path | Literal[False]:
+    """Write a configuration file for all devices of this machine, without a question asked.
+
+    Args:
+        mixed_precision: no, fp16, bf16 or fp8.
+        save_location: Its path; written as JSON where it ends in .json, else as YAML.
+        use_xpu: Deprecated and without effect: Intel GPUs are used where there are some.
+
+    Returns:
+        The path; False where a file is there already, which stays.
+
+    Raises:
+        ValueError: The precision is not allowed.
+    """
+    if use_xpu is not None:
+        warnings.warn("use_xpu is deprecated: leave it out; Intel GPUs are used where there are some", FutureWarning, 2)
+    if str(mixed_precision).lower() not in PrecisionType:
+        allowed = ", ".join(PrecisionType.list())
+        raise ValueError(f"`mixed_precision` should be one of {allowed}; received {mixed_precision!r}")
+    path = Path(save_location)
+    if path.exists():
+        sys.stdout.write(f"{path} exists and stays as it is; pass another save_location, or remove it\n")
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config = _basic_config(str(mixed_precision).lower(), detect())
+    (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(path)
+    return path
+
+
+def _basic_config(mixed_precision: str, hardware: HardwareInfo) -> ClusterConfig:
+    several = hardware.count > 1
+    row = devices.row(hardware.accelerator)
+    return ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=row.distributed_type if several else DistributedType.NO,
+        mixed_precision=mixed_precision,
+        use_cpu=not row.is_accelerator,
+        debug=False,
+        num_processes=max(hardware.count, 1),
+    )
+
+
+__all__ = ["write_basic_config"]

@@ -1,0 +1,162 @@
+"""Loggers that know their rank, and a progress bar that one rank shows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from importlib import import_module
+from typing import Any
+
+from notebook_accelerate import telemetry
+from notebook_accelerate.hardware.checks import is_tqdm_available
+from notebook_accelerate.state import PartialState
+from notebook_accelerate.telemetry.events import ProgressEvent
+
+# Frames between a caller and the logger it means: Python 3.11 leaves its own logging module out of the count.
+_STACKLEVEL = 2 if sys.version_info >= (3, 11) else 3
+
+
+class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """A logger whose records come from the main process, from all, or from all in order.
+
+    Every method takes two more keywords: ``main_process_only`` (default True), and ``in_order`` (default False), with
+    which every rank must call it, and they log one after the other.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+        super().__init__(logger, extra or {})
+        self._said: set[str] = set()
+
+    @staticmethod
+    def _should_log(main_process_only: bool) -> bool:
+        return not main_process_only or PartialState().is_main_process
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Log a message.
+
+        Args:
+            level: Its level.
+            msg: The message.
+            args: What its placeholders stand for.
+            kwargs: ``main_process_only`` and ``in_order``, and what ``logging.Logger.log`` takes.
+
+        Raises:
+            RuntimeError: There is no state yet to tell the rank.
+        """
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not PartialState._shared_state:
+            raise RuntimeError(
+                f"logger {self.logger.name!r} does not know its rank yet: make an Accelerator() or a PartialState() "
+                "before logging"
+            )
+        kwargs.setdefault("stacklevel", _STACKLEVEL)
+        if in_order and not main_process_only:
+            self._log_in_order(level, msg, args, kwargs)
+        elif self.isEnabledFor(level) and self._should_log(main_process_only):
+            self._log_now(level, msg, args, kwargs)
+
+    def _log_in_order(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = PartialState()
+        kwargs["stacklevel"] += 1
+        for index in range(state.num_processes):
+            if index == state.process_index and self.isEnabledFor(level):
+                self._log_now(level, msg, args, kwargs)
+            state.wait_for_everyone()
+
+    def _log_now(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        msg, rest = self.process(msg, kwargs)
+        rest["stacklevel"] += 1
+        self.logger.log(level, msg, *args, **rest)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Label a message with its rank, where there are several.
+
+        Args:
+            msg: The message.
+            kwargs: The keywords it is logged with.
+
+        Returns:
+            Both.
+        """
+        msg, rest = super().process(msg, dict(kwargs))
+        state = PartialState()
+        return (f"[RANK {state.process_index}] {msg}" if state.num_processes > 1 else msg), rest
+
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Log a warning, unless the same was logged before.
+
+        Args:
+            args: As for ``warning``.
+            kwargs: As for ``warning``.
+        """
+        key = repr((args, sorted(kwargs.items())))
+        if key not in self._said:
+            self._said.add(key)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", _STACKLEVEL) + 1
+            self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return a logger that knows its rank.
+
+    Args:
+        name: Name of the logger, usually ``__name__``.
+        log_level: Level of it and of the root logger, as "INFO"; None: ACCELERATE_LOG_LEVEL, or as it is.
+
+    Returns:
+        The logger; it can log once there is an Accelerator or a PartialState.
+    """
+    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    logger = logging.getLogger(name)
+    if level:
+        logger.setLevel(level.upper())
+        logging.getLogger().setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Make a tqdm progress bar that shows on the first rank of each machine.
+
+    Args:
+        args: As for ``tqdm.tqdm``.
+        main_process_only: Whether the other ranks show none.
+        kwargs: As for ``tqdm.tqdm``.
+
+    Returns:
+        The bar; in a launched run it also feeds the run's panels.
+
+    Raises:
+        ImportError: tqdm is not installed.
+        ValueError: The first argument is a truth value (Accelerate's old way to pass main_process_only).
+    """
+    if not is_tqdm_available():
+        raise ImportError("tqdm is not installed: pip install tqdm")
+    if args and isinstance(args[0], bool):
+        raise ValueError(f"tqdm({args[0]}, ...) is not allowed; pass main_process_only={args[0]} as a keyword")
+    if main_process_only and not kwargs.get("disable", False):
+        kwargs["disable"] = not PartialState().is_local_main_process
+    if telemetry.current_sink() is not None:
+        return _reporting_bar()(*args, **kwargs)
+    return import_module("tqdm.auto").tqdm(*args, **kwargs)
+
+
+def _reporting_bar() -> Any:
+    """Return the text bar, made to tell the launch how far it is whenever it draws itself."""
+    bar: Any = import_module("tqdm.std").tqdm
+
+    class ReportingBar(bar):  # type: ignore[misc]
+        def display(self, *args: Any, **kwargs: Any) -> Any:
+            telemetry.emit(ProgressEvent(step=int(self.n), total=_whole(self.total), label=str(self.desc or "")))
+            return super().display(*args, **kwargs)
+
+    return ReportingBar
+
+
+def _whole(total: float | None) -> int | None:
+    return None if total is None else int(total)
+
+
+__all__ = ["MultiProcessAdapter", "get_logger", "tqdm"]

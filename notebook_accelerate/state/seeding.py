@@ -1,0 +1,50 @@
+"""One seed for every random number generator of a rank."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from notebook_accelerate.hardware import detect, devices
+from notebook_accelerate.state.partial_state import PartialState
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, numpy's, torch's and the device's random number generators.
+
+    Args:
+        seed: The seed, from 0 to 2**32 - 1 (numpy's range).
+        device_specific: Whether each rank adds its index, and so draws other numbers than the others.
+        deterministic: Whether torch must use deterministic algorithms, and raise where it has none.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed={seed!r} is not allowed; pass a whole number, as set_seed(42)")
+    if device_specific:
+        seed += PartialState().process_index
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - libraries draw from the global generator
+    torch.manual_seed(seed)  # the CPU's, and those of CUDA, MPS and XPU when they are first used
+    _seed_device(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _seed_device(seed: int) -> None:
+    """Seed the generators that ``torch.manual_seed`` does not reach."""
+    row = devices.row(detect().accelerator)
+    if row.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(seed)
+    elif row.extension:
+        row.call("manual_seed_all", seed)
+
+
+def wait_for_everyone() -> None:
+    """Wait until all ranks have come here; every rank must call this."""
+    PartialState().wait_for_everyone()
+
+
+__all__ = ["set_seed", "wait_for_everyone"]

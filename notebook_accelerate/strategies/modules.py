@@ -1,0 +1,118 @@
+"""Questions about a model's modules: compiled, sharded, repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from notebook_accelerate.strategies.unwrap import is_compiled_module
+
+
+def has_compiled_regions(module: torch.nn.Module) -> bool:
+    """Tell whether a submodule was compiled with ``torch.compile``.
+
+    Args:
+        module: A model.
+    """
+    return any(is_compiled_module(child) for child in list(module.modules())[1:])
+
+
+def is_repeated_blocks(module: torch.nn.Module) -> bool:
+    """Tell whether a module is a list of blocks of one class, which compile once for all.
+
+    Args:
+        module: A module.
+    """
+    if not isinstance(module, torch.nn.ModuleList) or not len(module):
+        return False
+    return all(type(block) is type(module[0]) for block in module)
+
+
+def has_repeated_blocks(module: torch.nn.Module) -> bool:
+    """Tell whether a list of blocks of one class is in a model, at any depth.
+
+    Args:
+        module: A model.
+    """
+    return any(is_repeated_blocks(child) for child in module.modules())
+
+
+def model_has_dtensor(model: torch.nn.Module) -> bool:
+    """Tell whether a model has parameters that are distributed over a device mesh.
+
+    Args:
+        model: The model.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: torch.nn.Module) -> int | None:
+    """Return over how many ranks a transformers model's tensors are split; None where they are not.
+
+    Args:
+        model: The model.
+    """
+    size = getattr(model, "tp_size", None)
+    return size if isinstance(size, int) else None
+
+
+def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Return all modules of a model, children before their parents, the model last.
+
+    Args:
+        model: The model.
+        return_fqns: Whether to return pairs of full name and module.
+
+    Returns:
+        Modules, or pairs; a module that is shared appears once.
+    """
+    named = sorted(model.named_modules(), key=_depth, reverse=True)
+    return named if return_fqns else [module for _, module in named]
+
+
+def _depth(named: tuple[str, torch.nn.Module]) -> int:
+    return named[0].count(".") + 1 if named[0] else 0
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - Accelerate's name
+    params: Iterable[torch.nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: torch.nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Hold parameters whole that DeepSpeed ZeRO-3 has split; does nothing on others. Every rank must enter it.
+
+    Args:
+        params: The parameters.
+        modifier_rank: The rank whose changes are kept; None: none are made.
+        fwd_module: The module in whose forward they are used.
+        enabled: Whether it does anything.
+    """
+    parameters = [params] if isinstance(params, torch.Tensor) else list(params)
+    # ZeRO-3 marks the parameters it has taken over.
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(
+        parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+    ):
+        yield
+
+
+__all__ = [
+    "GatheredParameters",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "has_compiled_regions",
+    "has_repeated_blocks",
+    "is_repeated_blocks",
+    "model_has_dtensor",
+]
