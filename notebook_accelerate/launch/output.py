@@ -32,8 +32,10 @@ class LineAssembler:
     def feed(self, data: bytes) -> str | None:
         """Return the lines that are complete now, joined by line breaks; None when there is none."""
         lines, newline, rest = (self._rest + data).rpartition(b"\n")
+        rest = _last_drawing(rest)
         if not newline and len(rest) > MAX_LINE_BYTES:
-            lines, newline, rest = rest, b"\n", b""
+            cut = _character_start(rest)
+            lines, newline, rest = rest[:cut], b"\n", rest[cut:]
         self._rest = rest
         return self._text(lines) if newline else None
 
@@ -53,6 +55,20 @@ class LineAssembler:
         if "\r" not in text:
             return text
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
+def _last_drawing(rest: bytes) -> bytes:
+    """Forget what a progress bar has drawn over; the carriage return stays, for it tells that this is one."""
+    place = rest.rstrip(b"\r").rfind(b"\r")
+    return rest[place:] if place > 0 else rest
+
+
+def _character_start(data: bytes) -> int:
+    """Return where the last, perhaps unfinished, UTF-8 character begins, so that a cut does not halve it."""
+    start = len(data) - 1
+    while start > len(data) - 4 and data[start] & 0xC0 == 0x80:  # 10xxxxxx: inside a character
+        start -= 1
+    return start if data[start] & 0xC0 == 0xC0 else len(data)
 
 
 class Label:
