@@ -143,6 +143,9 @@ def _environment(env: object) -> None:
         return
     if not isinstance(env, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in env.items()):
         raise ValueError(f"env={env!r} is not allowed; pass a dict of strings, as env={{'NAME': 'value'}}")
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env={{{name!r}: {value!r}}} is not allowed; no process can have such a variable")
 
 
 __all__ = ["LaunchConfig"]
