@@ -28,8 +28,9 @@ def reserve(run_id: int, asked: int, *, fixed: bool, here: bool = True) -> tuple
         note = ""
         if fixed:
             if here and not _free(port):
+                other = port + 1 if port < 65535 else port - 1
                 raise PortInUseError(
-                    f"port {port} is taken on this machine; pass another, use_port={port + 1}, everywhere"
+                    f"port {port} is taken on this machine; pass another, use_port={other}, everywhere"
                 )
         elif port == 0 or port in _reserved.values() or not _free(port):
             port = _any_free()
