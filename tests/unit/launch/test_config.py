@@ -1,0 +1,120 @@
+"""LaunchConfig: what is checked, and what the messages say."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import LaunchConfig, notebook_launcher
+from notebook_accelerate.config.launch import MIXED_PRECISIONS, START_METHODS
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"num_processes": 0}, r"num_processes=0 .*at least 1"),
+        ({"num_processes": -1}, "num_processes=-1"),
+        ({"num_processes": 2.0}, "num_processes=2.0"),
+        ({"num_processes": True}, "num_processes=True"),
+        ({"num_processes": "2"}, "num_processes='2'"),
+        ({"mixed_precision": "fp61"}, "mixed_precision='fp61'.*'no', 'fp16', 'bf16', 'fp8'"),
+        ({"mixed_precision": None}, "mixed_precision=None"),
+        ({"start_method": "forkserver"}, "start_method='forkserver'.*'zygote'"),
+        ({"use_port": "http"}, "use_port='http'"),
+        ({"use_port": 65536}, "65535"),
+        ({"use_port": -1}, "use_port=-1"),
+        ({"use_port": None}, "use_port=None"),
+        ({"node_rank": 1}, "node_rank=1 is out of range: num_nodes=1"),
+        ({"node_rank": -1}, "node_rank=-1"),
+        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"timeout": 0}, "timeout=0.*above 0"),
+        ({"timeout": "5"}, "timeout='5'"),
+        ({"timeout": True}, "timeout=True"),
+        ({"timeout": math.nan}, "timeout=nan"),
+        ({"hang_timeout": -2}, "hang_timeout=-2"),
+        ({"monitor_interval": 0}, "monitor_interval=0"),
+        ({"panel": "yes"}, "panel='yes'"),
+        ({"env": {"A": 1}}, r"env=\{'A': 1\}"),
+        ({"env": [("A", "1")]}, "env="),
+        ({"env": {1: "a"}}, "env="),
+        ({"rdzv_backend": "etcd"}, "rdzv_backend='etcd'"),
+    ],
+)
+def test_what_is_refused_and_how_it_is_said(values: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        LaunchConfig(**values)
+    with pytest.raises(ValueError, match=match):
+        notebook_launcher(print, (), **values)
+
+
+@pytest.mark.parametrize("env", [{"A=B": "1"}, {"": "1"}, {"A": "x\0y"}, {"A\0": "1"}])
+def test_environment_names_that_no_process_can_have_are_refused_before_anything_starts(env: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="env="):
+        LaunchConfig(env=env)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"use_port": 0}, {"use_port": "0"}, {"use_port": 65535}, {"num_processes": 128}, {"timeout": 0.001},
+        {"panel": True}, {"env": {}}, {"node_rank": 1, "num_nodes": 2},
+        *({"mixed_precision": name} for name in MIXED_PRECISIONS),
+        *({"start_method": name} for name in START_METHODS),
+    ],
+)  # fmt: skip
+def test_what_is_allowed(values: dict[str, Any]) -> None:
+    config = LaunchConfig(**values)
+    assert config.changed().non_default() == config.non_default()
+
+
+def test_a_configuration_is_frozen_keyword_only_and_checked_again_when_changed() -> None:
+    config = LaunchConfig(use_port="1234")
+    assert config.non_default() == {"use_port": "1234"}
+    with pytest.raises(AttributeError):
+        config.num_processes = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        LaunchConfig(2)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="timeout"):
+        config.changed(timeout=-1)
+
+
+def test_the_launchers_defaults_are_the_configurations() -> None:
+    defaults = LaunchConfig()
+    for name, parameter in inspect.signature(notebook_launcher).parameters.items():
+        if name not in ("function", "args", "config"):
+            assert getattr(defaults, name) == parameter.default, name
+
+
+def test_accelerates_parameters_come_first_in_its_order() -> None:
+    names = list(inspect.signature(notebook_launcher).parameters)
+    assert names[:15] == [
+        "function", "args", "num_processes", "mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes",
+        "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id", "max_restarts", "monitor_interval",
+        "log_line_prefix_template",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", ["abc", b"abc", 3, None])
+def test_arguments_that_are_no_tuple(args: Any) -> None:
+    with pytest.raises(ValueError, match=r"print, \("):
+        notebook_launcher(print, args)
+
+
+@pytest.mark.parametrize("function", [None, 3, "train"])
+def test_what_is_not_a_function(function: Any) -> None:
+    with pytest.raises(ValueError, match=r"notebook_launcher\(train, \(args,\)\)"):
+        notebook_launcher(function)
+
+
+def test_a_called_function_is_explained() -> None:
+    with pytest.raises(ValueError, match="is not a function"):
+        notebook_launcher(print("called"), num_processes=2)  # type: ignore[func-returns-value,arg-type]
+
+
+def test_a_config_of_another_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="LaunchConfig"):
+        notebook_launcher(print, config={"num_processes": 2})  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""From raw bytes to whole labelled lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from notebook_accelerate.launch.output import (
+    MAX_LINE_BYTES,
+    Label,
+    LineAssembler,
+    Publisher,
+    RankOutput,
+    TextPublisher,
+    publisher_for,
+)
+from notebook_accelerate.telemetry import DisplayEvent
+
+
+def _all(chunks: list[bytes]) -> list[str]:
+    assembler = LineAssembler()
+    texts = [*map(assembler.feed, chunks), assembler.finish()]
+    return [line for text in texts if text is not None for line in text.split("\n")]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lines"),
+    [
+        ([b"a\nb\n"], ["a", "b"]),
+        ([b"a", b"b\nc", b"\n"], ["ab", "c"]),
+        ([b"no end"], ["no end"]),
+        ([b"\n\n"], ["", ""]),
+        ([b"a\r\nb\r\n"], ["a", "b"]),
+        ([b"a\r", b"\nb"], ["a", "b"]),
+        ([b"10%\r50%\r100%\n"], ["100%"]),
+        ([b"10%\r", b"50%\r", b"100%\n"], ["100%"]),
+        ([b"10%\r"], ["10%"]),
+        (["ä☃".encode()[:1], "ä☃".encode()[1:4], "ä☃".encode()[4:] + b"\n"], ["ä☃"]),
+        ([b"\xff\xfe\n"], ["\ufffd\ufffd"]),
+        ([b"a\x00b\n"], ["a\x00b"]),
+        ([b"a\x0bb\x0cc\x85\n"], ["a\x0bb\x0cc\ufffd"]),
+        (["a\u2028b\n".encode()], ["a\u2028b"]),
+        ([], []),
+    ],
+)
+def test_lines(chunks: list[bytes], lines: list[str]) -> None:
+    assert _all(chunks) == lines
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=8), st.data())
+def test_any_cut_gives_the_same_lines(lines: list[str], data: st.DataObject) -> None:
+    raw = "".join(line + "\n" for line in lines).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=10)))
+    chunks = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    assert _all(chunks) == lines
+
+
+def test_a_line_without_end_does_not_grow_for_ever() -> None:
+    assembler, seen, longest = LineAssembler(), 0, 0
+    for _ in range(100):
+        text = assembler.feed(b"x" * 100_000)
+        seen += len(text or "")
+        longest = max(longest, len(assembler._rest))
+    assert longest <= MAX_LINE_BYTES + 100_000
+    assert seen + len(assembler.finish() or "") == 10_000_000
+
+
+def test_a_giant_line_is_not_cut_inside_a_character() -> None:
+    raw = "☃".encode() * (MAX_LINE_BYTES // 3 + 50_000)
+    chunks = [raw[i : i + 65_537] for i in range(0, len(raw), 65_537)]
+    assert "\ufffd" not in "".join(_all([*chunks, b"\n"]))
+
+
+def test_a_giant_line_costs_linear_time() -> None:
+    begin = time.perf_counter()
+    _all([b"x" * 100] * 20_000)
+    assert time.perf_counter() - begin < 5.0
+
+
+def test_a_progress_bar_without_line_breaks_stays_small() -> None:
+    assembler = LineAssembler()
+    for step in range(100_000):
+        assert assembler.feed(b"\rstep %d of 100000 [=====    ]" % step) is None
+        assert len(assembler._rest) < 1 << 16
+    assert assembler.redrawn == "step 99999 of 100000 [=====    ]"
+
+
+def test_a_line_that_is_not_redrawn_is_no_progress_bar() -> None:
+    assembler = LineAssembler()
+    assembler.feed(b"half a line")
+    assert assembler.redrawn == ""
+    assembler.feed(b"\r 5%")
+    assert assembler.redrawn == " 5%"
+    assembler.feed(b"\rdone\n")
+    assert assembler.redrawn == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "label"),
+    [
+        (None, "[rank 3] "),
+        ("", ""),
+        ("${role_name}-${rank}/${local_rank}: ", "default-3/1: "),
+        ("$unknown ${rank} ", "$unknown 3 "),
+        ("100% ", "100% "),
+        ("$ ", "$ "),
+    ],
+)
+def test_labels(template: str | None, label: str) -> None:
+    assert Label(template)(3, 1) == label
+
+
+class _Memory(Publisher):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, str]] = []
+        self.bars: list[str] = []
+
+    def _write(self, stream: str, text: str) -> None:
+        self.sent.append((stream, text))
+
+    def _draw_bars(self, text: str) -> None:
+        self.bars.append(text)
+
+    def display(self, event: DisplayEvent, label: str) -> None:
+        self.sent.append(("display", label))
+
+
+def test_every_line_has_its_label_and_streams_stay_apart_in_order() -> None:
+    publisher = _Memory()
+    publisher.lines("stdout", "a\nb", "[0] ")
+    publisher.lines("stdout", "c", "[1] ")
+    publisher.lines("stderr", "oops", "[0] ")
+    publisher.lines("stdout", "d", "[0] ")
+    publisher.flush(force=True)
+    assert publisher.sent == [("stdout", "[0] a\n[0] b\n[1] c\n"), ("stderr", "[0] oops\n"), ("stdout", "[0] d\n")]
+    assert publisher.seconds_until_due() is None
+
+
+def test_flushes_are_gathered() -> None:
+    publisher = _Memory()
+    for number in range(1000):
+        publisher.lines("stdout", str(number), "")
+        publisher.flush()
+    publisher.flush(force=True)
+    assert "".join(text for _, text in publisher.sent) == "".join(f"{n}\n" for n in range(1000))
+    assert len(publisher.sent) < 50
+    publisher.lines("stdout", "x", "")
+    wait = publisher.seconds_until_due()
+    assert wait is not None
+    assert 0 <= wait < 0.2
+
+
+def test_bars_are_drawn_in_order_of_rank_and_taken_away() -> None:
+    publisher = _Memory()
+    kept: list[tuple[int, str, str]] = []
+    outputs = [RankOutput(rank, "stderr", f"[{rank}] ", lambda *row: kept.append(row), publisher) for rank in (1, 0)]
+    for output in outputs:
+        output.feed(b"\r10%")
+    publisher.flush(force=True)
+    assert publisher.bars == ["[0] 10%\n[1] 10%"]
+    outputs[0].feed(b"\r100%\n")
+    outputs[1].finish()
+    publisher.flush(force=True)
+    assert publisher.bars[-1] == ""
+    assert kept == [(1, "stderr", "100%"), (0, "stderr", "10%")]
+
+
+def test_the_text_publisher_writes_where_the_launch_was(capsys: pytest.CaptureFixture[str]) -> None:
+    publisher = publisher_for(1)
+    assert isinstance(publisher, TextPublisher)
+    publisher.lines("stdout", "out", "> ")
+    publisher.lines("stderr", "err", "> ")
+    publisher.display(DisplayEvent({"text/html": "<b>", "text/plain": "shown"}), "> ")
+    publisher.flush(force=True)
+    captured = capsys.readouterr()
+    assert captured.out == "> out\n> shown\n"
+    assert captured.err == "> err\n"
+
+
+def test_a_closed_stream_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = (tmp_path_factory.mktemp("out") / "file").open("w")
+    monkeypatch.setattr(sys, "stdout", file)
+    publisher = TextPublisher()
+    file.close()
+    publisher.lines("stdout", "late", "")
+    publisher.flush(force=True)

@@ -1,0 +1,139 @@
+"""Planning: pure, from facts to what will happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.hardware import HardwareInfo
+from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, rank_environment, runs_inline
+
+GIB = 1 << 30
+
+
+def _machine(accelerator: str = "cpu", count: int = 0, cpu_count: int = 8) -> HardwareInfo:
+    return HardwareInfo(
+        accelerator=accelerator, count=count, cpu_count=cpu_count, memory_bytes=GIB, host="jupyter", loopback="lo"
+    )
+
+
+def _plan(machine: HardwareInfo | None = None, hazard: str = "", can_fork: bool = True, **values: Any) -> LaunchPlan:
+    environment = values.pop("environment", {})
+    facts = KernelFacts(fork_hazard=hazard, can_fork=can_fork, environment=environment)
+    return plan(LaunchConfig(**values), machine or _machine(), facts)
+
+
+@pytest.mark.parametrize(
+    ("values", "method"),
+    [
+        ({}, "inline"),
+        ({"num_processes": 1}, "inline"),
+        ({"num_processes": 2}, "fork"),
+        ({"num_processes": 2, "hazard": "CUDA is initialised"}, "zygote"),
+        ({"num_processes": 2, "can_fork": False}, "spawn"),
+        ({"num_processes": 2, "can_fork": False, "hazard": "x"}, "spawn"),
+        ({"block": False}, "fork"),
+        ({"timeout": 3}, "fork"),
+        ({"hang_timeout": 3}, "fork"),
+        ({"max_restarts": 1}, "fork"),
+        ({"env": {"A": "1"}}, "fork"),
+        ({"num_nodes": 2}, "fork"),
+        ({"num_processes": 1, "hazard": "x"}, "inline"),
+        ({"num_processes": 1, "start_method": "fork"}, "fork"),
+        ({"num_processes": 2, "start_method": "zygote"}, "zygote"),
+        ({"num_processes": 2, "start_method": "spawn", "hazard": "x"}, "spawn"),
+        ({"num_processes": 1, "start_method": "inline"}, "inline"),
+    ],
+)
+def test_the_start_method(values: dict[str, Any], method: str) -> None:
+    assert _plan(**values).start_method == method
+
+
+def test_the_reason_is_in_the_sentence() -> None:
+    assert "the kernel is safe to fork" in _plan(num_processes=2).sentence()
+    assert (
+        "CUDA is initialised in the kernel" in _plan(num_processes=2, hazard="CUDA is initialised in the kernel").reason
+    )
+    assert _plan(num_processes=2).sentence().startswith("2 processes on cpu")
+    assert _plan().sentence().startswith("1 process on cpu")
+    assert "2 processes of 4" in _plan(num_processes=2, num_nodes=2).sentence()
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"num_processes": 2, "start_method": "inline"}, "inline.*2 were asked"),
+        ({"num_nodes": 2, "start_method": "inline"}, "inline"),
+        ({"start_method": "inline", "block": False}, "cannot do block=False"),
+        ({"start_method": "inline", "timeout": 3}, "cannot do timeout"),
+        ({"start_method": "fork", "num_processes": 2, "hazard": "CUDA is initialised"}, "CUDA is initialised"),
+        ({"start_method": "fork", "num_processes": 2, "can_fork": False}, "spawn"),
+        ({"start_method": "zygote", "num_processes": 2, "can_fork": False}, "spawn"),
+        ({"machine": _machine("cuda", 2), "num_processes": 3}, "2 cuda devices.*num_processes=2"),
+        ({"machine": _machine("cuda", 1), "num_processes": 2}, "1 cuda device;"),
+    ],
+)
+def test_what_is_refused(values: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        _plan(**values)
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "expected"),
+    [
+        (_machine(), {}, ("cpu", 1, "")),
+        (_machine(), {"num_processes": 4}, ("cpu", 4, "gloo")),
+        (_machine("cuda", 4), {}, ("cuda", 4, "nccl")),
+        (_machine("cuda", 4), {"num_processes": 2}, ("cuda", 2, "nccl")),
+        (_machine("cuda", 1), {}, ("cuda", 1, "")),
+        (_machine("cuda", 4), {"cpu": True}, ("cpu", 1, "")),
+        (_machine("cuda", 4), {"cpu": True, "num_processes": 8}, ("cpu", 8, "gloo")),
+        (_machine("mps", 1), {}, ("mps", 1, "")),
+        (_machine("mps", 1), {"num_processes": 2}, ("cpu", 2, "gloo")),
+    ],
+)
+def test_devices_and_ranks(machine: HardwareInfo, values: dict[str, Any], expected: tuple[str, int, str]) -> None:
+    found = _plan(machine, **values)
+    assert (found.accelerator, found.num_processes, found.backend) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu_count", "values", "threads"),
+    [
+        (8, {"num_processes": 2}, 4),
+        (8, {"num_processes": 3}, 2),
+        (2, {"num_processes": 16}, 1),
+        (8, {"num_processes": 2, "environment": {"OMP_NUM_THREADS": "3"}}, 3),
+        (8, {"num_processes": 2, "environment": {"OMP_NUM_THREADS": "3"}, "env": {"OMP_NUM_THREADS": "5"}}, 5),
+        (8, {"num_processes": 2, "environment": {"OMP_NUM_THREADS": "many"}}, 4),
+        (8, {"num_processes": 2, "environment": {"OMP_NUM_THREADS": "0"}}, 4),
+        (8, {}, None),
+    ],
+)
+def test_threads(cpu_count: int, values: dict[str, Any], threads: int | None) -> None:
+    assert _plan(_machine(cpu_count=cpu_count), **values).threads == threads
+
+
+def test_the_environment_is_torchruns_and_pinned_to_loopback() -> None:
+    found = _plan(num_processes=2, use_port="1234")
+    env = rank_environment(found, 1)
+    expected = {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    assert {name: env[name] for name in expected} == expected
+
+
+def test_the_second_machine_counts_on() -> None:
+    found = _plan(num_processes=2, num_nodes=3, node_rank=2, master_addr="10.0.0.1")
+    env = rank_environment(found, 1)
+    assert (found.world_size, found.first_rank) == (6, 4)
+    assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"], env["MASTER_ADDR"]) == ("5", "1", "2", "10.0.0.1")
+    assert "GLOO_SOCKET_IFNAME" not in env
+
+
+def test_runs_inline_needs_no_facts() -> None:
+    assert runs_inline(LaunchConfig(), _machine())
+    assert not runs_inline(LaunchConfig(num_processes=2), _machine())

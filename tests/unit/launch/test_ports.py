@@ -1,0 +1,84 @@
+"""Finding the port of the process group."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accelerate.errors import PortInUseError
+from notebook_accelerate.launch import ports
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    yield
+    for run_id in range(-9, 0):
+        ports.release(run_id)
+
+
+def _free() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_free_port_is_taken_without_a_word() -> None:
+    port = _free()
+    assert ports.reserve(-1, port, fixed=False) == (port, "")
+
+
+def test_a_taken_port_is_replaced_and_said_in_one_line(taken: int) -> None:
+    port, note = ports.reserve(-1, taken, fixed=False)
+    assert port != taken
+    assert note == f"port {taken} is taken, using {port}"
+
+
+def test_any_port() -> None:
+    port, note = ports.reserve(-1, 0, fixed=False)
+    assert port > 0
+    assert note == ""
+
+
+def test_two_runs_at_once_get_two_ports_until_one_lets_go() -> None:
+    asked = _free()
+    first, _ = ports.reserve(-1, asked, fixed=False)
+    second, note = ports.reserve(-2, asked, fixed=False)
+    assert first == asked != second
+    assert "taken" in note
+    ports.release(-1)
+    assert ports.reserve(-3, asked, fixed=False) == (asked, "")
+
+
+def test_a_port_of_several_machines_is_refused_in_one_line(taken: int) -> None:
+    with pytest.raises(PortInUseError, match=f"port {taken} is taken.*use_port={taken + 1}") as caught:
+        ports.reserve(-1, taken, fixed=True)
+    assert "\n" not in str(caught.value)
+    assert ports.reserve(-2, taken, fixed=True, here=False) == (taken, "")
+
+
+def test_the_last_port_number_suggests_one_that_exists() -> None:
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 65535))
+        server.listen()
+        with pytest.raises(PortInUseError) as caught:
+            ports.reserve(-1, 65535, fixed=True)
+    assert "65536" not in str(caught.value)
+
+
+def test_a_port_held_on_all_interfaces_is_taken() -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        asked = server.getsockname()[1]
+        assert ports.reserve(-1, asked, fixed=False)[0] != asked
