@@ -6,6 +6,16 @@ A call moves all leaves of one dtype in one collective, however many there are. 
 from __future__ import annotations
 
 from notebook_accelerate.collectives.communicator import COMMUNICATORS, Communicator, communicator
+from notebook_accelerate.collectives.compatibility import (
+    TENSOR_INT_TO_DTYPE,
+    TENSOR_TYPE_TO_INT,
+    GatheredParameters,
+    chained_operation,
+    gather_tensor_shape,
+    get_shape,
+    is_torch_xpu_tensor,
+    verify_operation,
+)
 from notebook_accelerate.collectives.containers import (
     find_batch_size,
     find_device,
@@ -40,14 +50,20 @@ from notebook_accelerate.collectives.operations import (
     reduce,
 )
 from notebook_accelerate.collectives.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
+from notebook_accelerate.errors import DistributedOperationException
 
 __all__ = [
     "COMMUNICATORS",
+    "TENSOR_INT_TO_DTYPE",
+    "TENSOR_TYPE_TO_INT",
     "CannotPadNestedTensorWarning",
     "Communicator",
     "ConvertOutputsToFp32",
+    "DistributedOperationException",
+    "GatheredParameters",
     "broadcast",
     "broadcast_object_list",
+    "chained_operation",
     "communicator",
     "concatenate",
     "convert_outputs_to_fp32",
@@ -58,13 +74,16 @@ __all__ = [
     "gather",
     "gather_for_metrics",
     "gather_object",
+    "gather_tensor_shape",
     "get_data_structure",
+    "get_shape",
     "honor_type",
     "ignorant_find_batch_size",
     "initialize_tensors",
     "is_namedtuple",
     "is_tensor_information",
     "is_torch_tensor",
+    "is_torch_xpu_tensor",
     "leaves_of",
     "listify",
     "pad_across_processes",
@@ -73,5 +92,6 @@ __all__ = [
     "reduce",
     "send_to_device",
     "slice_tensors",
+    "verify_operation",
     "with_leaves",
 ]

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from notebook_accelerate.precision.outputs import restore_forward
+
 
 class Precision:
     """Full precision, and the base class of the others.
@@ -27,7 +29,7 @@ class Precision:
         self.scaler_handler = scaler_handler
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make the model compute in this precision, in place.
+        """Make the model compute in this precision, in place; what another precision did to it is undone.
 
         Args:
             model: The model, before it is wrapped for several ranks.
@@ -35,6 +37,7 @@ class Precision:
         Returns:
             The model.
         """
+        restore_forward(model)
         return model
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:

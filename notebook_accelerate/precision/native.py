@@ -21,12 +21,12 @@ class NativePrecision(Precision):
             model: The model.
 
         Returns:
-            The model; `_original_forward` keeps its forward. A model wrapped before is left alone.
+            The model; `_original_forward` keeps its forward.
         """
-        if not isinstance(model.__dict__.get("forward"), AutocastForward):
-            original = model.forward
-            model._original_forward = original  # type: ignore[assignment]
-            model.forward = AutocastForward(original, self._settings(None))
+        super().wrap_model(model)
+        original = model.forward
+        model._original_forward = original  # type: ignore[assignment]
+        model.forward = AutocastForward(original, self._settings(None))
         return model
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:

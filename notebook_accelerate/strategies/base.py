@@ -126,18 +126,17 @@ class Strategy:
             evaluation_mode: Prepare it for inference only: nothing is exchanged between ranks.
 
         Returns:
-            The prepared model; one that was prepared before is returned as it is.
+            The prepared model; what was done to a model prepared before (by another Accelerator, or in the kernel
+            before a launch) is not done twice.
         """
-        if getattr(model, "_is_accelerate_prepared", False):
-            _add(self.models, extract_model_from_parallel(model, keep_torch_compile=False))
-            return model
         if device_placement is None:
             device_placement = self.setup.device_placement
         if device_placement and not is_on_several_devices(model):
             model = place_model(model, self.setup.device)
-        model = self.setup.precision.wrap_model(model)
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        self.setup.precision.wrap_model(inner)
         if not evaluation_mode:
-            _add(self.models, model)
+            _add(self.models, inner)
         prepared = self.compile(model if evaluation_mode else self.wrap_model(model))
         prepared._is_accelerate_prepared = True  # type: ignore[assignment]
         return prepared
@@ -178,11 +177,11 @@ class Strategy:
             device_placement: Whether its state goes to the device; None means the Accelerator's setting.
 
         Returns:
-            The prepared optimizer; one that was prepared before is returned as it is.
+            The prepared optimizer; one that this Accelerator prepared before is returned as it is.
         """
-        if isinstance(optimizer, AcceleratedOptimizer):
-            _add(self.optimizers, optimizer)
-            return optimizer
+        if any(optimizer is kept for kept in self.optimizers):
+            return optimizer  # type: ignore[return-value]
+        optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         if device_placement is None:
             device_placement = self.setup.device_placement
         prepared = AcceleratedOptimizer(optimizer, device_placement, self.setup.scaler)
@@ -199,13 +198,14 @@ class Strategy:
             scheduler: The scheduler.
 
         Returns:
-            The prepared scheduler; one that was prepared before is returned as it is.
+            The prepared scheduler; one that this Accelerator prepared before is returned as it is.
         """
-        if isinstance(scheduler, AcceleratedScheduler):
-            _add(self.schedulers, scheduler)
-            return scheduler
+        if any(scheduler is kept for kept in self.schedulers):
+            return scheduler  # type: ignore[no-any-return]
+        scheduler = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
         wanted = getattr(scheduler, "optimizer", None)
-        own = [optimizer for optimizer in self.optimizers if wanted is optimizer or wanted is optimizer.optimizer]
+        wanted = wanted.optimizer if isinstance(wanted, AcceleratedOptimizer) else wanted
+        own = [optimizer for optimizer in self.optimizers if wanted is optimizer.optimizer]
         prepared = AcceleratedScheduler(
             scheduler,
             own or self.optimizers,
@@ -228,11 +228,13 @@ class Strategy:
             slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None: by the first dimension.
 
         Returns:
-            The prepared loader; one that was prepared before is returned as it is.
+            The prepared loader; one that was prepared before for this rank of this world is returned as it is.
         """
         from notebook_accelerate.data_loader import prepare_data_loader
 
-        if getattr(data_loader, "_is_accelerate_prepared", False):
+        place = (self.setup.state.num_processes, self.setup.state.process_index)
+        if getattr(data_loader, "_prepared_for", None) == place:
+            data_loader.gradient_state = self.setup.gradient_state
             _add(self.dataloaders, data_loader)
             return data_loader
         if device_placement is None:
@@ -246,6 +248,7 @@ class Strategy:
         )
         prepared.gradient_state = self.setup.gradient_state
         prepared._is_accelerate_prepared = True
+        prepared._prepared_for = place
         self.dataloaders.append(prepared)
         return prepared  # type: ignore[no-any-return]
 

@@ -38,7 +38,7 @@ class DDPStrategy(Strategy):
                 "a model that a device map spreads over several devices cannot be trained by several processes; start "
                 "one process, or load the model without device_map"
             )
-        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+        if ddp_inside(model) is not None or not any(p.requires_grad for p in model.parameters()):
             return model
         handler = self.setup.ddp_handler
         device = self.setup.device
