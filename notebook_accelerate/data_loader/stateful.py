@@ -232,8 +232,11 @@ class ResumableIterator(Iterator[Any]):
 
     def _started(self) -> Iterator[Any]:
         """Start behind the items given before, and draw the order at once."""
+        epoch = getattr(self.sampler, "epoch", 0)
         items = iterate_from(self.source, self.yielded)
         first = list(itertools.islice(items, 1))
+        if isinstance(self.sampler, SeedableRandomSampler):
+            self.sampler.set_epoch(epoch)  # behind the last item the sampler has gone to the next epoch
         return itertools.chain(first, items)
 
     def _numbers_now(self) -> torch.Tensor | None:

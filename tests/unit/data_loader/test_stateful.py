@@ -1,0 +1,204 @@
+"""Saving and restoring the position within an epoch, on torchdata's StatefulDataLoader."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from notebook_accelerate.data_loader import DataLoaderShard, prepare_data_loader, skip_first_batches
+
+LENGTH, SIZE = 23, 2
+
+
+def loader(ranks: int = 1, rank: int = 0, workers: int = 0, dataset: Any = None, **options: Any) -> DataLoaderShard:
+    iterable = isinstance(dataset, IterableDataset)
+    plain = DataLoader(
+        torch.arange(LENGTH) if dataset is None else dataset,
+        batch_size=SIZE,
+        shuffle=None if iterable else options.pop("shuffle", False),
+        num_workers=workers,
+        generator=options.pop("generator", None),
+    )
+    made = prepare_data_loader(
+        plain, num_processes=ranks, process_index=rank, use_stateful_dataloader=True, dispatch_batches=False, **options
+    )
+    assert isinstance(made, DataLoaderShard)
+    return made
+
+
+def read(dataloader: Any, count: int | None = None) -> list[list[int]]:
+    got = []
+    for batch in dataloader:
+        got.append(batch.tolist())
+        if len(got) == count:
+            break
+    return got
+
+
+def test_it_is_torchdatas_loader() -> None:
+    made = loader()
+    assert isinstance(made, StatefulDataLoader)
+    assert isinstance(made, DataLoaderShard)
+    assert type(made).__name__ == "DataLoaderShard"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shuffle": True}, {"shuffle": True, "use_seedable_sampler": True, "data_seed": 3}],
+    ids=["in order", "shuffled", "seeded"],
+)
+@pytest.mark.parametrize("consumed", [1, 3])
+def test_resuming_gives_exactly_the_remaining_samples(
+    workers: int, ranks: int, options: dict[str, Any], consumed: int
+) -> None:
+    for rank in range(ranks):
+        torch.manual_seed(5)
+        original = loader(ranks, rank, workers, **options)
+        read(original)  # the first epoch: resuming must find the second one
+        states, second = [], []
+        for batch in original:
+            second.append(batch.tolist())
+            states.append(pickle.dumps((original.state_dict(), torch.get_rng_state())))
+        third = read(original)
+
+        torch.manual_seed(99)  # nothing may depend on the numbers of the new process
+        resumed = loader(ranks, rank, workers, **options)
+        torch.manual_seed(99)
+        state, numbers = pickle.loads(states[consumed - 1])
+        resumed.load_state_dict(state)
+        torch.set_rng_state(numbers)
+        assert read(resumed) == second[consumed:]
+        assert read(resumed) == third
+        assert resumed.iteration == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_taken_after_leaving_the_loop_counts_what_was_handed_out(workers: int) -> None:
+    original = loader(workers=workers)
+    got = read(original, 4)
+    state = original.state_dict()
+    resumed = loader(workers=workers)
+    resumed.load_state_dict(state)
+    assert got + read(resumed) == read(loader())
+    assert got == read(loader(), 4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_taken_with_the_last_batch_has_nothing_left(workers: int) -> None:
+    original = loader(workers=workers)
+    for _ in original:
+        state = original.state_dict()
+    resumed = loader(workers=workers)
+    resumed.load_state_dict(state)
+    assert read(resumed) == []
+    assert read(resumed) == read(loader())
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "use_seedable_sampler": True}, {"shuffle": True}])
+def test_a_state_taken_between_epochs_starts_the_next_one(options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    original = loader(2, 0, **options)
+    read(original)
+    state, numbers = original.state_dict(), torch.get_rng_state()
+    second = read(original)
+    resumed = loader(2, 0, **options)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(numbers)
+    assert read(resumed) == second
+    assert resumed.iteration == 2
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["within an epoch", "between epochs"])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "use_seedable_sampler": True}])
+def test_training_goes_on_with_the_same_random_numbers(options: dict[str, Any], ahead: bool) -> None:
+    torch.manual_seed(7)
+    original = loader(**options)
+    for step, _ in enumerate(original):
+        noise = torch.rand(1)
+        if step == 4 and not ahead:
+            saved = original.state_dict(), torch.get_rng_state()
+    if ahead:
+        saved = original.state_dict(), torch.get_rng_state()
+        for _ in original:
+            noise = torch.rand(1)
+
+    resumed = loader(**options)
+    torch.manual_seed(0)
+    resumed.load_state_dict(saved[0])
+    torch.set_rng_state(saved[1])
+    for _ in resumed:
+        again = torch.rand(1)
+    assert torch.equal(again, noise)
+
+
+class Counting(IterableDataset[int]):
+    """An iterable dataset that saves its own position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        while self.position < LENGTH:
+            self.position += 1
+            yield self.position - 1
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Plain(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(LENGTH))
+
+
+@pytest.mark.parametrize("kind", [Counting, Plain])
+@pytest.mark.parametrize("consumed", [1, 5, 11, 12])
+def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
+    original = loader(dataset=kind())
+    got = read(original, consumed)
+    state = pickle.loads(pickle.dumps(original.state_dict()))
+    resumed = loader(dataset=kind())
+    resumed.load_state_dict(state)
+    assert got + read(resumed) == [list(range(i, min(i + SIZE, LENGTH))) for i in range(0, LENGTH, SIZE)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_without_a_sampler_position_resumes(ranks: int) -> None:
+    """What Accelerate 1.15 writes for a loader in one process: torchdata's own state."""
+    state = {
+        "_index_sampler_state": None,
+        "_sampler_iter_state": None,
+        "_sampler_iter_yielded": 2,
+        "_num_yielded": 2,
+        "_IterableDataset_len_called": None,
+        "_shared_seed": None,
+        "fetcher_state": None,
+        "dataset_state": None,
+        "_iterator_finished": False,
+    }
+    resumed = loader(ranks)
+    resumed.load_state_dict(state)
+    assert read(resumed) == read(loader(ranks))[2:]
+
+
+def test_skipping_starts_a_stateful_loader_in_the_middle() -> None:
+    assert read(skip_first_batches(loader(2, 1), 3)) == read(loader(2, 1))[3:]
+
+
+def test_a_loader_that_is_not_stateful_says_so() -> None:
+    made: Any = prepare_data_loader(DataLoader(range(4)), num_processes=1, process_index=0)
+    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
+        made.state_dict()
+    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
+        made.load_state_dict({})
