@@ -24,6 +24,8 @@ class StateFile:
     """Path relative to the checkpoint."""
     value: Any
     """What goes in; the suffix of the name decides the format."""
+    optimizer: Any = None
+    """The torch optimizer whose steps alone change it; None for everything else."""
 
 
 def model_file(index: int, safe: bool) -> str:
@@ -60,7 +62,7 @@ def training_files(accelerator: Any, with_optimizers: bool) -> list[StateFile]:
     """
     optimizers = accelerator._optimizers if with_optimizers else []
     files = [
-        StateFile(layout.numbered(constants.OPTIMIZER_NAME, index, ".bin"), optimizer.state_dict())
+        StateFile(layout.numbered(constants.OPTIMIZER_NAME, index, ".bin"), optimizer.state_dict(), _bare(optimizer))
         for index, optimizer in enumerate(optimizers)
     ]
     files += [
@@ -75,6 +77,13 @@ def training_files(accelerator: Any, with_optimizers: bool) -> list[StateFile]:
         StateFile(custom_file(index), custom.state_dict()) for index, custom in enumerate(accelerator._custom_objects)
     ]
     return files
+
+
+def _bare(optimizer: Any) -> Any:
+    """Return the torch optimizer inside, where it can tell before it steps."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def custom_file(index: int) -> str:

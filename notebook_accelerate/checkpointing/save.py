@@ -12,7 +12,7 @@ from notebook_accelerate.checkpointing import layout, staging
 from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, training_files
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.ranks import agree, exchange
-from notebook_accelerate.checkpointing.snapshot import Snapshots
+from notebook_accelerate.checkpointing.snapshot import Snapshot, Snapshots
 from notebook_accelerate.checkpointing.writing import Place, Writing, prune
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.notices import warn_once
@@ -31,7 +31,8 @@ def save_state(
 ) -> str:
     """Save all that a training needs to go on; every rank must call this.
 
-    That is models, optimizers, schedules, loaders, scaler, random states and registered objects. The folder is complete or absent: files are written beside it, a manifest of sizes and checksums last.
+    That is models, optimizers, schedules, loaders, scaler, random states and registered objects. The folder is complete
+    or absent: files are written beside it, a manifest of sizes and checksums last.
 
     Args:
         accelerator: The Accelerator.
@@ -67,6 +68,7 @@ def save_state(
         writing.run()
         wait_for_saves(_WHAT)
     else:
+        writing.state_files, writing.snapshot, writing.hooks = _copy(files)
         writing.start()
     return _shown(accelerator, output_dir, place)
 
@@ -157,16 +159,34 @@ def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options
     if accelerator.is_main_process or (place.commits and accelerator.project_configuration.save_on_each_node):
         files += model_files(weights, safe)
         files += training_files(accelerator, with_optimizers=not _writes_itself(strategy))
-    return files if blocking else _copied(files)
+    return files
 
 
 def _writes_itself(strategy: Any) -> bool:
     return getattr(strategy, "checkpoint_layout", "whole") != "whole"
 
 
-def _copied(files: list[StateFile]) -> list[StateFile]:
-    values = _snapshots.take([file.value for file in files])
-    return [StateFile(file.name, value) for file, value in zip(files, values, strict=True)]
+def _copy(files: list[StateFile]) -> tuple[list[StateFile], Snapshot, list[Any]]:
+    """Copy what a thread will write.
+
+    An optimizer's state, two thirds of what there is with Adam, changes in its step alone: the thread copies it, and
+    the next step waits for that. Weights and everything else, which anybody may change, are copied before this returns.
+
+    Args:
+        files: The files; their values are the training's own.
+
+    Returns:
+        Files with the copies, the snapshot they come from, and the handles of the hooks that make optimizers wait.
+    """
+    later = [file.value.get("state") for file in files if file.optimizer is not None]
+    snapshot = _snapshots.take([file.value for file in files], later)
+    hooks = [
+        file.optimizer.register_step_pre_hook(lambda *_: snapshot.copied.wait() and None)
+        for file in files
+        if file.optimizer is not None
+    ]
+    copies = [StateFile(file.name, value) for file, value in zip(files, snapshot.values, strict=True)]
+    return copies, snapshot, hooks
 
 
 def _manifest(accelerator: Any) -> Manifest:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from notebook_accelerate.checkpointing import files, layout, staging
 from notebook_accelerate.checkpointing.capture import StateFile
@@ -24,6 +25,7 @@ from notebook_accelerate.checkpointing.manifest import (
     record_of,
     write_manifest,
 )
+from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.errors import CheckpointError
 
 _REPORT = ".rank_{rank}.json"
@@ -53,6 +55,8 @@ class Writing:
     """What one rank does for one checkpoint after its state was captured.
 
     Attributes:
+        snapshot: The copies it writes; None where it writes the training's own tensors.
+        hooks: What makes optimizers wait for the copies.
         thread: The thread that runs it; None when it runs in the caller.
         error: Why it failed; None while it has not.
     """
@@ -61,6 +65,8 @@ class Writing:
     manifest: Manifest
     state_files: list[StateFile]
     after: Callable[[], None]
+    snapshot: Snapshot | None = None
+    hooks: list[Any] = field(default_factory=list)
     thread: threading.Thread | None = None
     error: BaseException | None = None
     _records: dict[str, FileRecord] = field(default_factory=dict)
@@ -74,10 +80,14 @@ class Writing:
         """Wait for the thread, where there is one."""
         if self.thread is not None:
             self.thread.join()
+        for hook in self.hooks:  # here, in the caller's thread: an optimizer may be running its hooks
+            hook.remove()
 
     def run(self) -> None:
         """Write this rank's files, report, and commit where that is this rank's part; errors end up in `error`."""
         try:
+            if self.snapshot is not None:
+                self.snapshot.finish()
             self._write_files()
             self._report({"files": {name: asdict(record) for name, record in self._records.items()}})
             if self.place.commits:
@@ -85,7 +95,7 @@ class Writing:
         except Exception as error:  # noqa: BLE001 - whatever a writer raises is this checkpoint's failure
             self._fail(error)
         finally:
-            self.state_files = []  # a gigabyte of references; a snapshot's buffers are free from here on
+            self.state_files, self.snapshot = [], None  # a gigabyte of references
 
     def _write_files(self) -> None:
         for file in self.state_files:
