@@ -16,7 +16,7 @@ from notebook_accelerate.telemetry.sampler import machine_memory
 
 _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|connectFullMesh|recvValue failed|"
-    r"failed to recv|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
+    r"failed to recv|caused pair closure|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
 )
 """What torch says in a rank whose peer has gone."""
 
@@ -32,7 +32,8 @@ def from_event(rank: int, event: FailureEvent) -> RankFailure:
             note = f"the exception cannot be brought back: {type(error).__name__}: {error}"
     message = f"{last.type}: {last.message}".rstrip(": ")
     if event.kind == "exit":
-        message = f"the function called sys.exit({last.message})"
+        code = repr(exception.code) if isinstance(exception, SystemExit) else last.message
+        message = f"the function called sys.exit({code})"
     if note and event.kind != "unpicklable":
         message += f"  ({note})"
     if not isinstance(exception, BaseException):
@@ -50,7 +51,8 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:
     """
     now = time.time()
     if end.signal is None:
-        message = f"its process ended with exit status {end.code} before the function returned (os._exit?)"
+        status = f"with exit status {end.code}" if end.code is not None else "with an unknown exit status"
+        message = f"its process ended {status} before the function returned (os._exit?)"
         return RankFailure(rank, "exit", now, message)
     name = _signal_name(end.signal)
     message = f"killed by {name} (signal {end.signal}){_cause(end, oom_kills)}"
