@@ -1,0 +1,232 @@
+"""Which rank failed first, which only followed, and what the messages say."""
+
+from __future__ import annotations
+
+import pytest
+
+from notebook_accelerate.errors import WorkerDiedError, WorkerError
+from notebook_accelerate.launch import failures, messages
+from notebook_accelerate.launch.backends.base import Exit
+from notebook_accelerate.launch.tracebacks import chain_of, format_chain
+from notebook_accelerate.launch.worker import failure as tell
+from notebook_accelerate.telemetry import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
+
+
+def _failed(rank: int, time: float, kind: str = "KeyError", message: str = "'x'", line: int = 3) -> RankFailure:
+    frames = (FrameInfo("train.py", line, "train", "x"),)
+    return RankFailure(rank, "exception", time, f"{kind}: {message}", (ExceptionInfo(kind, message, frames),))
+
+
+LOST = [
+    ("RuntimeError", "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:23"),
+    ("RuntimeError", "[/pytorch/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: Connection reset by peer"),
+    ("RuntimeError", "Application timeout caused pair closure"),
+    ("torch.distributed.DistBackendError", "NCCL error in: ... remote process exited or there was a network error"),
+    ("torch.distributed.DistNetworkError", "The client socket has failed to connect to 127.0.0.1:29500"),
+    ("torch.distributed.DistStoreError", "wait timeout after 300000ms"),
+    ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete"),
+    ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+    ("BrokenPipeError", "[Errno 32] Broken pipe"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), LOST)
+def test_a_lost_peer_is_a_consequence_although_it_was_earlier(kind: str, message: str) -> None:
+    found = failures.ordered([_failed(0, 1.0, kind, message, line=9), _failed(1, 2.0)])
+    assert [(f.rank, f.consequence) for f in found] == [(1, False), (0, True)]
+
+
+@pytest.mark.parametrize(("kind", "message"), LOST)
+def test_a_lost_peer_is_a_consequence_of_a_death_too(kind: str, message: str) -> None:
+    killed = failures.from_exit(1, Exit(signal=9), oom_kills=0)
+    found = failures.ordered([_failed(0, 1.0, kind, message), killed])
+    assert [(f.rank, f.consequence) for f in found] == [(1, False), (0, True)]
+
+
+def test_where_all_only_lost_their_peer_the_earliest_is_first() -> None:
+    kind, message = LOST[0]
+    found = failures.ordered([_failed(1, 2.0, kind, message), _failed(0, 1.0, kind, message)])
+    assert found[0].rank == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ValueError", "Connection closed by peer"),
+        ("RuntimeError", "CUDA out of memory"),
+        ("KeyError", "Broken pipe"),
+        ("requests.exceptions.ConnectionError", "Connection refused"),
+    ],
+)
+def test_other_errors_are_ordered_by_time(kind: str, message: str) -> None:
+    found = failures.ordered([_failed(1, 2.0), _failed(0, 1.0, kind, message, line=9)])
+    assert [(f.rank, f.consequence) for f in found] == [(0, False), (1, True)]
+
+
+def test_the_same_failure_everywhere_is_nobodys_consequence_and_one_group() -> None:
+    found = failures.ordered([_failed(rank, 1.0 + rank) for rank in (2, 0, 1)])
+    assert [(f.rank, f.consequence) for f in found] == [(0, False), (1, False), (2, False)]
+    assert [[f.rank for f in group] for group in failures.grouped(found)] == [[0, 1, 2]]
+    lines = messages.failure_lines(found)
+    assert lines[0] == "ranks 0–2 failed:"
+    assert sum("KeyError" in line for line in lines) == 1
+
+
+def test_messages_may_differ_in_a_group_but_not_places() -> None:
+    same = failures.ordered([_failed(0, 1.0, message="'rank 0'"), _failed(1, 1.1, message="'rank 1'")])
+    assert len(failures.grouped(same)) == 1
+    apart = failures.ordered([_failed(0, 1.0, line=3), _failed(1, 1.1, line=4)])
+    assert len(failures.grouped(apart)) == 2
+
+
+def test_nothing_failed() -> None:
+    assert failures.ordered([]) == []
+    assert failures.grouped([]) == []
+    assert messages.failure_lines([]) == []
+
+
+def test_the_text_names_first_and_consequence() -> None:
+    found = failures.ordered([_failed(0, 1.0, *LOST[0], line=9), _failed(1, 2.0)])
+    text = "\n".join(messages.failure_lines(found))
+    assert text.startswith("rank 1 failed first:\n  train.py, line 3, in train\n    x\nKeyError: 'x'")
+    assert "rank 0 failed because of that:\n  RuntimeError" in text
+    assert messages.headline(found) == "rank 1: KeyError: 'x' at train.py, line 3"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([1], "rank 1"),
+        ([0, 2], "ranks 0, 2"),
+        ([3, 1, 2], "ranks 1–3"),
+        ([0, 1], "ranks 0, 1"),
+        ([0, 1, 3], "ranks 0, 1, 3"),
+    ],
+)
+def test_names_of_ranks(ranks: list[int], text: str) -> None:
+    assert messages.rank_names(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("end", "oom", "words"),
+    [
+        (Exit(signal=9, max_rss=3 << 30), 1, ["SIGKILL", "the out-of-memory killer ended it", "3.00 GiB", "free now"]),
+        (Exit(signal=9), 0, ["SIGKILL", "likely the out-of-memory killer", "the machine has"]),
+        (Exit(signal=11), 0, ["SIGSEGV (signal 11)", "native code"]),
+        (Exit(signal=7), 0, ["SIGBUS", "/dev/shm"]),
+        (Exit(signal=6), 0, ["SIGABRT"]),
+        (Exit(signal=15), 0, ["SIGTERM"]),
+        (Exit(signal=10), 0, ["SIGUSR1 (signal 10)"]),
+        (Exit(signal=64), 0, ["signal 64"]),
+        (Exit(signal=50), 0, ["signal 50"]),
+        (Exit(code=3), 0, ["exit status 3", "os._exit"]),
+        (Exit(code=0), 0, ["exit status 0"]),
+        (Exit(), 0, ["ended"]),
+    ],
+)
+def test_a_death_says_how_and_why(end: Exit, oom: int, words: list[str]) -> None:
+    found = failures.from_exit(2, end, oom_kills=oom)
+    assert all(word in found.message for word in words), found.message
+    assert "None" not in found.message
+    assert found.kind == ("exit" if end.signal is None else "signal")
+
+
+def _event(error: BaseException, kind: str = "exception") -> FailureEvent:
+    try:
+        raise error
+    except BaseException as caught:  # noqa: BLE001 - SystemExit too
+        return tell(caught, kind)
+
+
+class OddError(Exception):
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{code} {reason}")
+        self.code, self.reason = code, reason
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class HoldingError(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        import threading
+
+        self.lock = threading.Lock()
+
+
+def test_an_exception_comes_back_as_itself() -> None:
+    found = failures.from_event(1, _event(KeyError("lost")))
+    assert isinstance(found.exception, KeyError)
+    assert found.message == "KeyError: 'lost'"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OddError(3, reason="bad"), ["OddError: 3 bad", "cannot be brought back"]),
+        (HoldingError(), ["HoldingError: holds a lock", "cannot be pickled"]),
+        (UnspeakableError(), ["UnspeakableError: <its message cannot be shown: ValueError>"]),
+    ],
+)
+def test_exceptions_that_do_not_travel_are_told_all_the_same(error: Exception, words: list[str]) -> None:
+    found = failures.from_event(1, _event(error))
+    assert all(word in found.message for word in words), found.message
+    assert found.chain[-1].frames
+
+
+def test_system_exit_says_with_what() -> None:
+    assert "sys.exit(3)" in failures.from_event(0, _event(SystemExit(3), "exit")).message
+    assert "sys.exit('gone')" in failures.from_event(0, _event(SystemExit("gone"), "exit")).message
+
+
+def test_chains_notes_and_groups_are_told() -> None:
+    try:
+        try:
+            raise KeyError("root")
+        except KeyError as root:
+            raise ValueError("on top") from root
+    except ValueError as error:
+        if hasattr(error, "add_note"):
+            error.add_note("a note")
+        chain = chain_of(error)
+    text = "\n".join(format_chain(chain))
+    assert text.index("KeyError: 'root'") < text.index("direct cause") < text.index("ValueError: on top")
+    assert [info.link for info in chain] == ["cause", ""]
+
+
+def test_an_exception_that_is_its_own_cause_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert len(chain_of(first)) == 2
+
+
+def test_a_deep_recursion_is_shortened() -> None:
+    def deep(n: int) -> None:
+        if n == 0:
+            raise ValueError("bottom")
+        deep(n - 1)
+
+    with pytest.raises(ValueError, match="bottom") as caught:
+        deep(500)
+    frames = chain_of(caught.value)[-1].frames
+    assert len(frames) < 100
+    assert any("more frames" in frame.function for frame in frames)
+
+
+class _FakeRun:
+    id, attempts, elapsed = 7, (1,), 1.0
+
+    def __init__(self, *found: RankFailure) -> None:
+        self.failures = tuple(failures.ordered(list(found)))
+
+
+def test_the_errors_type_tells_an_exception_from_a_death() -> None:
+    died = messages.worker_error(_FakeRun(failures.from_exit(0, Exit(signal=9), oom_kills=0)))  # type: ignore[arg-type]
+    assert type(died) is WorkerDiedError
+    raised = messages.worker_error(_FakeRun(_failed(1, 1.0), _failed(0, 0.5, *LOST[0], line=9)))  # type: ignore[arg-type]
+    assert type(raised) is WorkerError
+    assert raised.rank == 1
+    assert str(raised) == "run 7: rank 1 failed first. rank 1: KeyError: 'x' at train.py, line 3"
