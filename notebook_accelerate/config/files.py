@@ -141,6 +141,18 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
 
+# Fields of a cluster's configuration that are empty where a file has none.
+_SECTIONS = (
+    "fp8_config",
+    "deepspeed_config",
+    "fsdp_config",
+    "parallelism_config",
+    "megatron_lm_config",
+    "mpirun_config",
+    "dynamo_config",
+)
+
+
 @dataclass
 class ClusterConfig(BaseConfig):
     """Configuration of a training on this machine or several."""
@@ -175,6 +187,9 @@ class ClusterConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in _SECTIONS:
+            if getattr(self, name) is None:
+                setattr(self, name, {})
         # YAML reads a bare `no` as False here too.
         self.downcast_bf16 = self.downcast_bf16 not in {False, None, "no", "false"}
 

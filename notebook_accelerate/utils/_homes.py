@@ -109,11 +109,12 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
         "config.quantization": ("BnbQuantizationConfig",),
     },
     "deepspeed": {
-        "config.deepspeed": ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"),
+        "config.deepspeed": ("DummyOptim", "DummyScheduler"),
         "strategies.deepspeed": (
             "DeepSpeedEngineWrapper",
             "DeepSpeedOptimizerWrapper",
             "DeepSpeedSchedulerWrapper",
+            "HfDeepSpeedConfig",
             "get_active_deepspeed_plugin",
             "map_pytorch_optim_to_deepspeed",
         ),

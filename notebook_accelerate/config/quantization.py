@@ -1,0 +1,73 @@
+"""How bitsandbytes quantizes a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.config.enums import CustomDtype
+
+if TYPE_CHECKING:
+    import torch
+
+_QUANT_TYPES = ("fp4", "nf4")
+_COMPUTE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """Weights in 8 or 4 bits; one of ``load_in_8bit`` and ``load_in_4bit`` must be True."""
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: float = 6.0
+    """Activations beyond this are computed in fp16 (8 bit only)."""
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    """fp4 or nf4."""
+    bnb_4bit_use_double_quant: bool = False
+    """Whether the scales are quantized too."""
+    bnb_4bit_compute_dtype: str = "fp16"
+    """fp32, fp16 or bf16, or a torch dtype; becomes a torch dtype."""
+    torch_dtype: torch.dtype | None = None
+    """Dtype of what is not quantized; None: fp16, or the compute dtype in 4 bits."""
+    skip_modules: list[str] | None = None
+    """Modules that are not quantized."""
+    keep_in_fp32_modules: list[str] | None = None
+    """Modules that stay in fp32."""
+
+    def __post_init__(self) -> None:
+        import torch
+
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a boolean")
+        if self.load_in_4bit == self.load_in_8bit:
+            raise ValueError(
+                f"load_in_4bit and load_in_8bit can't be both {self.load_in_4bit}; set one of them to True"
+            )
+        if isinstance(self.llm_int8_threshold, bool) or not isinstance(self.llm_int8_threshold, (int, float)):
+            raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r} must be a number")
+        if self.bnb_4bit_quant_type not in _QUANT_TYPES:
+            raise ValueError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not allowed; allowed: fp4, nf4")
+        compute: Any = _dtype(self.bnb_4bit_compute_dtype)
+        self.bnb_4bit_compute_dtype = compute
+        if self.torch_dtype is None:
+            self.torch_dtype = compute if self.load_in_4bit else torch.float16
+        for name in ("skip_modules", "keep_in_fp32_modules"):
+            if not isinstance(getattr(self, name), (list, tuple, type(None))):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a list of module names")
+        self.target_dtype: torch.dtype | CustomDtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+
+
+def _dtype(value: Any) -> torch.dtype:
+    import torch
+
+    if isinstance(value, torch.dtype):
+        return value
+    if value not in _COMPUTE_DTYPES:
+        raise ValueError(f"bnb_4bit_compute_dtype={value!r} is not allowed; allowed: {', '.join(_COMPUTE_DTYPES)}")
+    dtype: torch.dtype = getattr(torch, _COMPUTE_DTYPES[value])
+    return dtype
+
+
+__all__ = ["BnbQuantizationConfig"]
