@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,36 +77,7 @@ def _depth(named: tuple[str, torch.nn.Module]) -> int:
     return named[0].count(".") + 1 if named[0] else 0
 
 
-@contextmanager
-def GatheredParameters(  # noqa: N802 - Accelerate's name
-    params: Iterable[torch.nn.Parameter],
-    modifier_rank: int | None = None,
-    fwd_module: torch.nn.Module | None = None,
-    enabled: bool = True,
-) -> Iterator[None]:
-    """Hold parameters whole that DeepSpeed ZeRO-3 has split; does nothing on others. Every rank must enter it.
-
-    Args:
-        params: The parameters.
-        modifier_rank: The rank whose changes are kept; None: none are made.
-        fwd_module: The module in whose forward they are used.
-        enabled: Whether it does anything.
-    """
-    parameters = [params] if isinstance(params, torch.Tensor) else list(params)
-    # ZeRO-3 marks the parameters it has taken over.
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(
-        parameters, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
-    ):
-        yield
-
-
 __all__ = [
-    "GatheredParameters",
     "get_model_tp_size",
     "get_module_children_bottom_up",
     "has_compiled_regions",
