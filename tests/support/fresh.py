@@ -1,0 +1,17 @@
+"""A process that has made no Accelerator yet: what every test of the worker side starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accelerate.state import reset_shared_state
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Forget the shared state before and after a test."""
+    reset_shared_state()
+    yield
+    reset_shared_state()
