@@ -193,6 +193,7 @@ class Accelerator(AcceleratorViews):
         if len(placements) != len(args):
             raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
         prepared = self.strategy.prepare(args, placements)
+        self.has_lomo_optimizer = any(hasattr(kept.optimizer, "fused_backward") for kept in self._optimizers)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -373,11 +374,15 @@ class Accelerator(AcceleratorViews):
         Args:
             loss: The loss.
             learning_rate: The learning rate of the step.
+
+        Raises:
+            ValueError: No LOMO optimizer was prepared.
         """
-        for optimizer in self._optimizers:
-            fused: Any = getattr(optimizer.optimizer, "fused_backward", None)
-            if fused is not None:
-                fused(loss, learning_rate)
+        fused = [kept.optimizer for kept in self._optimizers if hasattr(kept.optimizer, "fused_backward")]
+        if not fused:
+            raise ValueError("lomo_backward needs a prepared Lomo or AdaLomo optimizer (package lomo-optim)")
+        for optimizer in fused:
+            optimizer.fused_backward(loss, learning_rate)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:

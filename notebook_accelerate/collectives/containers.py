@@ -160,16 +160,50 @@ def leaves_of(data: Any, test_type: Test = is_torch_tensor) -> list[Any]:
         The leaves.
     """
     found: list[Any] = []
-    _collect(data, test_type, found)
+
+    def collect(node: Any) -> None:
+        if test_type(node):
+            found.append(node)
+        else:
+            for child in children_of(node):
+                collect(child)
+
+    collect(data)
     return found
 
 
-def _collect(node: Any, test_type: Test, found: list[Any]) -> None:
-    if test_type(node):
+def tensors_of(data: Any, operation: str) -> list[torch.Tensor]:
+    """List the tensors of a nested structure, in order, where it holds nothing else.
+
+    Args:
+        data: Nested lists, tuples, namedtuples, mappings, dataclasses.
+        operation: Who asks, for the error.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+    """
+    found: list[torch.Tensor] = []
+    _collect_tensors(data, operation, found)
+    return found
+
+
+def _collect_tensors(node: Any, operation: str, found: list[torch.Tensor]) -> None:
+    if isinstance(node, torch.Tensor):
         found.append(node)
-    else:
-        for child in children_of(node):
-            _collect(child, test_type, found)
+        return
+    if not (isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node)):
+        raise TypeError(
+            f"{operation}() was given {type(node).__name__} ({node!r:.60}): it takes tensors, and lists, tuples, dicts "
+            "and dataclasses of tensors; gather_object() takes any object"
+        )
+    for child in children_of(node):
+        if isinstance(child, torch.Tensor):
+            found.append(child)
+        else:
+            _collect_tensors(child, operation, found)
 
 
 def children_of(node: Any) -> Iterable[Any]:

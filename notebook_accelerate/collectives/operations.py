@@ -10,7 +10,7 @@ import torch
 
 from notebook_accelerate.collectives import verify
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
-from notebook_accelerate.collectives.containers import is_torch_tensor, leaves_of, recursively_apply, with_leaves
+from notebook_accelerate.collectives.containers import is_torch_tensor, tensors_of, with_leaves
 from notebook_accelerate.collectives.fused import fused, unpack, unpack_rows
 from notebook_accelerate.collectives.local import CannotPadNestedTensorWarning
 from notebook_accelerate.state import PartialState
@@ -38,7 +38,7 @@ def gather(tensor: Any) -> Any:
     if state.num_processes == 1 or not leaves:
         return tensor
     row = COMMUNICATORS[state.communicator]
-    moved = [leaf.to(state.device) for leaf in leaves]
+    moved = _on(state.device, leaves)
     joined = fused(moved, lambda flat, group: unpack_rows(row.all_gather(flat, state.num_processes), group))
     return _rebuilt(tensor, joined)
 
@@ -75,7 +75,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
             total = total / state.num_processes
         return unpack(total * factor if factor != 1.0 else total, group)
 
-    return _rebuilt(tensor, fused([leaf.to(state.device) for leaf in leaves], move))
+    return _rebuilt(tensor, fused(_on(state.device, leaves), move))
 
 
 def _scale_of(state: PartialState, scale: float) -> float:
@@ -104,11 +104,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if state.num_processes == 1 or not leaves:
         return tensor
     row = COMMUNICATORS[state.communicator]
-    moved = [leaf.to(state.device) for leaf in leaves]
+    moved = _on(state.device, leaves)
     received = fused(moved, lambda flat, group: unpack(row.broadcast(flat, from_process), group))
     with torch.no_grad():
-        for target, value in zip(moved, received, strict=True):
-            target.copy_(value)
+        torch._foreach_copy_(moved, received)
     return _rebuilt(tensor, moved)
 
 
@@ -164,18 +163,15 @@ def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: int, pad_first: 
 
 def _checked_leaves(data: Any, operation: str, state: PartialState, free_dim: int | None = None) -> list[torch.Tensor]:
     """List the tensors, after checking that there is nothing else and, in debug mode, that ranks agree."""
-    if is_torch_tensor(data):
-        leaves = [data]
-    else:
-        recursively_apply(_same, data, error_on_other_type=True)
-        leaves = leaves_of(data)
+    leaves = tensors_of(data, operation)
     if state.debug and state.num_processes > 1:
         verify.check(operation, data, state, free_dim)
     return leaves
 
 
-def _same(leaf: Any) -> Any:
-    return leaf
+def _on(device: torch.device, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    # Comparing devices costs a quarter of a `.to` that has nothing to do.
+    return [leaf if leaf.device == device else leaf.to(device) for leaf in leaves]
 
 
 def _rebuilt(data: Any, leaves: list[torch.Tensor]) -> Any:

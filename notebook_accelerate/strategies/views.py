@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.config.enums import DistributedType, FP8BackendType
 from notebook_accelerate.config.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -97,8 +97,8 @@ class AcceleratorViews(ProcessControl):
 
     @property
     def fp8_backend(self) -> Any:
-        """The library that computes in fp8; None in other precisions."""
-        return getattr(self._precision, "backend", None)
+        """The library that computes in fp8; `FP8BackendType.NO` in other precisions."""
+        return getattr(self._precision, "backend", FP8BackendType.NO)
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:

@@ -1,0 +1,78 @@
+"""`LocalSGD`: ranks train by themselves for some steps, then average their parameters."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accelerate.collectives import reduce
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from typing_extensions import Self
+
+    from notebook_accelerate.accelerator import Accelerator
+
+_SUPPORTED = ("NO", "MULTI_")
+
+
+class LocalSGD:
+    """Train without exchanging gradients, and average parameters every few steps; every rank must enter it.
+
+    Source: Stich, "Local SGD Converges Fast and Communicates Little" (https://arxiv.org/abs/1805.09767).
+
+    Args:
+        accelerator: The `Accelerator` that prepared the model.
+        model: The prepared model.
+        local_sgd_steps: Optimizer steps between two averages.
+        enabled: False does nothing, so that a script need not be written twice.
+
+    Raises:
+        ValueError: The model is not whole on every rank, or the steps are not at least 1.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        kind = accelerator.distributed_type.value
+        if enabled and not kind.startswith(_SUPPORTED):
+            raise ValueError(f"LocalSGD averages whole models; with {kind} they are sharded: pass enabled=False")
+        if local_sgd_steps < 1:
+            raise ValueError(f"local_sgd_steps={local_sgd_steps} is not allowed; pass a whole number of at least 1")
+        self.enabled = enabled and kind != "NO"
+        self.num_steps = 0
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self._apart: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            self._apart = self.accelerator.no_sync(self.model)
+            self._apart.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._apart is None:
+            return
+        # After an error the other ranks may be anywhere: waiting for them would hide it.
+        if error is None:
+            self._average()
+        self._apart.__exit__(kind, error, trace)
+        self._apart = None
+
+    def step(self) -> None:
+        """Count an optimizer step, and average the parameters when it is time; every rank must call this."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, reduce(parameters, reduction="mean"))

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized, reset_shared_state
+from notebook_accelerate.state.shared import ThreadLocalSharedDict
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_DEBUG_MODE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+
+
+def test_one_process_without_a_launcher():
+    state = PartialState()
+    assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
+    assert state.distributed_type == DistributedType.NO
+    assert state.device == torch.device("cpu")
+    assert state.is_main_process and state.is_local_main_process and state.is_last_process
+    assert not state.use_distributed and state.initialized and not state.debug
+    assert "Num processes: 1" in repr(state)
+    state.wait_for_everyone()
+
+
+def test_instances_share_one_dictionary():
+    first = PartialState()
+    first.marker = "seen"
+    assert PartialState().marker == "seen"
+    PartialState._reset_state()
+    with pytest.raises(AttributeError, match="state was reset"):
+        _ = first.device
+
+
+def test_a_state_that_was_pickled_is_the_state_of_the_process_that_reads_it():
+    state = PartialState()
+    again = pickle.loads(pickle.dumps(state))
+    assert again.__dict__ is state.__dict__
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("true", True), ("yes", True), ("on", True), ("0", False)])
+def test_debug_mode_is_read_as_a_truth_value(monkeypatch: pytest.MonkeyPatch, text: str, on: bool):
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", text)
+    assert PartialState().debug is on
+
+
+def test_a_rank_outside_its_world_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="RANK=2 is outside WORLD_SIZE=2"):
+        PartialState()
+
+
+def test_decorators_run_where_they_should():
+    state = PartialState()
+    calls: list[str] = []
+
+    @state.on_main_process
+    def main(value: int) -> int:
+        calls.append("main")
+        return value
+
+    @state.on_process(process_index=1)
+    def second() -> None:
+        calls.append("second")
+
+    @state.on_local_process(local_process_index=0)
+    def local() -> None:
+        calls.append("local")
+
+    assert main(3) == 3
+    assert main.__name__ == "main"
+    second()
+    local()
+    state.on_last_process(lambda: calls.append("last"))()
+    state.on_local_main_process()(lambda: calls.append("local main"))()
+    assert calls == ["main", "local", "last", "local main"]
+
+
+def test_the_old_parameter_of_on_local_process_still_works():
+    with pytest.warns(UserWarning, match="local_process_index="):
+        decorated = PartialState().on_local_process(lambda: "ran", local_process_idx=1)
+    assert decorated() is None
+
+
+def test_a_decorator_asks_at_the_call(monkeypatch: pytest.MonkeyPatch):
+    state = PartialState()
+    decorated = state.on_main_process(lambda: "ran")
+    assert decorated() == "ran"
+    state.process_index = 1
+    assert decorated() is None
+
+
+def test_main_process_first_releases_the_others_also_after_an_exception():
+    with pytest.raises(ZeroDivisionError), PartialState().main_process_first():
+        _ = 1 / 0
+
+
+def test_print_prints_on_the_local_main_process(capsys: pytest.CaptureFixture[str]):
+    state = PartialState()
+    state.print("here")
+    state.local_process_index = 1
+    state.print("not here")
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_each_thread_has_its_own_dictionary():
+    import threading
+
+    class Holder:
+        shared = ThreadLocalSharedDict()
+
+    Holder.shared["mine"] = 1
+    seen: list[dict[str, int]] = []
+    thread = threading.Thread(target=lambda: seen.append(dict(Holder.shared)))
+    thread.start()
+    thread.join()
+    assert seen == [{}]
+    assert Holder.shared == {"mine": 1}
+
+
+def test_reset_forgets_all_three():
+    AcceleratorState(mixed_precision="bf16")
+    kept = GradientState()
+    kept.sync_gradients = False
+    assert is_initialized()
+    reset_shared_state()
+    assert not is_initialized()
+    assert AcceleratorState().mixed_precision == "no"
+    assert GradientState().sync_gradients is True
+    assert kept.sync_gradients is False  # objects prepared before keep their own
+
+
+class TestAcceleratorState:
+    def test_precision_comes_from_the_environment(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert AcceleratorState().mixed_precision == "bf16"
+
+    def test_a_later_instance_changes_what_it_mentions_and_says_so_once(self, recwarn: pytest.WarningsRecorder):
+        first = AcceleratorState(mixed_precision="no")
+        second = AcceleratorState(mixed_precision="bf16")
+        AcceleratorState(mixed_precision="bf16")
+        AcceleratorState()
+        assert first.mixed_precision == second.mixed_precision == "bf16"
+        words = [str(warning.message) for warning in recwarn]
+        assert len(words) == 1
+        assert "mixed_precision from no to bf16" in words[0]
+        assert str(recwarn[0].filename) == __file__
+
+    def test_an_unknown_precision_lists_the_known_ones(self):
+        with pytest.raises(ValueError, match=r"'int3' is not known; pass one of 'no', 'fp8', 'fp16', 'bf16'"):
+            AcceleratorState(mixed_precision="int3")
+
+    def test_plugins_choose_the_kind_of_world(self):
+        class Plugin:
+            fsdp_version = 2
+
+        state = AcceleratorState(fsdp_plugin=Plugin())
+        assert state.distributed_type == DistributedType.FSDP
+        assert state.is_fsdp2
+
+    def test_an_unknown_deepspeed_plugin(self):
+        with pytest.raises(ValueError, match="no DeepSpeed plugin is named 'x'"):
+            AcceleratorState().get_deepspeed_plugin("x")
+
+    def test_reset_may_reset_the_place_too(self):
+        AcceleratorState()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert PartialState._shared_state == {}
+
+
+class TestGradientState:
+    def test_defaults(self):
+        state = GradientState()
+        assert state.sync_gradients and state.num_steps == 1 and state.sync_with_dataloader
+        assert not state.adjust_scheduler and not state.in_dataloader and not state.end_of_dataloader
+        assert state.remainder == -1 and state.active_dataloader is None
+        assert not state.is_xla_gradients_synced
+
+    def test_loaders_are_a_stack(self):
+        class Loader:
+            end_of_dataloader = False
+            remainder = 3
+
+        state, outer, inner = GradientState(), Loader(), Loader()
+        state._add_dataloader(outer)
+        state._add_dataloader(inner)
+        assert state.active_dataloader is inner and state.in_dataloader
+        inner.end_of_dataloader = True
+        assert state.end_of_dataloader and state.remainder == 3
+        state._remove_dataloader(inner)
+        assert state.active_dataloader is outer and not state.end_of_dataloader
+
+    def test_other_settings_do_not_change_the_earlier_state(self):
+        from notebook_accelerate.config.training import GradientAccumulationPlugin
+
+        first = GradientState(GradientAccumulationPlugin(num_steps=2))
+        second = GradientState(GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False))
+        assert (first.num_steps, second.num_steps) == (2, 4)
+        assert first.sync_with_dataloader and not second.sync_with_dataloader
+        assert GradientState().num_steps == 4
+        second._set_sync_gradients(False)
+        assert first.sync_gradients and not GradientState().sync_gradients
