@@ -1,0 +1,23 @@
+/* Two GPUs behind the entry points of NVIDIA's management library that the tests need. */
+#include <stdio.h>
+#include <string.h>
+
+struct memory { unsigned long long total, free, used; };
+struct pci { char legacy[16]; unsigned domain, bus, device, pci_device, pci_subsystem; char id[32]; };
+
+static int handles[2] = {0, 1};
+
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, int **device) { *device = &handles[index]; return index > 1 ? 2 : 0; }
+int nvmlDeviceGetName(int *device, char *name, unsigned length) { snprintf(name, length, "NVIDIA GeForce RTX 40%d0", 8 + *device); return 0; }
+int nvmlDeviceGetUUID(int *device, char *uuid, unsigned length) { snprintf(uuid, length, "GPU-%dabc", *device); return 0; }
+int nvmlDeviceGetMemoryInfo(int *device, struct memory *memory) { memory->total = 24ull << 30; memory->free = *device; return 0; }
+int nvmlDeviceGetPciInfo_v3(int *device, struct pci *pci) {
+    memset(pci, 0, sizeof *pci);
+    snprintf(pci->id, sizeof pci->id, "00000000:%d1:00.0", *device + 4);
+    return 0;
+}
+int nvmlDeviceGetCudaComputeCapability(int *device, int *major, int *minor) { (void)device; *major = 8; *minor = 9; return 0; }
+int nvmlSystemGetDriverVersion(char *version, unsigned length) { snprintf(version, length, "535.104.05"); return 0; }

@@ -1,0 +1,111 @@
+"""What is installed, versions, and the answers that need no heavy import."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate.hardware import checks
+from notebook_accelerate.hardware.versions import compare_versions, is_torch_version
+
+CHECKS = [
+    name
+    for name, check in vars(checks).items()
+    if name.startswith("is_") and inspect.isfunction(check) and name not in {"is_package", "is_torch_version"}
+]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_check_answers_yes_or_no(name: str) -> None:
+    assert getattr(checks, name)() in {True, False}
+
+
+def test_checks_import_nothing_heavy() -> None:
+    names = [name for name in CHECKS if name != "is_torch_distributed_available"]
+    code = (
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "from notebook_accelerate.hardware import checks\n"
+        f"for name in {names}: getattr(checks, name)()\n"
+        "print(sorted({'torch', 'numpy', 'pandas', 'rich', 'torchdata'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_package_is_what_can_be_imported_in_the_version_asked_for() -> None:
+    assert checks.is_package("pytest")
+    assert not checks.is_package("no_such_package_here")
+    assert checks.is_package("numpy", minimum="1.0")
+    assert not checks.is_package("numpy", minimum="99")
+    assert checks.is_pytest_available()
+    assert checks.is_weights_only_available()
+
+
+def test_a_folder_with_the_name_of_a_package_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb" / "run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(checks, "_version", lambda _: None)
+    assert checks.is_wandb_available() is False
+
+
+def test_rich_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
+    assert checks.is_rich_available() is False
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "yes")
+    assert checks.is_rich_available() is checks.is_package("rich")
+
+
+def test_xla_can_be_refused_and_is_one_kind_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "is_package", lambda name: name == "torch_xla")
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert checks.is_torch_xla_available()
+    assert checks.is_torch_xla_available(check_is_tpu=True)
+    assert not checks.is_torch_xla_available(check_is_gpu=True)
+    assert checks.is_bf16_available()
+    assert not checks.is_bf16_available(ignore_tpu=True)
+    monkeypatch.setenv("USE_TORCH_XLA", "false")
+    assert not checks.is_torch_xla_available()
+    with pytest.raises(ValueError, match="cannot both be True"):
+        checks.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+
+
+def test_older_checks_say_what_to_write() -> None:
+    with pytest.warns(FutureWarning, match="is_tpu_available is deprecated: write is_torch_xla_available"):
+        checks.is_tpu_available()
+    with pytest.warns(FutureWarning, match="is_ipex_available is deprecated: write is_xpu_available"):
+        checks.is_ipex_available()
+
+
+def test_what_a_function_needs_is_named_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "is_torchao_available", lambda: False)
+
+    @checks.torchao_required
+    def convert() -> None:
+        raise AssertionError("must not run")
+
+    with pytest.raises(ImportError, match="convert needs torchao, which is not installed: pip install"):
+        convert()
+
+
+def test_versions_compare_by_package_or_by_value() -> None:
+    assert compare_versions("pytest", "==", version("pytest"))
+    assert compare_versions("numpy", ">", "0.1")
+    with pytest.raises(ValueError, match="operation='=>' is not allowed; allowed: >, >=, =="):
+        compare_versions("numpy", "=>", "1.0")
+    with pytest.raises(PackageNotFoundError):
+        compare_versions("no_such_package_here", ">", "1.0")
+
+
+def test_the_build_of_torch_does_not_count_in_its_version() -> None:
+    import torch
+
+    public = str(torch.__version__).split("+")[0]
+    assert is_torch_version("==", public)
+    assert not is_torch_version(">", public)
+    assert is_torch_version(">=", "2.6")

@@ -1,0 +1,171 @@
+"""What a machine is: counted without torch, without a context, for each setting of the variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate.hardware import counting, detect, detection, devices, torch_build
+from notebook_accelerate.hardware.torch_build import TorchBuild
+
+
+def _run(code: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_looking_at_the_machine_imports_no_torch() -> None:
+    code = """
+        import sys
+        from notebook_accelerate.hardware import detect
+        detect()
+        print("torch" in sys.modules)
+    """
+    assert _run(code) == "False"
+
+
+def test_the_machine_has_cores_memory_and_a_loopback() -> None:
+    found = detect()
+    assert 1 <= found.cpu_count <= (os.cpu_count() or 1)
+    assert found.memory_bytes > 2**28
+    assert found.loopback is not None
+    assert (found.count == 0) == (found.accelerator == "cpu")
+
+
+def test_the_cores_are_those_this_process_may_use() -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this platform has no affinity")
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert detection.cpu_count() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_limits_of_a_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{2**29}\n")
+    monkeypatch.setattr(detection, "_control_group_files", lambda name: [tmp_path / name])
+    assert detection._container_cores() == 2
+    assert detection.memory_bytes() == 2**29
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert detection._container_cores() is None
+    assert detection.memory_bytes() > 2**29
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({"COLAB_RELEASE_TAG": "release"}, "colab"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "kaggle"),
+        ({"VSCODE_PID": "1"}, "terminal"),
+        ({}, "terminal"),
+    ],
+)
+def test_the_host_is_known_by_its_variables(variables: dict[str, str], host: str) -> None:
+    assert _run("from notebook_accelerate.hardware import detect; print(detect().host)", **variables) == host
+
+
+def test_a_kernel_is_known_by_its_shell() -> None:
+    code = """
+        import types
+        import IPython
+        shell = types.SimpleNamespace(kernel=object(), user_ns={})
+        IPython.get_ipython = lambda: shell
+        from notebook_accelerate.hardware import detect
+        print(detect().host, end=" ")
+        shell.user_ns["__vsc_ipynb_file__"] = "a.ipynb"
+        print(detect().host)
+    """
+    assert _run(code) == "jupyter vscode"
+
+
+def test_the_build_of_torch_is_read_from_its_file() -> None:
+    import torch
+
+    outside = _run("from notebook_accelerate.hardware import torch_build; print(torch_build.read())")
+    assert outside == str(torch_build.read())
+    assert torch_build.read().version == str(torch.__version__)
+    assert torch_build.read().cuda == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    ("variable", "physical", "count"),
+    [
+        (None, 4, 4),
+        ("", 4, 0),
+        ("-1", 4, 0),
+        ("0,2", 4, 2),
+        ("3,9,1", 4, 1),  # the list ends at the first entry that is no device
+        ("1,-1,2", 4, 1),
+        ("0,0", 4, 0),  # the driver refuses a list with the same device twice
+        ("abc", 4, 0),
+        ("MIG-1234", 1, 1),
+    ],
+)
+def test_visible_gpus_are_counted_as_the_driver_does(variable: str | None, physical: int, count: int) -> None:
+    assert counting._visible_cuda(variable, physical) == count
+
+
+@pytest.mark.parametrize(("value", "count"), [(None, 8), ("all", 8), ("0,1", 2), ("0-3,6", 5), ("", 0), ("9", 0)])
+def test_lists_of_other_vendors_have_ranges(value: str | None, count: int) -> None:
+    assert counting._listed(value, 8) == count
+
+
+def test_an_accelerator_that_torch_was_not_built_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "_nvidia_driver", lambda: True)
+    monkeypatch.setattr(counting.nvml, "count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0"))
+    assert counting.COUNTERS["cuda"]() == 0
+    monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0", cuda="12.8"))
+    assert counting.COUNTERS["cuda"]() == 2
+
+
+def test_a_child_is_asked_where_there_is_no_other_way() -> None:
+    assert counting._probe("print('noise'); print(3)") == 3
+    assert counting._probe("raise SystemExit(1)") == 0
+    assert counting._probe("print('nothing')") == 0
+
+
+def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counting, "_installed", lambda name: name == "torch_xla")
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    assert counting.count("xla") == 4
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    assert counting.count("xla") == 2  # asked again when a variable has changed
+    counting._counted.cache_clear()
+
+
+def test_every_type_of_device_has_a_row_and_a_counter() -> None:
+    types = [row.type for row in devices.ROWS]
+    assert sorted(types) == sorted([*counting.COUNTERS, "cpu"])
+    assert types[-1] == "cpu"
+    with pytest.raises(ValueError, match=r"device type 'gpu' is not known; known: .*cuda.*cpu"):
+        devices.row("gpu")
+
+
+def test_the_row_of_the_cpu_makes_its_device() -> None:
+    import torch
+
+    row = devices.row("cpu")
+    assert row.select(3) == torch.device("cpu")
+    assert row.call("device_count") == torch.cpu.device_count()
+    assert row.call("no_such_function") is None
+    assert (row.backend, row.communicator, row.is_accelerator) == ("gloo", "torch", False)

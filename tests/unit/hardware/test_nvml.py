@@ -1,0 +1,83 @@
+"""The calls into NVIDIA's library, against a library of the same interface with two GPUs in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate.hardware import gpus, nvml
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform == "win32":
+        pytest.skip("no C compiler on this machine")
+    path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+    source = Path(__file__).with_name("fake_nvml.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True, timeout=60)
+    return path
+
+
+def _with(library: Path, code: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "LD_LIBRARY_PATH": str(library.parent), **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_gpus_are_described_in_full(library: Path) -> None:
+    code = "from notebook_accelerate.hardware import nvml; print(nvml.count(), *nvml.gpus(), sep='\\n')"
+    count, first, second = _with(library, code).splitlines()
+    assert count == "2"
+    assert first == str(
+        nvml.Gpu(
+            index=0,
+            name="NVIDIA GeForce RTX 4080",
+            uuid="GPU-0abc",
+            memory_bytes=24 << 30,
+            capability=(8, 9),
+            pci_bus_id="00000000:41:00.0",
+        )
+    )
+    assert "RTX 4090" in second
+
+
+def test_names_and_driver_decide_on_peer_to_peer(library: Path) -> None:
+    code = (
+        "from notebook_accelerate.utils import get_gpu_info, check_cuda_p2p_ib_support as peers\n"
+        "from notebook_accelerate.utils.environment import get_driver_version\n"
+        "print(get_gpu_info(), get_driver_version(), peers())"
+    )
+    names = ["NVIDIA GeForce RTX 4080", "NVIDIA GeForce RTX 4090"]
+    assert _with(library, code) == f"{(names, 2)} 535.104.05 False"
+
+
+@pytest.mark.parametrize(("visible", "index"), [("1,0", "1"), ("GPU-1", "1"), ("0", "0"), ("7", "None")])
+def test_the_first_visible_gpu_is_found(library: Path, visible: str, index: str) -> None:
+    code = "from notebook_accelerate.hardware import gpus; g = gpus.visible_gpu(0); print(g and g.index)"
+    assert _with(library, code, CUDA_VISIBLE_DEVICES=visible) == index
+
+
+def test_uuids_restrict_what_is_visible(library: Path) -> None:
+    code = "from notebook_accelerate.hardware.counting import _visible_cuda as v; print(v('GPU-1,GPU-0,GPU-9', 2))"
+    assert _with(library, code) == "2"
+
+
+@pytest.mark.skipif(nvml.count() is not None, reason="this machine has an NVIDIA driver")
+def test_without_a_driver_there_is_nothing() -> None:
+    assert (nvml.gpus(), nvml.driver_version()) == ([], None)
+    assert gpus.get_gpu_info() == ([], 0)
+    assert gpus.check_cuda_p2p_ib_support() is True
+    assert gpus.check_cuda_fp8_capability() is False

@@ -1,0 +1,76 @@
+"""Ports, the operating system's kernel, ranks on CPUs."""
+
+from __future__ import annotations
+
+import platform
+import socket
+
+import pytest
+
+from notebook_accelerate.hardware import numa, system
+
+
+def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = system.get_free_port()
+    assert not system.is_port_in_use(port)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        assert system.is_port_in_use(port)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert system.is_port_in_use()
+
+
+def test_old_kernels_are_warned_of(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(platform, "release", lambda: "5.15.0-1-generic")
+    system.check_os_kernel()
+    assert not recwarn
+    monkeypatch.setattr(platform, "release", lambda: "4.14.0-1-generic")
+    with pytest.warns(UserWarning, match=r"4\.14\.0; before 5\.5\.0"):
+        system.check_os_kernel()
+
+
+def test_imported_libraries_are_known() -> None:
+    assert system.are_libraries_initialized("os", "no_such_library") == ["os"]
+
+
+@pytest.mark.parametrize("prefix", ["", "OMPI_COMM_WORLD_"])
+def test_ranks_are_read_from_torchrun_or_mpi(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    names = (
+        ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        if prefix
+        else ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    for name, value in zip(names, "3412", strict=True):
+        monkeypatch.setenv(prefix + name, value)
+    assert numa.get_cpu_distributed_information() == numa.CPUInformation(3, 4, 1, 2)
+
+
+def test_without_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in numa._VARIABLES.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    assert numa.get_cpu_distributed_information() == numa.CPUInformation()
+
+
+def test_lists_of_cores_have_ranges() -> None:
+    assert numa.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert numa.parse_cpu_list("\n") == set()
+
+
+@pytest.mark.skipif(not hasattr(numa.os, "sched_setaffinity"), reason="this platform has no affinity")
+def test_a_rank_moves_to_the_cores_near_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed = numa.os.sched_getaffinity(0)
+    near = {min(allowed)}
+    monkeypatch.setattr(numa, "_near_cores", lambda _: near)
+    try:
+        numa.override_numa_affinity(1, verbose=True)
+        assert numa.os.sched_getaffinity(0) == near
+        assert f"process 1 runs on cores {sorted(near)}" in capsys.readouterr().out
+    finally:
+        numa.os.sched_setaffinity(0, allowed)
