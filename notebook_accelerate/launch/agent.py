@@ -6,24 +6,24 @@ import os
 import queue
 import signal
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.telemetry import InputReply, InputRequest
-
-if TYPE_CHECKING:
-    from notebook_accelerate.telemetry import Event, Sink
+from notebook_accelerate.telemetry import Event, InputReply, InputRequest, Sink
 
 PERIOD = 0.05
 """Seconds between two flushes of the event queue."""
 
 
 class Agent:
-    """Flushes ``sink`` 20 times a second and hands replies to who waits for them."""
+    """Flushes ``sink`` 20 times a second and hands what the kernel sends to who asked for it."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {InputReply: self._replies.put}
+        self._ticks: list[Callable[[], None]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notebook-accelerate-agent", daemon=True)
 
@@ -36,13 +36,27 @@ class Agent:
         self._stopping.set()
         self.sink.flush()
 
-    def ask(self, prompt: str, *, password: bool = False) -> str:
+    def on(self, kind: type[Event], handler: Callable[[Any], None]) -> None:
+        """Call ``handler(event)`` on the agent's thread for every event of ``kind`` from the kernel."""
+        self._handlers[kind] = handler
+
+    def every_tick(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` on the agent's thread, about 20 times a second."""
+        self._ticks.append(callback)
+
+    def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
         """Have the user answer ``prompt`` in the notebook; blocks until then.
+
+        Args:
+            prompt: What stands before the answer.
+            password: Whether the answer must not be seen.
+            shown: Lines to show before the prompt.
+            kind: "input", or "debugger".
 
         Raises:
             EOFError: There is nobody to ask.
         """
-        self.sink.send(InputRequest(prompt, password))
+        self.sink.send(InputRequest(prompt, password, shown, kind))
         reply = self._replies.get()
         if reply.text is None:
             raise EOFError("the notebook gave no answer")
@@ -52,12 +66,13 @@ class Agent:
         try:
             while not self._stopping.is_set():
                 for _, event in self.sink.channel.receive(PERIOD):
-                    self._handle(event)
+                    handler = self._handlers.get(type(event))
+                    if handler is not None:
+                        handler(event)
+                for tick in self._ticks:
+                    tick()
                 self.sink.flush()
         except ChannelClosedError:
-            # The kernel is gone. This rank and what it started have no one left to work for.
-            os.kill(0, signal.SIGKILL)
-
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, InputReply):
-            self._replies.put(event)
+            if not self._stopping.is_set():
+                # The kernel is gone. This rank and what it started have no one left to work for.
+                os.kill(0, signal.SIGKILL)

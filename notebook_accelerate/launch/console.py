@@ -6,11 +6,10 @@ import base64
 import builtins
 import getpass
 import io
-import pdb  # noqa: T100 - a rank's breakpoints are this module's business
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.debug import breakpoints
 from notebook_accelerate.telemetry import DisplayEvent, emit
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ class Console:
             setattr(sys, f"__{name}__", stream)
         builtins.input = self._input
         getpass.getpass = self._getpass
-        sys.breakpointhook = self._breakpoint
-        pdb.set_trace = self._set_trace
+        breakpoints.install(self._agent)
         install_display()
         plain_progress_bars()
 
@@ -52,18 +50,6 @@ class Console:
         self.flush()
         return self._agent.ask(prompt, password=True)
 
-    def _breakpoint(self, *args: object, **kwargs: object) -> None:
-        self._set_trace(frame=sys._getframe(1))
-
-    def _set_trace(self, *, frame: FrameType | None = None, header: str | None = None, commands: object = None) -> None:
-        terminal: Any = PromptingOutput()
-        lines: Any = StandardInput(self._agent, terminal)
-        debugger = _plain_pdb()(stdin=lines, stdout=terminal, nosigint=True)
-        debugger.use_rawinput = False
-        if header is not None:
-            debugger.message(header)
-        debugger.set_trace(frame or sys._getframe(1))
-
 
 def _stream(descriptor: int) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
@@ -72,47 +58,19 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
     )
 
 
-def _plain_pdb() -> type[pdb.Pdb]:
-    """Return the standard library's debugger: ipykernel puts IPython's, which needs the kernel's own streams, there."""
-    return next(kind for kind in pdb.Pdb.__mro__ if kind.__module__ == "pdb")
-
-
-class PromptingOutput(io.TextIOBase):
-    """Passes whole lines on to the rank's output and keeps the unfinished one: a debugger's prompt."""
-
-    def __init__(self) -> None:
-        self.pending = ""
-
-    def writable(self) -> bool:  # noqa: D102 - io's interface
-        return True
-
-    def write(self, text: str, /) -> int:  # noqa: D102 - io's interface
-        lines, newline, self.pending = (self.pending + text).rpartition("\n")
-        if newline:
-            sys.stdout.write(lines + newline)
-        return len(text)
-
-    def take_prompt(self) -> str:
-        """Return the unfinished line and forget it."""
-        prompt, self.pending = self.pending, ""
-        return prompt
-
-
 class StandardInput(io.TextIOBase):
     """Standard input whose lines the user types in the notebook."""
 
-    def __init__(self, agent: Agent, prompts: PromptingOutput | None = None) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._prompts = prompts
 
     def readable(self) -> bool:  # noqa: D102 - io's interface
         return True
 
     def readline(self, size: int = -1, /) -> str:  # type: ignore[override]  # noqa: D102 - io's interface
         sys.stdout.flush()
-        prompt = self._prompts.take_prompt() if self._prompts is not None else ""
         try:
-            return self._agent.ask(prompt) + "\n"
+            return self._agent.ask("") + "\n"
         except EOFError:
             return ""
 

@@ -1,205 +1,15 @@
-"""How a function and its arguments reach a process that was not forked from the kernel, and how values come back.
-
-cloudpickle carries notebook classes, closures and lambdas. The bytes of tensors and arrays travel beside the pickle
-in one anonymous file that every rank maps privately: they are copied once whatever the number of ranks, and a rank
-that writes to its tensor changes no other's. The sources of notebook cells travel too, for tracebacks.
-"""
+"""A launch's payload: the function with its arguments, and the sources of notebook cells for tracebacks."""
 
 from __future__ import annotations
 
-import importlib
-import io
-import json
 import linecache
-import mmap
-import os
-import pickle
-import struct
-import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
+from notebook_accelerate.telemetry.pickling import Payload, dump, dump_bytes, load_bytes, load_file
 
-from notebook_accelerate.errors import SerializationError
-
-_HEADER = struct.Struct("!QQ")
-_ALIGN = 64
 MAX_SOURCE_BYTES = 8 << 20
 """Cell sources beyond this are left out, the oldest first."""
-
-
-@dataclass(frozen=True)
-class Payload:
-    """A pickle and the buffers that travel beside it."""
-
-    pickled: bytes
-    buffers: tuple[memoryview, ...]
-
-    def to_file(self) -> int:
-        """Write everything to an anonymous file and return its descriptor, owned by the caller."""
-        sizes = [buffer.nbytes for buffer in self.buffers]
-        index = json.dumps(sizes).encode()
-        descriptor = _anonymous_file()
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            file.write(_HEADER.pack(len(self.pickled), len(index)) + self.pickled + index)
-            for buffer in self.buffers:
-                file.write(b"\0" * (-file.tell() % _ALIGN))
-                file.write(buffer)
-        return descriptor
-
-
-def load_file(descriptor: int) -> Any:
-    """Return the object that a ``Payload`` was made of, its buffers mapped privately; closes ``descriptor``."""
-    size = os.fstat(descriptor).st_size
-    view = memoryview(mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-    os.close(descriptor)
-    pickled_size, index_size = _HEADER.unpack_from(view)
-    position = _HEADER.size + pickled_size
-    sizes = json.loads(bytes(view[position : position + index_size]))
-    pickled = view[_HEADER.size : position]
-    position += index_size
-    buffers = []
-    for length in sizes:
-        position += -position % _ALIGN
-        buffers.append(pickle.PickleBuffer(view[position : position + length]))
-        position += length
-    return pickle.loads(pickled, buffers=buffers)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("notebook-accelerate-payload")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-class _StorageHandle:
-    """Stands for one torch storage, so that views of it stay views and are copied once."""
-
-    def __init__(self, storage: Any) -> None:
-        self.storage = storage
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        flat = self.storage if self.storage.device.type == "cpu" else self.storage.cpu()
-        if flat.nbytes() == 0:
-            return _rebuild_storage, (bytearray(),)
-        data = _tensor_of(flat).numpy()
-        return _rebuild_storage, (pickle.PickleBuffer(data),)
-
-
-def _tensor_of(storage: Any) -> Any:
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _rebuild_storage(buffer: Any) -> Any:
-    torch: Any = importlib.import_module("torch")  # its storages have no type information
-    if memoryview(buffer).nbytes == 0:
-        return torch.UntypedStorage(0)
-    view = memoryview(buffer)
-    return torch.frombuffer(view if not view.readonly else bytearray(view), dtype=torch.uint8).untyped_storage()
-
-
-def _rebuild_tensor(
-    kind: type, storage: Any, dtype: Any, layout: tuple[Any, ...], requires_grad: bool, extra: dict[str, Any]
-) -> Any:
-    import torch
-
-    offset, size, stride, device = layout
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
-    if device != "cpu":
-        tensor = tensor.to(device)
-    if kind is torch.nn.Parameter:
-        tensor = torch.nn.Parameter(tensor, requires_grad)
-    else:
-        tensor.requires_grad_(requires_grad)
-    tensor.__dict__.update(extra)
-    return tensor
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle with plain dense tensors out of band.
-
-    Args:
-        keep_device: Whether tensors return to the device they were on; results come back on the CPU instead, so that
-            the kernel's process starts no accelerator runtime.
-    """
-
-    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *, keep_device: bool) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self._storages: dict[int, _StorageHandle] = {}
-        self._keep_device = keep_device
-
-    def reducer_override(self, obj: Any) -> Any:
-        torch: Any = sys.modules.get("torch")
-        ours = torch is not None and hasattr(torch, "nn") and type(obj) in (torch.Tensor, torch.nn.Parameter)
-        if ours and _is_dense(torch, obj):
-            return self._reduce_tensor(obj)
-        return super().reducer_override(obj)
-
-    def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
-        if tensor.requires_grad and not tensor.is_leaf:
-            raise SerializationError(
-                "a tensor that is part of an autograd graph cannot travel between processes; pass tensor.detach()"
-            )
-        plain = tensor.detach()
-        device = str(plain.device) if self._keep_device else "cpu"
-        if plain.device.type != "cpu":
-            plain = plain.cpu()
-        storage = plain.untyped_storage()
-        handle = self._storages.setdefault(storage._cdata, _StorageHandle(storage))
-        layout = (plain.storage_offset(), tuple(plain.shape), plain.stride(), device)
-        return _rebuild_tensor, (
-            type(tensor), handle, plain.dtype, layout, bool(tensor.requires_grad), dict(tensor.__dict__),
-        )  # fmt: skip
-
-
-def _is_dense(torch: Any, tensor: Any) -> bool:
-    return bool(
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and tensor.device.type not in ("meta", "xla")
-    )
-
-
-def dump(value: Any, what: str, *, keep_device: bool = True) -> Payload:
-    """Pickle ``value`` with its tensors and arrays out of band.
-
-    Args:
-        value: Anything that cloudpickle can take.
-        what: How the error names it, as "the function or its arguments".
-        keep_device: Whether tensors return to the device they are on, or come back on the CPU.
-
-    Raises:
-        SerializationError: Something in ``value`` cannot be pickled; the message says what and why.
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    try:
-        _Pickler(file, buffers, keep_device=keep_device).dump(value)
-        return Payload(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
-    except SerializationError:
-        raise
-    except Exception as error:
-        raise SerializationError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from error
-
-
-def dump_bytes(value: Any, what: str) -> bytes:
-    """Pickle ``value`` in band, tensors as CPU tensors; raises ``SerializationError`` like ``dump``."""
-    payload = dump(value, what, keep_device=False)
-    return pickle.dumps((payload.pickled, [bytearray(buffer) for buffer in payload.buffers]), protocol=5)
-
-
-def load_bytes(data: bytes) -> Any:
-    """Return what ``dump_bytes`` was given."""
-    pickled, buffers = pickle.loads(data)
-    return pickle.loads(pickled, buffers=buffers)
 
 
 def cell_sources() -> dict[str, str]:
@@ -232,3 +42,16 @@ def install_sources(sources: dict[str, str]) -> None:
 def loader(descriptor: int) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Return a function that loads (function, arguments) from a payload's file."""
     return lambda: load_file(descriptor)
+
+
+__all__ = [
+    "Payload",
+    "cell_sources",
+    "dump",
+    "dump_bytes",
+    "install_sources",
+    "is_cell",
+    "load_bytes",
+    "load_file",
+    "loader",
+]

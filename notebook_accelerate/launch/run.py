@@ -8,10 +8,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.errors import RunNotFinishedError, WorkerError
+from notebook_accelerate.errors import ChannelClosedError, RunNotFinishedError, WorkerError
 from notebook_accelerate.telemetry import Channel, InputReply, InputRequest, Metrics, RankFailure, Store
 
 if TYPE_CHECKING:
@@ -70,10 +71,13 @@ class Question:
     rank: int
     request: InputRequest
     channel: Channel
+    answered: Callable[[int], None]
 
     def answer(self, text: str | None) -> None:
-        """Send the line; None means there is none."""
-        self.channel.send(InputReply(text))
+        """Send the line; None means there is none. A rank that has ended meanwhile needs no answer."""
+        self.answered(self.rank)
+        with suppress(ChannelClosedError):
+            self.channel.send(InputReply(text))
 
 
 class Run:
@@ -240,6 +244,9 @@ class Run:
 
     def _prompt(self, question: Question) -> None:
         label = f"[rank {question.rank}] {question.request.prompt}"
+        if question.request.shown:
+            prefix = f"[rank {question.rank}] "
+            print(prefix + question.request.shown.rstrip("\n").replace("\n", "\n" + prefix))  # noqa: T201 - a dialogue
         try:
             if question.request.password:
                 import getpass

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 
 class Stopwatch:
-    """Seconds since the epoch, less the time during which somebody waited for the user."""
+    """Seconds since the epoch, less the time during which somebody waited for the user; safe from any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._paused = 0.0
         self._since: dict[int, float] = {}
 
     def now(self) -> float:
         """Return the time by this watch."""
-        return (min(self._since.values()) if self._since else time.time()) - self._paused
+        with self._lock:
+            return (min(self._since.values()) if self._since else time.time()) - self._paused
 
     def pause(self, rank: int) -> None:
         """``rank`` begins to wait for the user."""
-        self._since.setdefault(rank, time.time())
+        with self._lock:
+            self._since.setdefault(rank, time.time())
 
     def resume(self, rank: int) -> None:
         """``rank`` waits no longer; the watch goes on once nobody does."""
-        began = min(self._since.values(), default=0.0)
-        if self._since.pop(rank, None) is not None and not self._since:
-            self._paused += time.time() - began
+        with self._lock:
+            began = min(self._since.values(), default=0.0)
+            if self._since.pop(rank, None) is not None and not self._since:
+                self._paused += time.time() - began
 
     @property
     def standing(self) -> bool:

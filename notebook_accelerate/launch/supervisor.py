@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.debug.protocol import HEARTBEAT_SECONDS, HeartbeatEvent
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch import ambient, failures
 from notebook_accelerate.launch.ladder import Ladder
@@ -198,7 +199,7 @@ class Group:
         except BlockingIOError:
             return False
         if data:
-            self._sign_of_life(watched)
+            self._last_sign_of_life = self._stopwatch.now()
             watched.outputs[descriptor].feed(data)
             return True
         self._selector.unregister(descriptor)
@@ -214,7 +215,8 @@ class Group:
             return False
         rank = watched.process.rank
         if messages:
-            self._sign_of_life(watched)
+            if any(type(event) is not HeartbeatEvent for _, event in messages):
+                self._last_sign_of_life = self._stopwatch.now()
             self._run.store.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:
             handler = _HANDLERS.get(type(event))
@@ -222,9 +224,9 @@ class Group:
                 handler(self, watched, event)
         return True
 
-    def _sign_of_life(self, watched: _Watched) -> None:
-        self._stopwatch.resume(watched.process.rank)
-        self._last_sign_of_life = self._stopwatch.now()
+    def _on_heartbeat(self, watched: _Watched, event: HeartbeatEvent) -> None:
+        if event.moved > time.time() - 1.5 * HEARTBEAT_SECONDS:
+            self._last_sign_of_life = self._stopwatch.now()
 
     def _on_status(self, watched: _Watched, event: StatusEvent) -> None:
         watched.info.state = event.state
@@ -253,7 +255,7 @@ class Group:
         self._publisher.display(event, self._label(rank, rank - self._plan.first_rank))
 
     def _on_input(self, watched: _Watched, event: InputRequest) -> None:
-        question = Question(watched.process.rank, event, watched.process.ends.channel)
+        question = Question(watched.process.rank, event, watched.process.ends.channel, self._stopwatch.resume)
         if not self._run.config.block:
             self._publisher.line("stderr", f"rank {question.rank} waits for input; run.wait() asks you for it")
         self._publisher.flush(force=True)
@@ -336,6 +338,7 @@ _HANDLERS: dict[type[Event], Callable[[Group, _Watched, Any], None]] = {
     FailureEvent: Group._on_failure,
     DisplayEvent: Group._on_display,
     InputRequest: Group._on_input,
+    HeartbeatEvent: Group._on_heartbeat,
 }
 
 

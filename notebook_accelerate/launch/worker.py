@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from notebook_accelerate.debug.agent import DebugAgent
 from notebook_accelerate.launch import ambient, shared_state, tracebacks
 from notebook_accelerate.launch.agent import Agent
 from notebook_accelerate.launch.console import Console
@@ -80,8 +81,8 @@ def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] |
     code = 1
     try:
         isolate(wiring, inherited)
-        agent, console = connect(wiring)
-        outcome = run(order, load)
+        agent, console, debugging = connect(wiring)
+        outcome = run(order, load, debugging)
         code = report(outcome, agent, console)
     except BaseException:  # noqa: BLE001 - the last line of a process: nothing above it could handle anything
         with contextlib.suppress(Exception):
@@ -146,7 +147,7 @@ def silence_descriptors(keep: set[int], known: set[int]) -> None:
 # ---- 2. connect
 
 
-def connect(wiring: Wiring) -> tuple[Agent, Console]:
+def connect(wiring: Wiring) -> tuple[Agent, Console, DebugAgent]:
     """Send what is written to the kernel through pipes, and everything else through the channel."""
     import socket
 
@@ -158,20 +159,22 @@ def connect(wiring: Wiring) -> tuple[Agent, Console]:
     sink = Sink(Channel(socket.socket(fileno=wiring.channel)))
     install_sink(sink)
     agent = Agent(sink)
+    debugging = DebugAgent(agent)
     agent.start()
     console = Console(agent)
     console.install()
-    return agent, console
+    return agent, console, debugging
 
 
 # ---- 3. and 4. become the rank, run
 
 
-def run(order: WorkerOrder, load: Loader) -> Event:
+def run(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
     """Run the function as this rank and return what became of it."""
     try:
         take_on(order)
         function, arguments = load()
+        debugging.install(function)
         sink = shared_state.require_sink()
         sink.send(StatusEvent("running"))
         value = function(*arguments)

@@ -17,6 +17,8 @@ class Event:
     registry: ClassVar[dict[str, type[Event]]] = {}
     droppable: ClassVar[bool] = False
     """Whether a full queue may drop it (and say how many were)."""
+    boundary: ClassVar[bool] = False
+    """Whether it marks the boundary between two training steps."""
     field_names: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -38,6 +40,7 @@ class MetricEvent(Event):
     """Named numbers of one training step."""
 
     droppable: ClassVar[bool] = True
+    boundary: ClassVar[bool] = True
     field_names: ClassVar[tuple[str, ...]] = ()
 
     values: dict[str, float]
@@ -49,6 +52,7 @@ class ProgressEvent(Event):
     """How far a loop has come."""
 
     droppable: ClassVar[bool] = True
+    boundary: ClassVar[bool] = True
     field_names: ClassVar[tuple[str, ...]] = ()
 
     step: int
@@ -104,12 +108,17 @@ class DisplayEvent(Event):
 
 @dataclass(slots=True)
 class InputRequest(Event):
-    """A rank waits for a line of text from the user."""
+    """A rank waits for a line of text from the user.
+
+    ``shown`` are lines that belong before the prompt; ``kind`` is "input" or "debugger".
+    """
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
     prompt: str
     password: bool = False
+    shown: str = ""
+    kind: str = "input"
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.telemetry.channel import Channel, Stamped
@@ -25,6 +26,8 @@ class Sink:
         self._queue: deque[Stamped] = deque()
         self._dropped = 0
         self._flush_lock = threading.Lock()
+        self.on_step: Callable[[], None] | None = None
+        """Called at every step boundary, on the thread that makes it, while somebody waits for one."""
 
     def emit(self, event: Event) -> None:
         """Queue ``event``; never blocks."""
@@ -32,6 +35,8 @@ class Sink:
             self._dropped += 1
             return
         self._queue.append(Stamped(time.time(), event))
+        if self.on_step is not None and event.boundary:
+            self.on_step()
 
     def flush(self) -> None:
         """Send what is queued, in order.

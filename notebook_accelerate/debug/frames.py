@@ -1,0 +1,73 @@
+"""Frames of a rank's threads: as data, and as places to evaluate in."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from notebook_accelerate.telemetry.failure import FrameInfo
+
+MAX_FRAMES = 50
+
+
+def main_frame() -> FrameType | None:
+    """Return the innermost frame of the main thread, from whichever thread this is."""
+    identity = threading.main_thread().ident
+    return sys._current_frames().get(identity) if identity is not None else None
+
+
+def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
+    """Return ``frame`` and its callers, the outermost first."""
+    found: list[FrameInfo] = []
+    while frame is not None and len(found) < MAX_FRAMES:
+        name, line = frame.f_code.co_filename, frame.f_lineno or 0
+        found.append(FrameInfo(name, line, frame.f_code.co_name, linecache.getline(name, line).strip()))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def all_stacks() -> dict[str, tuple[FrameInfo, ...]]:
+    """Return the stacks of all Python threads by name, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sys._current_frames()
+    order = sorted(frames, key=lambda identity: identity != main)
+    return {names.get(identity, f"thread {identity}"): stack(frames[identity]) for identity in order}
+
+
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """Return the code of a function behind partials, wrappers and methods; None for other callables."""
+    seen = 0
+    target: Any = function
+    while seen < 20:
+        seen += 1
+        inner = getattr(target, "__wrapped__", None) or getattr(target, "func", None)
+        if inner is None:
+            break
+        target = inner
+    target = getattr(target, "__func__", target)
+    code = getattr(target, "__code__", None) or getattr(getattr(target, "__call__", None), "__code__", None)  # noqa: B004
+    return code if isinstance(code, CodeType) else None
+
+
+def find(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
+    """Return the innermost frame of the function ``name``, or of ``default`` when no name is given."""
+    current = frame
+    while current is not None:
+        if current.f_code.co_name == name if name else current.f_code is default:
+            return current
+        current = current.f_back
+    return frame if not name else None
+
+
+def names(frame: FrameType | None) -> list[str]:
+    """Return the names of the functions on the stack, the innermost first."""
+    found: list[str] = []
+    while frame is not None:
+        found.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return found
