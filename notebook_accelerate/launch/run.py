@@ -7,6 +7,7 @@ import itertools
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -158,8 +159,10 @@ class Run:
             tail: Only so many of the last ones.
 
         Raises:
-            ValueError: No such rank.
+            ValueError: No such rank, or a negative ``tail``.
         """
+        if tail is not None and tail < 0:
+            raise ValueError(f"tail={tail!r} is not allowed; pass a number of at least 0, or None for all lines")
         known = [info.rank for info in self._ranks]
         if rank is not None and rank not in known:
             raise ValueError(f"rank={rank!r} is not a rank of this machine; there are {known}")
@@ -193,8 +196,10 @@ class Run:
             try:
                 question = self._mail.get(timeout=left)
             except queue.Empty:
-                return False
-            if question is not None:
+                return self._done.is_set()
+            if question is None:
+                self._mail.put(None)  # for whoever else waits
+            else:
                 self._prompt(question)
         return True
 
@@ -300,7 +305,10 @@ class Run:
             self._done.set()
         self._mail.put(None)
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception as problem:  # noqa: BLE001 - the user's own code, on the supervisor's thread
+                warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:
