@@ -1,0 +1,47 @@
+"""Experiment trackers: one adapter per vendor, and the live one that feeds the notebook."""
+
+from __future__ import annotations
+
+from notebook_accelerate.tracking.aim import AimTracker
+from notebook_accelerate.tracking.base import GeneralTracker, on_main_process
+from notebook_accelerate.tracking.clearml import ClearMLTracker
+from notebook_accelerate.tracking.comet import CometMLTracker
+from notebook_accelerate.tracking.dvclive import DVCLiveTracker
+from notebook_accelerate.tracking.live import LiveTracker
+from notebook_accelerate.tracking.mlflow import MLflowTracker
+from notebook_accelerate.tracking.runs import finish, get_tracker, init_trackers, log
+from notebook_accelerate.tracking.swanlab import SwanLabTracker
+from notebook_accelerate.tracking.table import (
+    TRACKERS,
+    filter_trackers,
+    get_available_trackers,
+    register_tracker_class,
+)
+from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
+from notebook_accelerate.tracking.trackio import TrackioTracker
+from notebook_accelerate.tracking.values import LogValueError
+from notebook_accelerate.tracking.wandb import WandBTracker
+
+__all__ = [
+    "TRACKERS",
+    "AimTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "GeneralTracker",
+    "LiveTracker",
+    "LogValueError",
+    "MLflowTracker",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "filter_trackers",
+    "finish",
+    "get_available_trackers",
+    "get_tracker",
+    "init_trackers",
+    "log",
+    "on_main_process",
+    "register_tracker_class",
+]

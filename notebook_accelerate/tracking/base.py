@@ -1,0 +1,129 @@
+"""What a tracker is, and the decorator that keeps its calls on the main rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
+
+from notebook_accelerate.state import PartialState
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def on_main_process(function: _Function) -> _Function:
+    """Run a tracker's method on the main rank only, where the tracker's `main_process_only` says so.
+
+    Args:
+        function: A method of a tracker.
+
+    Returns:
+        The method; on other ranks it does nothing and returns None.
+    """
+
+    @wraps(function)
+    def on_main(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False) and not PartialState().is_main_process:
+            return None
+        return function(self, *args, **kwargs)
+
+    return cast("_Function", on_main)
+
+
+class GeneralTracker:
+    """Base class of trackers.
+
+    A subclass has
+
+    - `name` (str): how `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker` call it,
+    - `requires_logging_directory` (bool): whether it takes a `logging_dir`,
+    - `tracker` (property): the vendor's own run object,
+    - `main_process_only` (bool, default True): whether methods under `on_main_process` run on the main rank only.
+
+    Its constructor takes the project's name and keeps it; `start` opens the run, once the process group is there.
+
+    Args:
+        _blank: Check nothing: the tracker that ranks without trackers get, which does nothing.
+
+    Raises:
+        NotImplementedError: The subclass misses one of them.
+    """
+
+    name: ClassVar[str]
+    requires_logging_directory: ClassVar[bool]
+    main_process_only: ClassVar[bool] = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        if _blank:
+            return
+        wanted = ("name", "requires_logging_directory", "tracker")
+        missing = [name for name in wanted if not hasattr(type(self), name) and name not in vars(self)]
+        if missing:
+            raise NotImplementedError(
+                "The implementation for this tracker class is missing the following required attributes. "
+                f"Please define them in the class definition: {', '.join(f'`{name}`' for name in missing)}"
+            )
+
+    def start(self) -> None:
+        """Open the run; called by `Accelerator.init_trackers`."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the settings of the run.
+
+        Args:
+            values: Numbers, texts and flags by name.
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values of one step.
+
+        Args:
+            values: Numbers (some trackers take texts and more) by name.
+            step: The step.
+            kwargs: What the vendor's own call takes.
+        """
+
+    def finish(self) -> None:
+        """Close the run; called by `Accelerator.end_training`."""
+
+
+class VendorTracker(GeneralTracker):
+    """Base class of the adapters: opens the vendor's run in `start`, or when it is first asked for.
+
+    Args:
+        run_name: Name of the project.
+        kwargs: What the vendor's own start takes.
+    """
+
+    def __init__(self, run_name: str = "", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self._run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The vendor's own run object."""
+        if self._run is None:
+            self.start()
+        return self._run
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the vendor's run, where it is not open."""
+        if self._run is None:
+            self._run = self._open()
+
+    def _open(self) -> Any:
+        """Open the vendor's run and return it."""
+        raise NotImplementedError
+
+
+def pairs(values: Mapping[str, Any], extra: Mapping[str, Any] | None) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Join values with the arguments given for each of them.
+
+    Args:
+        values: The values by name.
+        extra: Arguments by the same names.
+    """
+    return [(name, value, dict((extra or {}).get(name, {}))) for name, value in values.items()]

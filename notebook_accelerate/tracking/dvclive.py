@@ -1,0 +1,68 @@
+"""DVCLive."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from notebook_accelerate.tracking.base import VendorTracker, on_main_process
+from notebook_accelerate.tracking.values import numbers_only
+
+
+class DVCLiveTracker(VendorTracker):
+    """Records with DVCLive.
+
+    Args:
+        run_name: Not used by DVCLive; the project's name.
+        live: A `dvclive.Live` to use; otherwise one is made.
+        kwargs: What `dvclive.Live` takes.
+    """
+
+    name: ClassVar[str] = "dvclive"
+    requires_logging_directory: ClassVar[bool] = False
+
+    def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
+        super().__init__(run_name or "", **kwargs)
+        self._given = live
+
+    def _open(self) -> Any:
+        if self._given is not None:
+            return self._given
+        from dvclive import Live
+
+        return Live(**self.init_kwargs)
+
+    @property
+    def live(self) -> Any:
+        """The `dvclive.Live`."""
+        return self.tracker
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the settings, also as ``params.yaml``.
+
+        Args:
+            values: Numbers, texts, flags, lists and dictionaries of them, by name.
+        """
+        self.tracker.log_params(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers and go to the next step; texts are left out with one warning.
+
+        Args:
+            values: The values by name.
+            step: The step; otherwise the one after the last.
+            kwargs: What `log_metric` takes.
+        """
+        numbers = numbers_only(values, "DVCLive")
+        if step is not None:
+            self.tracker.step = step
+        for name, value in numbers.items():
+            self.tracker.log_metric(name, value, **kwargs)
+        self.tracker.next_step()
+
+    @on_main_process
+    def finish(self) -> None:
+        """Write the last files."""
+        if self._run is not None:
+            self._run.end()

@@ -1,0 +1,95 @@
+"""TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from notebook_accelerate.tracking.base import VendorTracker, on_main_process
+from notebook_accelerate.tracking.values import kind_of
+
+
+class TensorBoardTracker(VendorTracker):
+    """Writes TensorBoard's event files.
+
+    Args:
+        run_name: Name of the project: a folder inside `logging_dir`.
+        logging_dir: Where the folder is made.
+        kwargs: What torch's `SummaryWriter` takes.
+    """
+
+    name: ClassVar[str] = "tensorboard"
+    requires_logging_directory: ClassVar[bool] = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.logging_dir = Path(logging_dir) / run_name
+
+    def _open(self) -> Any:
+        try:
+            module = import_module("torch.utils.tensorboard")
+        except ModuleNotFoundError:  # tensorboardX writes the same files
+            module = import_module("tensorboardX")
+        return module.SummaryWriter(str(self.logging_dir), **self.init_kwargs)
+
+    @property
+    def writer(self) -> Any:
+        """The `SummaryWriter`."""
+        return self.tracker
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the settings: in TensorBoard's table of hyperparameters and as ``hparams.yml``.
+
+        Args:
+            values: Numbers, texts and flags by name; others are recorded as text.
+        """
+        plain = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()
+        }
+        self.tracker.add_hparams(plain, metric_dict={})
+        self.tracker.flush()
+        folder = self.logging_dir / str(time.time())
+        folder.mkdir(parents=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers as scalars, texts as text, dictionaries of numbers as one group of curves.
+
+        Args:
+            values: The values by name.
+            step: The step.
+            kwargs: What `add_scalar`, `add_text` or `add_scalars` take.
+        """
+        writers = {
+            "number": self.tracker.add_scalar,
+            "text": self.tracker.add_text,
+            "numbers": self.tracker.add_scalars,
+        }
+        for name, (kind, value) in {name: kind_of(name, value) for name, value in values.items()}.items():
+            writers[kind](name, value, global_step=step, **kwargs)
+        self.tracker.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images.
+
+        Args:
+            values: Arrays or tensors of N images by name.
+            step: The step.
+            kwargs: What `add_images` takes, for instance ``dataformats="NHWC"``.
+        """
+        for name, images in values.items():
+            self.tracker.add_images(name, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Write what is left and close the files."""
+        if self._run is not None:
+            self._run.close()
