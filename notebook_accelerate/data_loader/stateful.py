@@ -14,7 +14,7 @@ from notebook_accelerate.data_loader.advancing import iterate_from
 from notebook_accelerate.data_loader.base import NOTHING, DataLoaderAdapter, PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source
 
-_ITERATION = "_notebook_accelerate_iteration"
+_OWN = "_notebook_accelerate"
 
 
 @functools.cache
@@ -114,14 +114,15 @@ class _Stateful(PreparedDataLoader):
             The state of torchdata's StatefulDataLoader after the batches handed out, and the epoch. On a rank that does
             not read the dataset, the epoch only.
         """
+        own = {_OWN: {"iteration": self.iteration, **self._more_state()}}
         if not self._reads:
-            return {_ITERATION: self.iteration}
+            return own
         if self._state_before is not None:
-            return {**self._state_before, _ITERATION: self.iteration}
+            return {**self._state_before, **own}
         state = self._state_as_read()
         if self._read_ahead is not None:
             state = _stepped_back(state, self._read_ahead)
-        return {**state, _ITERATION: self.iteration}
+        return {**state, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on, in the next pass, from where a state was saved.
@@ -130,7 +131,9 @@ class _Stateful(PreparedDataLoader):
             state_dict: What `state_dict` returned; states written by Accelerate are understood, too.
         """
         state = dict(state_dict)
-        self.iteration = state.pop(_ITERATION, self.iteration)
+        own = state.pop(_OWN, {})
+        self.iteration = own.get("iteration", self.iteration)
+        self._load_more_state(own)
         self._state_before = self._read_ahead = None
         if self._reads:
             super(DataLoaderAdapter, self).load_state_dict(_with_position(state))  # type: ignore[misc]

@@ -169,17 +169,17 @@ def _rounds(shares: list[list[int]], part: int) -> list[list[int]]:
 def test_batch_samplers_of_any_kind_are_divided(
     batches: list[list[int]], attributes: dict[str, Any], even: bool, expected: Any
 ) -> None:
-    assert [list(BatchSamplerShard(Batches(batches, **attributes), 2, r, False, even)) for r in (0, 1)] == expected  # type: ignore[arg-type]
+    assert [list(BatchSamplerShard(Batches(batches, **attributes), 2, r, False, even)) for r in (0, 1)] == expected
 
 
 def test_a_short_batch_in_the_middle_is_not_lost() -> None:
     batches = Batches([[1, 2], [3], [4, 5], [6, 7]], batch_size=2)
-    assert [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)] == [[[1, 2], [4, 5]], [[3], [6, 7]]]  # type: ignore[arg-type]
+    assert [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)] == [[[1, 2], [4, 5]], [[3], [6, 7]]]
 
 
 def test_padding_leaves_the_batches_of_the_user_as_they_are() -> None:
     batches = [[1, 2], [3, 4], [5]]
-    assert list(BatchSamplerShard(Batches(batches, batch_size=2), 2, 0)) == [[1, 2], [5, 1]]  # type: ignore[arg-type]
+    assert list(BatchSamplerShard(Batches(batches, batch_size=2), 2, 0)) == [[1, 2], [5, 1]]
     assert batches == [[1, 2], [3, 4], [5]]
 
 

@@ -1,0 +1,318 @@
+"""Loaders on ranks that exist: dispatching, and agreeing on random numbers."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from notebook_accelerate.data_loader import (
+    DataLoaderDispatcher,
+    get_sampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from notebook_accelerate.data_loader.rng import synchronize_rng_state, synchronize_rng_states
+from notebook_accelerate.state import GradientState, PartialState
+from tests.support.ranks import RankError, run_ranks
+
+
+class Stream(IterableDataset[Any]):
+    """Counts from 0; may only be read on rank 0."""
+
+    def __init__(self, length: int, fails_at: int | None = None) -> None:
+        self.length = length
+        self.fails_at = fails_at
+
+    def __iter__(self) -> Any:
+        assert PartialState().process_index == 0, "only rank 0 reads"
+        for number in range(self.length):
+            if number == self.fails_at:
+                raise ZeroDivisionError("bad sample")
+            yield number
+
+
+def dispatched(dataset: Any, size: int = 4, drop_last: bool = False, **options: Any) -> Any:
+    plain = DataLoader(dataset, batch_size=size, drop_last=drop_last, **options.pop("plain", {}))
+    made = prepare_data_loader(plain, PartialState().device, put_on_device=True, dispatch_batches=True, **options)
+    assert isinstance(made, DataLoaderDispatcher)
+    return made
+
+
+def read(dataloader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in dataloader]
+
+
+# ---- what each rank gets
+
+
+def _dispatch(cases: list[Any]) -> list[Any]:
+    got = []
+    for length, split, drop_last, _ in cases:
+        made = dispatched(Stream(length), drop_last=drop_last, split_batches=split)
+        got.append([(batch.tolist(), GradientState().end_of_dataloader, made.remainder) for batch in made])
+        assert not GradientState().in_dataloader
+    return got
+
+
+# Samples, split_batches, drop_last, and every rank's batches, observed with Accelerate 1.15 for batches of 4.
+DISPATCHED = {
+    2: [
+        (1, False, False, [[[0]], [[0]]]),
+        (1, True, False, [[[0]], [[0]]]),
+        (2, False, False, [[[0]], [[1]]]),
+        (3, False, False, [[[0, 1]], [[2, 0]]]),
+        (5, False, False, [[[0, 1, 2]], [[3, 4, 0]]]),
+        (5, True, False, [[[0, 1], [4]], [[2, 3], [0]]]),
+        (5, True, True, [[[0, 1]], [[2, 3]]]),
+        (9, False, False, [[[0, 1, 2, 3], [8]], [[4, 5, 6, 7], [0]]]),
+        (9, False, True, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
+        (11, False, False, [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], [10, 0]]]),
+        (11, True, False, [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]]),
+    ],
+    3: [
+        (8, False, False, [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 0]]]),
+        (10, False, False, [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 0, 1]]]),
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rank_0_reads_and_every_rank_gets_its_part(world_size: int) -> None:
+    cases = DISPATCHED[world_size]
+    results = run_ranks(_dispatch, cases, world_size=world_size)
+    for number, (length, split, drop_last, expected) in enumerate(cases):
+        got = [result[number] for result in results]
+        assert [[batch for batch, _, _ in share] for share in got] == expected
+        for share in got:
+            assert [end for _, end, _ in share] == [False] * (len(share) - 1) + [True]
+            last_round = length % (4 if split else 4 * world_size) or (4 if split else 4 * world_size)
+            assert share[-1][2] == (-1 if drop_last else last_round)
+
+
+def _dispatch_nothing() -> list[Any]:
+    return [read(dispatched(Stream(0))), read(dispatched(Stream(3), drop_last=True)), read(dispatched(range(0)))]
+
+
+def test_nothing_to_dispatch_is_an_empty_pass() -> None:
+    assert run_ranks(_dispatch_nothing) == [[[], [], []]] * 2
+
+
+def _lengths() -> list[int]:
+    return [len(dispatched(range(n), drop_last=drop)) for n in (0, 1, 8, 9, 16) for drop in (False, True)] + [
+        len(dispatched(range(9), split_batches=True)),
+        len(skip_first_batches(dispatched(range(40)), 2)),
+    ]
+
+
+def test_the_length_counts_rounds() -> None:
+    assert run_ranks(_lengths) == [[0, 0, 1, 0, 1, 1, 2, 1, 2, 2, 3, 3]] * 2
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - without annotations, as users write them
+
+
+@dataclasses.dataclass
+class Example:
+    values: torch.Tensor
+
+
+def _collate(items: list[int]) -> dict[str, Any]:
+    numbers = torch.tensor(items)
+    return {
+        "numbers": numbers,
+        "nested": [Pair(numbers.float(), Example(numbers.half())), (numbers[:, None] * torch.ones(3),)],
+        "flag": numbers % 2 == 0,
+    }
+
+
+def _nested() -> list[Any]:
+    made = dispatched(Stream(7), 2, plain={"collate_fn": _collate})
+    rank = PartialState().process_index
+    got = []
+    for step, batch in enumerate(made):
+        numbers = batch["numbers"]
+        left, right = batch["nested"][0]
+        assert isinstance(batch["nested"][0], Pair)
+        assert isinstance(right, Example)
+        assert torch.equal(left, numbers.float())
+        assert torch.equal(right.values, numbers.half())
+        assert torch.equal(batch["nested"][1][0], numbers[:, None].float().expand(-1, 3))
+        assert torch.equal(batch["flag"], numbers % 2 == 0)
+        got.append((step, rank, numbers.tolist()))
+    return got
+
+
+def test_batches_of_any_nesting_are_dispatched() -> None:
+    assert run_ranks(_nested) == [[(0, 0, [0, 1]), (1, 0, [4, 5])], [(0, 1, [2, 3]), (1, 1, [6, 0])]]
+
+
+def _with_text(items: list[int]) -> dict[str, Any]:
+    return {"numbers": torch.tensor(items), "note": f"from {items[0]}"}
+
+
+def _noted() -> list[Any]:
+    made = dispatched(Stream(8), 4, plain={"collate_fn": _with_text}, split_batches=True)
+    return [(batch["numbers"].tolist(), batch["note"]) for batch in made]
+
+
+def test_what_is_no_tensor_is_sent_whole() -> None:
+    assert run_ranks(_noted) == [
+        [([0, 1], "from 0"), ([4, 5], "from 4")],
+        [([2, 3], "from 0"), ([6, 7], "from 4")],
+    ]
+
+
+def _alone() -> list[Any]:
+    return list(dispatched(Stream(3), 1, plain={"collate_fn": str}))
+
+
+def test_one_rank_gets_batches_of_anything() -> None:
+    assert run_ranks(_alone, world_size=1) == [["[0]", "[1]", "[2]"]]
+
+
+def _own_slices(tensor: Any, part: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
+    assert num_processes == 2
+    return tensor[process_index::num_processes]
+
+
+def _sliced() -> list[Any]:
+    return read(dispatched(Stream(8), slice_fn_for_dispatch=_own_slices))
+
+
+def test_parts_are_cut_by_the_function_of_the_user() -> None:
+    assert run_ranks(_sliced) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+
+
+def _interrupted() -> list[Any]:
+    made = dispatched(Stream(32))
+    got = []
+    for batch in made:
+        got.append(batch.tolist())
+        if len(got) == 2:
+            break
+    assert not GradientState().in_dataloader
+    return [got, read(skip_first_batches(made, 3)), read(skip_first_batches(dispatched(range(32)), 3))]
+
+
+def test_a_dispatched_pass_can_be_left_and_started_in_the_middle() -> None:
+    first, second = run_ranks(_interrupted)
+    assert first == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[24, 25, 26, 27]], [[24, 25, 26, 27]]]
+    assert second == [[[4, 5, 6, 7], [12, 13, 14, 15]], [[28, 29, 30, 31]], [[28, 29, 30, 31]]]
+
+
+def _failing(fails_at: int) -> str:
+    try:
+        read(dispatched(Stream(32, fails_at=fails_at)))
+    except (ZeroDivisionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("fails_at", [0, 20])
+def test_an_error_on_rank_0_reaches_the_ranks_that_wait(fails_at: int) -> None:
+    first, second = run_ranks(_failing, fails_at, timeout=30)
+    assert first == "ZeroDivisionError: bad sample"
+    assert second.startswith("RuntimeError: Rank 0 could not read the next batch")
+    assert "ZeroDivisionError: bad sample" in second
+
+
+def _ragged(items: list[int]) -> torch.Tensor:
+    return torch.zeros(len(items), items[0] + 1)
+
+
+def _unjoinable() -> None:
+    read(dispatched(Stream(16), 2, plain={"collate_fn": _ragged}))
+
+
+def test_batches_that_cannot_be_joined_are_named() -> None:
+    with pytest.raises(RankError, match=r"cannot be joined.*dispatch_batches=False"):
+        run_ranks(_unjoinable, timeout=30)
+
+
+def _resumed(consumed: int) -> list[Any]:
+    options: dict[str, Any] = {"use_stateful_dataloader": True}
+    made = dispatched(range(37), **options)
+    whole, state = [], None
+    for number, batch in enumerate(made, 1):
+        whole.append(batch.tolist())
+        if number == consumed:
+            state = pickle.loads(pickle.dumps(made.state_dict()))
+    again = dispatched(range(37), **options)
+    again.load_state_dict(state)
+    return [whole[consumed:], read(again), whole, read(again), again.iteration]
+
+
+@pytest.mark.parametrize("consumed", [1, 3, 4, 5])
+def test_a_stateful_dispatcher_resumes(consumed: int) -> None:
+    for rest, resumed, whole, after, iteration in run_ranks(_resumed, consumed):
+        assert resumed == rest
+        assert after == whole
+        assert iteration == 2
+
+
+# ---- random numbers
+
+
+def _shuffled(seedable: bool, rng_types: list[str] | None) -> list[Any]:
+    torch.manual_seed(100 + PartialState().process_index)  # ranks that were seeded apart
+    made: Any = prepare_data_loader(
+        DataLoader(range(16), batch_size=2, shuffle=True),
+        rng_types=rng_types,
+        use_seedable_sampler=seedable,
+        data_seed=1 if seedable else None,
+    )
+    return [read(made), read(made)]
+
+
+@pytest.mark.parametrize(
+    ("seedable", "rng_types"), [(True, None), (False, ["generator"]), (False, ["torch", "generator"])]
+)
+def test_ranks_agree_on_the_order(seedable: bool, rng_types: list[str] | None) -> None:
+    first, second = run_ranks(_shuffled, seedable, rng_types)
+    for epoch in (0, 1):
+        samples = [i for share in (first[epoch], second[epoch]) for batch in share for i in batch]
+        assert sorted(samples) == list(range(16))
+    assert first[0] != first[1]
+
+
+def _synchronised() -> list[Any]:
+    rank = PartialState().process_index
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(10 + rank)
+    synchronize_rng_states(["torch", "generator"], generator)
+    return [torch.rand(1).item(), torch.rand(1, generator=generator).item()]
+
+
+def test_random_numbers_are_those_of_rank_0() -> None:
+    torch.manual_seed(0)
+    expected = [torch.rand(1).item(), torch.rand(1, generator=torch.Generator().manual_seed(10)).item()]
+    assert run_ranks(_synchronised) == [expected, expected]
+
+
+def test_unknown_random_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="rng_type is 'dice'; it may be one of"):
+        synchronize_rng_state("dice")
+    with pytest.raises(ValueError, match="needs the generator"):
+        synchronize_rng_state("generator")
+
+
+# ---- shares
+
+
+def _shared() -> list[Any]:
+    made: Any = prepare_data_loader(DataLoader(range(11), batch_size=2))
+    ends = [(batch.tolist(), GradientState().end_of_dataloader, GradientState().remainder) for batch in made]
+    assert get_sampler(made) is not None
+    return ends
+
+
+def test_every_rank_reads_its_own_share() -> None:
+    first, second = run_ranks(_shared)
+    assert first == [([0, 1], False, 3), ([4, 5], False, 3), ([8, 9], True, 3)]
+    assert second == [([2, 3], False, 3), ([6, 7], False, 3), ([10, 0], True, 3)]
