@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from notebook_accelerate import collectives, telemetry
+from notebook_accelerate import checkpointing, collectives, tracking
 from notebook_accelerate.config.constants import PROFILE_PATTERN_NAME
 from notebook_accelerate.config.dynamo import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
@@ -24,6 +24,8 @@ from notebook_accelerate.config.training import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
+from notebook_accelerate.data_loader import skip_first_batches
+from notebook_accelerate.hardware.memory import release_memory
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler
@@ -35,7 +37,6 @@ from notebook_accelerate.strategies.handlers import sort_handlers
 from notebook_accelerate.strategies.placing import is_on_several_devices
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.strategies.views import AcceleratorViews
-from notebook_accelerate.telemetry.events import MetricEvent
 
 Hook = Callable[..., None]
 
@@ -161,14 +162,7 @@ class Accelerator(AcceleratorViews):
         self.flag_tensor: torch.Tensor | None = None
         self.has_lomo_optimizer = False
         self.trackers: list[Any] = []
-        self.log_with = self._trackers_for(log_with)
-
-    def _trackers_for(self, log_with: Any) -> list[Any]:
-        if log_with is None:
-            return []
-        from notebook_accelerate.tracking import filter_trackers
-
-        return list(filter_trackers(log_with, self.logging_dir))
+        self.log_with: list[Any] = list(tracking.filter_trackers(log_with, self.logging_dir))
 
     def __repr__(self) -> str:
         place = f"rank {self.process_index} of {self.num_processes}"
@@ -548,8 +542,6 @@ class Accelerator(AcceleratorViews):
         Returns:
             None for each, to be assigned to the names: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
-        from notebook_accelerate.hardware.memory import release_memory
-
         self.strategy.clear()
         self.step = 0
         return release_memory(*objects)
@@ -575,9 +567,7 @@ class Accelerator(AcceleratorViews):
             f: The file.
             safe_serialization: Write safetensors instead of torch's format.
         """
-        from notebook_accelerate.checkpointing import save
-
-        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+        checkpointing.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(
         self,
@@ -594,9 +584,7 @@ class Accelerator(AcceleratorViews):
             max_shard_size: Size of the largest file, in bytes or as text ("10GB").
             safe_serialization: Write safetensors instead of torch's format.
         """
-        from notebook_accelerate.checkpointing import save_model
-
-        save_model(self, model, save_directory, max_shard_size, safe_serialization)
+        checkpointing.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
@@ -611,9 +599,7 @@ class Accelerator(AcceleratorViews):
         Returns:
             The folder.
         """
-        from notebook_accelerate.checkpointing import save_state
-
-        return save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+        return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
 
     def load_state(
         self,
@@ -628,9 +614,7 @@ class Accelerator(AcceleratorViews):
             load_kwargs: More arguments for the reader of custom objects and states.
             load_model_func_kwargs: More arguments for the strategy, and `strict` for models.
         """
-        from notebook_accelerate.checkpointing import load_state
-
-        load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
+        checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in `save_state` and `load_state`, in the order given.
@@ -681,8 +665,6 @@ class Accelerator(AcceleratorViews):
         Returns:
             The loader.
         """
-        from notebook_accelerate.data_loader import skip_first_batches
-
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     # -- tracking -----------------------------------------------------------------------------------------------------
@@ -700,9 +682,7 @@ class Accelerator(AcceleratorViews):
             config: Settings of the run, to be recorded.
             init_kwargs: More arguments, by name of the tracker.
         """
-        from notebook_accelerate.tracking import init_trackers
-
-        init_trackers(self, project_name, config, init_kwargs or {})
+        tracking.init_trackers(self, project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker that was started.
@@ -714,9 +694,7 @@ class Accelerator(AcceleratorViews):
         Returns:
             The tracker.
         """
-        from notebook_accelerate.tracking import get_tracker
-
-        return get_tracker(self, name, unwrap)
+        return tracking.get_tracker(self, name, unwrap)
 
     def log(
         self,
@@ -731,15 +709,12 @@ class Accelerator(AcceleratorViews):
             step: The step.
             log_kwargs: More arguments, by name of the tracker.
         """
-        if telemetry.current_sink() is not None:
-            telemetry.emit(MetricEvent({name: float(value) for name, value in values.items()}, step))
-        for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        tracking.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish the trackers and the process group; every rank must call this at the end."""
-        for tracker in self.trackers:
-            tracker.finish()
+        """Finish trackers, background saves and the process group; every rank must call this at the end."""
+        tracking.finish(self)
+        checkpointing.wait_for_saves("end_training", release=True)
         self.state.destroy_process_group()
 
     # -- parallel layouts ---------------------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ class Strategy:
     """
 
     name: ClassVar[str] = "single"
+    checkpoint_layout: ClassVar[str] = "whole"
+    """How checkpoints hold the models: whole, or a name of its own where the strategy writes and reads them itself."""
     should_save_model: ClassVar[bool] = True
     """Whether the model's weights are whole on a rank that saves."""
 

@@ -34,14 +34,14 @@ def assert_equal(ours: Result, theirs: Result) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_one_process(case: Case):
+def test_one_process(case: Case) -> None:
     ours, theirs = accelerated(case), plain(case)
     assert_equal(ours, theirs)
     assert len(set(ours[0])) > 3  # it trains
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_two_ranks(case: Case):
+def test_two_ranks(case: Case) -> None:
     results = run_ranks(both_on_a_rank, case)
     for ours, theirs in results:
         assert_equal(ours, theirs)

@@ -17,18 +17,22 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
 
 
-def test_one_process_without_a_launcher():
+def test_one_process_without_a_launcher() -> None:
     state = PartialState()
     assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
     assert state.distributed_type == DistributedType.NO
     assert state.device == torch.device("cpu")
-    assert state.is_main_process and state.is_local_main_process and state.is_last_process
-    assert not state.use_distributed and state.initialized and not state.debug
+    assert state.is_main_process
+    assert state.is_local_main_process
+    assert state.is_last_process
+    assert not state.use_distributed
+    assert state.initialized
+    assert not state.debug
     assert "Num processes: 1" in repr(state)
     state.wait_for_everyone()
 
 
-def test_instances_share_one_dictionary():
+def test_instances_share_one_dictionary() -> None:
     first = PartialState()
     first.marker = "seen"
     assert PartialState().marker == "seen"
@@ -37,26 +41,26 @@ def test_instances_share_one_dictionary():
         _ = first.device
 
 
-def test_a_state_that_was_pickled_is_the_state_of_the_process_that_reads_it():
+def test_a_state_that_was_pickled_is_the_state_of_the_process_that_reads_it() -> None:
     state = PartialState()
     again = pickle.loads(pickle.dumps(state))
     assert again.__dict__ is state.__dict__
 
 
 @pytest.mark.parametrize(("text", "on"), [("1", True), ("true", True), ("yes", True), ("on", True), ("0", False)])
-def test_debug_mode_is_read_as_a_truth_value(monkeypatch: pytest.MonkeyPatch, text: str, on: bool):
+def test_debug_mode_is_read_as_a_truth_value(monkeypatch: pytest.MonkeyPatch, text: str, on: bool) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", text)
     assert PartialState().debug is on
 
 
-def test_a_rank_outside_its_world_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_outside_its_world_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="RANK=2 is outside WORLD_SIZE=2"):
         PartialState()
 
 
-def test_decorators_run_where_they_should():
+def test_decorators_run_where_they_should() -> None:
     state = PartialState()
     calls: list[str] = []
 
@@ -82,13 +86,13 @@ def test_decorators_run_where_they_should():
     assert calls == ["main", "local", "last", "local main"]
 
 
-def test_the_old_parameter_of_on_local_process_still_works():
+def test_the_old_parameter_of_on_local_process_still_works() -> None:
     with pytest.warns(UserWarning, match="local_process_index="):
         decorated = PartialState().on_local_process(lambda: "ran", local_process_idx=1)
     assert decorated() is None
 
 
-def test_a_decorator_asks_at_the_call(monkeypatch: pytest.MonkeyPatch):
+def test_a_decorator_asks_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     state = PartialState()
     decorated = state.on_main_process(lambda: "ran")
     assert decorated() == "ran"
@@ -96,12 +100,12 @@ def test_a_decorator_asks_at_the_call(monkeypatch: pytest.MonkeyPatch):
     assert decorated() is None
 
 
-def test_main_process_first_releases_the_others_also_after_an_exception():
+def test_main_process_first_releases_the_others_also_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), PartialState().main_process_first():
         _ = 1 / 0
 
 
-def test_print_prints_on_the_local_main_process(capsys: pytest.CaptureFixture[str]):
+def test_print_prints_on_the_local_main_process(capsys: pytest.CaptureFixture[str]) -> None:
     state = PartialState()
     state.print("here")
     state.local_process_index = 1
@@ -109,7 +113,7 @@ def test_print_prints_on_the_local_main_process(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "here\n"
 
 
-def test_each_thread_has_its_own_dictionary():
+def test_each_thread_has_its_own_dictionary() -> None:
     import threading
 
     class Holder:
@@ -124,7 +128,7 @@ def test_each_thread_has_its_own_dictionary():
     assert Holder.shared == {"mine": 1}
 
 
-def test_reset_forgets_all_three():
+def test_reset_forgets_all_three() -> None:
     AcceleratorState(mixed_precision="bf16")
     kept = GradientState()
     kept.sync_gradients = False
@@ -137,11 +141,11 @@ def test_reset_forgets_all_three():
 
 
 class TestAcceleratorState:
-    def test_precision_comes_from_the_environment(self, monkeypatch: pytest.MonkeyPatch):
+    def test_precision_comes_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         assert AcceleratorState().mixed_precision == "bf16"
 
-    def test_a_later_instance_changes_what_it_mentions_and_says_so_once(self, recwarn: pytest.WarningsRecorder):
+    def test_a_later_instance_changes_what_it_mentions_and_says_so_once(self, recwarn: pytest.WarningsRecorder) -> None:
         first = AcceleratorState(mixed_precision="no")
         second = AcceleratorState(mixed_precision="bf16")
         AcceleratorState(mixed_precision="bf16")
@@ -152,11 +156,11 @@ class TestAcceleratorState:
         assert "mixed_precision from no to bf16" in words[0]
         assert str(recwarn[0].filename) == __file__
 
-    def test_an_unknown_precision_lists_the_known_ones(self):
+    def test_an_unknown_precision_lists_the_known_ones(self) -> None:
         with pytest.raises(ValueError, match=r"'int3' is not known; pass one of 'no', 'fp8', 'fp16', 'bf16'"):
             AcceleratorState(mixed_precision="int3")
 
-    def test_plugins_choose_the_kind_of_world(self):
+    def test_plugins_choose_the_kind_of_world(self) -> None:
         class Plugin:
             fsdp_version = 2
 
@@ -164,25 +168,30 @@ class TestAcceleratorState:
         assert state.distributed_type == DistributedType.FSDP
         assert state.is_fsdp2
 
-    def test_an_unknown_deepspeed_plugin(self):
+    def test_an_unknown_deepspeed_plugin(self) -> None:
         with pytest.raises(ValueError, match="no DeepSpeed plugin is named 'x'"):
             AcceleratorState().get_deepspeed_plugin("x")
 
-    def test_reset_may_reset_the_place_too(self):
+    def test_reset_may_reset_the_place_too(self) -> None:
         AcceleratorState()
         AcceleratorState._reset_state(reset_partial_state=True)
         assert PartialState._shared_state == {}
 
 
 class TestGradientState:
-    def test_defaults(self):
+    def test_defaults(self) -> None:
         state = GradientState()
-        assert state.sync_gradients and state.num_steps == 1 and state.sync_with_dataloader
-        assert not state.adjust_scheduler and not state.in_dataloader and not state.end_of_dataloader
-        assert state.remainder == -1 and state.active_dataloader is None
+        assert state.sync_gradients
+        assert state.num_steps == 1
+        assert state.sync_with_dataloader
+        assert not state.adjust_scheduler
+        assert not state.in_dataloader
+        assert not state.end_of_dataloader
+        assert state.remainder == -1
+        assert state.active_dataloader is None
         assert not state.is_xla_gradients_synced
 
-    def test_loaders_are_a_stack(self):
+    def test_loaders_are_a_stack(self) -> None:
         class Loader:
             end_of_dataloader = False
             remainder = 3
@@ -190,19 +199,24 @@ class TestGradientState:
         state, outer, inner = GradientState(), Loader(), Loader()
         state._add_dataloader(outer)
         state._add_dataloader(inner)
-        assert state.active_dataloader is inner and state.in_dataloader
+        assert state.active_dataloader is inner
+        assert state.in_dataloader
         inner.end_of_dataloader = True
-        assert state.end_of_dataloader and state.remainder == 3
+        assert state.end_of_dataloader
+        assert state.remainder == 3
         state._remove_dataloader(inner)
-        assert state.active_dataloader is outer and not state.end_of_dataloader
+        assert state.active_dataloader is outer
+        assert not state.end_of_dataloader
 
-    def test_other_settings_do_not_change_the_earlier_state(self):
+    def test_other_settings_do_not_change_the_earlier_state(self) -> None:
         from notebook_accelerate.config.training import GradientAccumulationPlugin
 
         first = GradientState(GradientAccumulationPlugin(num_steps=2))
         second = GradientState(GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False))
         assert (first.num_steps, second.num_steps) == (2, 4)
-        assert first.sync_with_dataloader and not second.sync_with_dataloader
+        assert first.sync_with_dataloader
+        assert not second.sync_with_dataloader
         assert GradientState().num_steps == 4
         second._set_sync_gradients(False)
-        assert first.sync_gradients and not GradientState().sync_gradients
+        assert first.sync_gradients
+        assert not GradientState().sync_gradients

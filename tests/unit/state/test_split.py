@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +12,12 @@ from notebook_accelerate.state.split import share_bounds, split_share
 CPU = torch.device("cpu")
 
 
-def split(inputs, size, padding=False):
+def split(inputs: Any, size: int, padding: bool = False) -> list[Any]:
     return [split_share(inputs, rank, size, padding=padding, device=CPU) for rank in range(size)]
 
 
 @given(length=st.integers(0, 200), size=st.integers(1, 8))
-def test_shares_are_contiguous_and_complete(length: int, size: int):
+def test_shares_are_contiguous_and_complete(length: int, size: int) -> None:
     bounds = [share_bounds(length, rank, size) for rank in range(size)]
     assert [i for begin, end in bounds for i in range(begin, end)] == list(range(length))
     lengths = [end - begin for begin, end in bounds]
@@ -24,7 +26,7 @@ def test_shares_are_contiguous_and_complete(length: int, size: int):
 
 
 @given(length=st.integers(1, 50), size=st.integers(1, 8), kind=st.sampled_from([list, tuple, torch.tensor]))
-def test_padding_repeats_the_last_item_and_nothing_else(length: int, size: int, kind):
+def test_padding_repeats_the_last_item_and_nothing_else(length: int, size: int, kind: Any) -> None:
     shares = split(kind(list(range(length))), size, padding=True)
     assert {len(share) for share in shares} == {-(-length // size)}
     for rank, share in enumerate(shares):
@@ -34,49 +36,50 @@ def test_padding_repeats_the_last_item_and_nothing_else(length: int, size: int, 
         assert set(values[end - begin :]) <= {length - 1}
 
 
-def test_documented_examples():
+def test_documented_examples() -> None:
     assert split(["A", "B", "C"], 2) == [["A", "B"], ["C"]]
     assert split(["A", "B", "C"], 2, padding=True) == [["A", "B"], ["C", "C"]]
     assert split(("A",), 2) == [("A",), ()]
     assert split([], 2, padding=False) == [[], []]
 
 
-def test_dicts_are_split_value_by_value():
+def test_dicts_are_split_value_by_value() -> None:
     first, second = split({"a": [1, 2, 3], "b": torch.arange(3)}, 2, padding=True)
-    assert first["a"] == [1, 2] and second["a"] == [3, 3]
+    assert first["a"] == [1, 2]
+    assert second["a"] == [3, 3]
     assert second["b"].tolist() == [2, 2]
 
 
-def test_dict_values_of_different_lengths():
+def test_dict_values_of_different_lengths() -> None:
     with pytest.raises(ValueError, match=r"same length; got \{'a': 1, 'b': 2\}"):
         split({"a": [1], "b": [1, 2]}, 2)
 
 
-def test_tensors_keep_their_other_dimensions():
+def test_tensors_keep_their_other_dimensions() -> None:
     first, second = split(torch.arange(6).view(3, 2), 2, padding=True)
     assert first.shape == second.shape == (2, 2)
     assert second.tolist() == [[4, 5], [4, 5]]
 
 
 @pytest.mark.parametrize("inputs", [5, torch.tensor(1.0)])
-def test_what_cannot_be_split(inputs):
+def test_what_cannot_be_split(inputs: Any) -> None:
     with pytest.raises(ValueError, match="cannot be split"):
         split(inputs, 2)
 
 
-def test_a_dataset_is_selected_from():
+def test_a_dataset_is_selected_from() -> None:
     class Dataset:
         """The part of datasets.Dataset that is used."""
 
         column_names = ("x",)
 
-        def __init__(self, rows):
+        def __init__(self, rows: list[str]):
             self.rows = rows
 
-        def __len__(self):
+        def __len__(self) -> int:
             return len(self.rows)
 
-        def select(self, indices):
+        def select(self, indices: list[int]) -> Dataset:
             return Dataset([self.rows[i] for i in indices])
 
     shares = split(Dataset(list("abc")), 2, padding=True)
