@@ -21,6 +21,7 @@ from notebook_accelerate.telemetry.events import (
 )
 from notebook_accelerate.telemetry.failure import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
 from notebook_accelerate.telemetry.sink import Sink, current_sink, emit, install_sink
+from notebook_accelerate.telemetry.steptime import StepTimeEvent
 from notebook_accelerate.telemetry.store import Metrics, MetricSeries, Store
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "ResultEvent",
     "Sink",
     "StatusEvent",
+    "StepTimeEvent",
     "Store",
     "current_sink",
     "emit",

@@ -1,8 +1,10 @@
 """The bounded store: what a run's ranks said, kept for panels, reports and ``run.metrics``.
 
 Bounds: ``max_points`` points per metric and rank (a fuller series is thinned by keeping the smallest and the largest
-of every four neighbours, so that extremes survive), ``max_series`` metrics, ``max_log_bytes`` of text per rank.
-Failures and results are never dropped.
+of every four neighbours, so that extremes survive), ``MAX_TOTAL_POINTS`` over all of them (the more series there are,
+the fewer points each may have), ``max_series`` metrics, ``max_log_bytes`` of text per rank. A point weighs 24 bytes, so
+a run of any length holds at most about 100 MB of curves and 8 MB of text per rank. Failures and results are never
+dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from notebook_accelerate.telemetry.events import (
@@ -22,6 +25,7 @@ from notebook_accelerate.telemetry.events import (
     ProgressEvent,
     ResourceEvent,
 )
+from notebook_accelerate.telemetry.steptime import StepTimeEvent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +34,11 @@ if TYPE_CHECKING:
 MAX_POINTS = 50_000
 MAX_SERIES = 2_000
 MAX_LOG_BYTES = 8 << 20
+MAX_TOTAL_POINTS = 4_000_000
+MIN_POINTS = 64
+"""What every series may keep, however many there are."""
+RECENT_STEP_TIMES = 10
+"""Step times kept per rank: about as many seconds."""
 
 
 class Record(NamedTuple):
@@ -48,20 +57,50 @@ class LogLine(NamedTuple):
     text: str
 
 
+class Tail(NamedTuple):
+    """What one rank logged of one metric since the last look.
+
+    Attributes:
+        steps: int64, shape (n,); -1 where no step was given.
+        times: Seconds since the epoch, float64, shape (n,).
+        values: float64, shape (n,).
+        cursor: What to pass next time.
+        whole: Whether these are all points there are, in place of what earlier looks returned.
+    """
+
+    steps: np.ndarray
+    times: np.ndarray
+    values: np.ndarray
+    cursor: tuple[int, int]
+    whole: bool
+
+
 class _Points:
     """The points of one metric on one rank."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self) -> None:
         self.steps, self.times, self.values = array("q"), array("d"), array("d")
-        self.limit = limit
-        self.thinned = False
+        self.thinned = 0
 
-    def append(self, step: int, time: float, value: float) -> None:
+    def append(self, step: int, time: float, value: float, limit: int) -> None:
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
-        if len(self.values) >= self.limit:
+        if len(self.values) >= limit:
             self._thin()
+
+    def since(self, cursor: tuple[int, int]) -> Tail:
+        import numpy as np
+
+        # Thinning moves points, so that an index from before it means nothing.
+        begin = cursor[1] if cursor[0] == self.thinned else 0
+        return Tail(
+            np.array(self.steps[begin:], dtype=np.int64),
+            np.array(self.times[begin:], dtype=float),
+            np.array(self.values[begin:], dtype=float),
+            (self.thinned, len(self.values)),
+            begin == 0,
+        )
 
     def _thin(self) -> None:
         import numpy as np
@@ -79,7 +118,7 @@ class _Points:
         self.steps = array("q", np.frombuffer(self.steps, dtype=np.int64)[keep].tobytes())
         self.times = array("d", np.frombuffer(self.times, dtype=float)[keep].tobytes())
         self.values = array("d", np.frombuffer(self.values, dtype=float)[keep].tobytes())
-        self.thinned = True
+        self.thinned += 1
 
 
 class MetricSeries(NamedTuple):
@@ -168,10 +207,15 @@ class Store:
         self._lock = threading.RLock()
         self._max_points, self._max_series, self._max_log_bytes = max_points, max_series, max_log_bytes
         self._metrics: dict[str, dict[int, _Points]] = {}
+        self._series_count = 0
         self._logs: dict[int, deque[LogLine]] = {}
         self._log_bytes: dict[int, int] = {}
+        self._log_count: dict[int, int] = {}
+        self._step_times: dict[int, deque[StepTimeEvent]] = {}
+        self._counted: set[int] = set()
         self._subscribers: list[Callable[[list[Record]], None]] = []
         self.progress: dict[int, ProgressEvent] = {}
+        self.loops: dict[int, ProgressEvent] = {}
         self.resources: dict[int, ResourceEvent] = {}
         self.peak_memory: dict[int, int] = {}
         self.last_step: dict[int, int] = {}
@@ -183,6 +227,7 @@ class Store:
             LogEvent: self._add_log,
             ResourceEvent: self._add_resource,
             DroppedEvent: self._add_dropped,
+            StepTimeEvent: self._add_step_time,
         }
 
     def add(self, records: list[Record]) -> None:
@@ -237,13 +282,30 @@ class Store:
                 ranks = self._metrics[name] = {}
             points = ranks.get(record.rank)
             if points is None:
-                points = ranks[record.rank] = _Points(self._max_points)
-            points.append(step, record.time, number)
+                points = ranks[record.rank] = _Points()
+                self._series_count += 1
+            points.append(step, record.time, number, self._limit())
+
+    def _limit(self) -> int:
+        """Return how many points a series may have now."""
+        share = max(MIN_POINTS, MAX_TOTAL_POINTS // max(1, self._series_count))
+        return min(self._max_points, share)
 
     def _add_progress(self, record: Record) -> None:
         event: Any = record.event
         self.progress[record.rank] = event
-        self.last_step[record.rank] = event.step
+        if event.total is None:
+            self._counted.add(record.rank)
+        else:
+            self.loops[record.rank] = event
+        # A progress bar counts what it likes; where the optimizer counts steps, it knows better.
+        if event.total is None or record.rank not in self._counted:
+            self.last_step[record.rank] = event.step
+
+    def _add_step_time(self, record: Record) -> None:
+        event: Any = record.event
+        if isinstance(event.parts, dict) and all(_number(seconds) is not None for seconds in event.parts.values()):
+            self._step_times.setdefault(record.rank, deque(maxlen=RECENT_STEP_TIMES)).append(event)
 
     def _add_resource(self, record: Record) -> None:
         event: Any = record.event
@@ -257,6 +319,7 @@ class Store:
     def _add_log(self, record: Record) -> None:
         event: Any = record.event
         lines = self._logs.setdefault(record.rank, deque())
+        self._log_count[record.rank] = self._log_count.get(record.rank, 0) + 1
         size = self._log_bytes.get(record.rank, 0)
         # Many lines come as one text and stay one until they are read: a flood must not cost an object per line.
         lines.append(LogLine(record.time, event.stream, event.text))
@@ -292,10 +355,56 @@ class Store:
                 )
                 for rank, points in self._metrics[name].items()
             ]
-            thinned = any(points.thinned for points in self._metrics[name].values())
+            thinned = any(points.thinned > 0 for points in self._metrics[name].values())
         steps, times, ranks, values = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.argsort(times, kind="stable")
         return MetricSeries(name, steps[order], times[order], ranks[order], values[order], thinned)
+
+    def ranks_of(self, name: str) -> list[int]:
+        """Return the ranks that logged ``name``, in order."""
+        with self._lock:
+            return sorted(self._metrics.get(name, ()))
+
+    def tail(self, name: str, rank: int, cursor: tuple[int, int] = (0, 0)) -> Tail:
+        """Return what ``rank`` logged of ``name`` since ``cursor``; thinning makes it start again.
+
+        Raises:
+            KeyError: The rank has logged no such metric.
+        """
+        with self._lock:
+            return self._metrics[name][rank].since(cursor)
+
+    def step_times(self, rank: int) -> list[StepTimeEvent]:
+        """Return where the rank's time of the last seconds went, the oldest first."""
+        with self._lock:
+            return list(self._step_times.get(rank, ()))
+
+    def log_tail(self, rank: int, cursor: int = 0, limit: int = 500) -> tuple[list[LogLine], int, int]:
+        """Return what ``rank`` wrote since ``cursor``.
+
+        Args:
+            rank: Whose lines.
+            cursor: What the last call returned.
+            limit: At most so many lines, the newest ones.
+
+        Returns:
+            The lines, the cursor for the next call, and how many lines were left out (those that the store no longer
+            has are not counted).
+        """
+        with self._lock:
+            count = self._log_count.get(rank, 0)
+            chunks = list(islice(reversed(self._logs.get(rank, ())), count - cursor))
+        lines: list[LogLine] = []
+        skipped = 0
+        for chunk in chunks:
+            room = limit - len(lines)
+            if room <= 0:
+                skipped += chunk.text.count("\n") + 1
+                continue
+            texts = chunk.text.split("\n")
+            skipped += max(0, len(texts) - room)
+            lines += [LogLine(chunk.time, chunk.stream, text) for text in reversed(texts[max(0, len(texts) - room) :])]
+        return lines[::-1], count, skipped
 
     def log_lines(self, rank: int) -> list[LogLine]:
         """Return the kept lines of ``rank``, oldest first."""

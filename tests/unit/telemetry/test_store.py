@@ -228,3 +228,51 @@ def test_metrics_are_a_mapping_and_frames() -> None:
     }  # fmt: skip
     assert list(metrics["loss"].to_pandas().columns) == ["step", "time", "rank", "value"]
     assert "loss, acc" in repr(metrics)
+
+
+def test_a_tail_continues_where_the_last_one_ended() -> None:
+    store = Store(max_points=100)
+    _feed(store, *_metrics([1.0, 2.0]))
+    first = store.tail("loss", 0)
+    assert (first.values.tolist(), first.whole) == ([1.0, 2.0], True)
+    _feed(store, *_metrics([3.0]))
+    second = store.tail("loss", 0, first.cursor)
+    assert (second.values.tolist(), second.whole) == ([3.0], False)
+    assert store.tail("loss", 0, second.cursor).values.tolist() == []
+    _feed(store, *_metrics([float(value) for value in range(200)]))
+    third = store.tail("loss", 0, second.cursor)
+    assert third.whole, "thinning moved the points"
+    assert third.values.tolist() == store.series("loss").values.tolist()
+    assert store.ranks_of("loss") == [0]
+    assert store.ranks_of("other") == []
+
+
+def test_the_more_series_the_fewer_points_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("notebook_accelerate.telemetry.store.MAX_TOTAL_POINTS", 1000)
+    store = Store()
+    for step in range(2000):
+        _feed(store, MetricEvent({f"m{index}": float(step) for index in range(10)}, step))
+    kept = [len(store.series(name).values) for name in store.metric_names()]
+    assert sum(kept) <= 1000
+    assert min(kept) > 40
+
+
+def test_a_log_tail_has_the_newest_lines() -> None:
+    store = Store()
+    _feed(store, LogEvent("stdout", "a\nb"), LogEvent("stderr", "c"))
+    lines, cursor, skipped = store.log_tail(0)
+    assert ([line.text for line in lines], skipped) == (["a", "b", "c"], 0)
+    assert store.log_tail(0, cursor) == ([], cursor, 0)
+    _feed(store, LogEvent("stdout", "\n".join(str(number) for number in range(1000))), LogEvent("stdout", "end"))
+    lines, cursor, skipped = store.log_tail(0, cursor, limit=3)
+    assert ([line.text for line in lines], skipped) == (["998", "999", "end"], 998)
+    assert store.log_tail(7) == ([], 0, 0)
+
+
+def test_a_progress_bar_does_not_take_the_place_of_the_optimizers_count() -> None:
+    store = Store()
+    _feed(store, ProgressEvent(1, 3, "epochs"))
+    assert store.last_step == {0: 1}
+    _feed(store, ProgressEvent(70), ProgressEvent(2, 3, "epochs"))
+    assert store.last_step == {0: 70}
+    assert store.loops[0].label == "epochs"

@@ -1,0 +1,98 @@
+"""The clock of a step's parts, and what the store keeps of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accelerate.telemetry import Event, Store, install_sink, steptime
+from notebook_accelerate.telemetry.store import RECENT_STEP_TIMES, Record
+
+
+class _Kept:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture
+def sink() -> Iterator[_Kept]:
+    kept = _Kept()
+    install_sink(kept)  # type: ignore[arg-type]
+    yield kept
+    install_sink(None)
+
+
+def _slow_batches() -> Iterator[int]:
+    for number in range(4):
+        time.sleep(0.02)
+        yield number
+
+
+def test_parts_add_up_to_the_time_that_passed(sink: _Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steptime, "PERIOD", 0.0)
+    assert steptime.running()
+    steptime.start()
+    for _ in steptime.waiting(_slow_batches()):
+        time.sleep(0.01)
+        steptime.switch(steptime.OPTIMIZER)
+        time.sleep(0.005)
+        before = steptime.switch(steptime.COLLECTIVES)
+        time.sleep(0.005)
+        assert steptime.switch(before) == steptime.COLLECTIVES
+        steptime.switch(steptime.OTHER)
+        steptime.end_step()
+    events = [event for event in sink.events if isinstance(event, steptime.StepTimeEvent)]
+    assert [event.step for event in events] == [2, 3, 4]
+    for event in events:
+        assert list(event.parts) == list(steptime.PARTS)
+        assert event.steps == 1
+        assert event.parts["waiting for data"] >= 0.02
+        assert event.parts["forward and backward"] >= 0.01
+        assert event.parts["collectives"] >= 0.005
+        assert event.parts["optimizer"] >= 0.005
+
+
+def test_a_loop_left_early_closes_its_batches(sink: _Kept) -> None:
+    closed = []
+
+    def batches() -> Iterator[int]:
+        try:
+            yield from range(10)
+        finally:
+            closed.append(True)
+
+    reading = steptime.waiting(batches())
+    assert next(reading) == 0
+    reading.close()
+    assert closed == [True]
+
+
+def test_outside_a_launched_worker_nobody_listens() -> None:
+    assert not steptime.running()
+
+
+def test_a_step_costs_less_than_two_microseconds(sink: _Kept) -> None:
+    begin = time.perf_counter()
+    for _ in range(20_000):
+        steptime.switch(steptime.DATA)
+        steptime.switch(steptime.COMPUTE)
+        steptime.switch(steptime.OPTIMIZER)
+        steptime.switch(steptime.OTHER)
+        steptime.end_step()
+    seconds = (time.perf_counter() - begin) / 20_000
+    print(f"\nstep clock: {1e6 * seconds:.2f} microseconds per step (goal: 0.5)")
+    assert seconds < 2e-6 * 3  # machines that test are busy
+
+
+def test_the_store_keeps_the_recent_ones() -> None:
+    store = Store()
+    for step in range(50):
+        store.add([Record(1, float(step), steptime.StepTimeEvent({"optimizer": 1.0}, step))])
+    store.add([Record(1, 0.0, steptime.StepTimeEvent({"optimizer": "much"}, 50))])  # type: ignore[dict-item]
+    assert [event.step for event in store.step_times(1)] == list(range(50 - RECENT_STEP_TIMES, 50))
+    assert store.step_times(0) == []
