@@ -216,7 +216,8 @@ class Run:
             raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
         if self._stopper is not None and not self._done.is_set():
             self._stopper(grace)
-        if threading.current_thread().name != f"notebook-accelerate-run-{self.id}":  # a subscriber may stop its run
+        # A subscriber may stop its run: the threads that call subscribers cannot wait for their own end.
+        if threading.current_thread().name not in (f"notebook-accelerate-run-{self.id}", "notebook-accelerate-sampler"):
             self._done.wait()
 
     def add_done_callback(self, callback: Callable[[Run], None]) -> None:
