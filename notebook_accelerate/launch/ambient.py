@@ -57,5 +57,6 @@ def apply(ambient: Ambient) -> None:
         # The default device is kept per thread: a rank forked from another thread does not inherit it.
         if settings["default_device"] != "cpu":
             torch.set_default_device(settings["default_device"])
-        torch.use_deterministic_algorithms(settings["deterministic"])
+        if settings["deterministic"] != torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(settings["deterministic"])  # imports the compiler, which takes a second
         torch.set_float32_matmul_precision(settings["matmul_precision"])
