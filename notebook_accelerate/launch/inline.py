@@ -116,6 +116,8 @@ def _fail(run: Run, error: BaseException) -> None:
     chain = tracebacks.chain_of(error)
     kind = "exit" if isinstance(error, SystemExit) else "exception"
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")
+    if isinstance(error, SystemExit):
+        message = f"the function called sys.exit({error.code!r})"
     run.failures = (RankFailure(0, kind, time.time(), message, chain, error),)
     run._info(0).state = "failed"
     run._end_attempt(messages.headline(run.failures))

@@ -112,6 +112,8 @@ def isolate(wiring: Wiring, inherited: set[int] | None) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
     atexit._clear()
+    # A fork from the run's daemon thread: threads that the function starts would be daemons too, and not waited for.
+    threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
     if inherited is not None:
         silence_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=inherited)
 
