@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import FunctionType
 from typing import Any, Literal
 
 from notebook_accelerate.config.enums import DDPCommunicationHookType
@@ -71,13 +73,24 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
         Args:
             model: A ``DistributedDataParallel``.
+
+        Raises:
+            ValueError: torch has no such hook for this model's device and back end.
         """
         if self.comm_hook == DDPCommunicationHookType.NO:
             return
         hook = _function(*_HOOK_OF_TYPE[self.comm_hook])
+        if self.comm_hook == DDPCommunicationHookType.BATCHED_POWER_SGD:
+            hook = _with_flat_matrices(hook)
         if self.comm_wrapper != DDPCommunicationHookType.NO:
             hook = _function(*_WRAPPER_OF_TYPE[self.comm_wrapper])(hook)
-        model.register_comm_hook(state=self._hook_state(), hook=hook)
+        try:
+            model.register_comm_hook(state=self._hook_state(), hook=hook)
+        except TypeError as error:
+            raise ValueError(
+                f"comm_hook={self.comm_hook.value!r} with comm_wrapper={self.comm_wrapper.value!r} does not work here: "
+                f"{error}; on CPU pass comm_hook='fp16' or 'power_sgd'"
+            ) from error
 
     def _hook_state(self) -> Any:
         if self.comm_hook not in _WITH_STATE:
@@ -87,6 +100,22 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 def _function(module: str, name: str) -> Any:
     return getattr(import_module(f"{_HOOKS}.{module}"), name)
+
+
+def _with_flat_matrices(hook: Any) -> Any:
+    """Return torch's batched PowerSGD hook, able to orthogonalize what it passes.
+
+    Its matrices have two dimensions, but torch (2.0 to 2.13 at least) orthogonalizes batches of them, with three, and
+    stops the training with a bare AssertionError once compression starts.
+    """
+    batched = hook.__globals__["_orthogonalize"]
+
+    def orthogonalize(matrices: Any, epsilon: float = 0) -> None:
+        batched(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
+
+    namespace = {**hook.__globals__, "_orthogonalize": orthogonalize}
+    repaired = FunctionType(hook.__code__, namespace, hook.__name__, hook.__defaults__, hook.__closure__)
+    return functools.update_wrapper(repaired, hook)
 
 
 def _member(
