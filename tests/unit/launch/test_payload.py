@@ -168,7 +168,7 @@ def test_an_endless_structure_is_a_serialization_error() -> None:
     deep: list[Any] = []
     for _ in range(200_000):
         deep = [deep]
-    with pytest.raises(SerializationError, match="(?i)recursion"):
+    with pytest.raises(SerializationError, match=r"(?i)recursion"):
         dump(deep, "it")
     while deep:
         deep = deep[0]

@@ -1,0 +1,128 @@
+"""One process: the kernel itself is the rank, and gets everything back."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
+from notebook_accelerate.telemetry import MetricEvent, current_sink
+
+
+def test_it_is_this_process_with_a_ranks_environment_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "the user's own")
+    before = dict(os.environ)
+    streams = sys.stdout, sys.stderr
+
+    def look() -> tuple[Any, ...]:
+        os.environ["LEFT_BEHIND"] = "1"
+        os.environ.pop("HOME", None)
+        names = ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
+        return os.getpid(), *(os.environ[name] for name in names)
+
+    run = notebook_launcher(look, mixed_precision="bf16")
+    assert run.results == ((os.getpid(), "0", "1", "bf16"),)
+    assert run.plan is not None
+    assert run.plan.start_method == "inline"
+    assert dict(os.environ) == before
+    assert (sys.stdout, sys.stderr) == streams
+    assert current_sink() is None
+
+
+def test_environment_and_streams_come_back_after_an_error_too() -> None:
+    before, streams = dict(os.environ), (sys.stdout, sys.stderr)
+
+    def fail() -> None:
+        try:
+            {}["missing"]
+        except KeyError as error:
+            raise ValueError("on top") from error
+
+    with pytest.raises(WorkerError, match="rank 0: ValueError: on top") as caught:
+        notebook_launcher(fail)
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValueError)
+    assert isinstance(cause.__cause__, KeyError)
+    assert (dict(os.environ), (sys.stdout, sys.stderr), current_sink()) == (before, streams, None)
+    text = "\n".join(caught.value._render_traceback_())
+    assert "direct cause" in text
+    assert "launch/inline.py" not in text
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, "succeeded"), (0, "succeeded"), (3, "failed"), ("msg", "failed")])
+def test_system_exit_is_the_functions_not_the_kernels(code: Any, status: str) -> None:
+    if status == "failed":
+        with pytest.raises(WorkerError) as caught:
+            notebook_launcher(sys.exit, (code,))
+        assert f"sys.exit({code!r})" in str(caught.value)
+        assert caught.value.run is not None
+        assert caught.value.run.status == "failed"
+    else:
+        run = notebook_launcher(sys.exit, (code,))
+        assert (run.status, run.results) == ("succeeded", (None,))
+
+
+def test_an_interrupt_is_a_keyboard_interrupt_with_the_run() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        notebook_launcher(interrupted)
+    assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
+    assert "RANK" not in os.environ
+
+
+def test_output_passes_and_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    def talk() -> None:
+        print("whole")
+        print("err", file=sys.stderr)
+        sys.stdout.write("part")
+        sys.stdout.flush()
+        assert sys.stdout.encoding
+
+    run = notebook_launcher(talk)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("whole\npart", "err\n")
+    assert sorted(run.logs(0)) == ["err", "part", "whole"]
+
+
+def test_a_stream_the_function_replaced_is_its_own_business() -> None:
+    streams = sys.stdout
+
+    def replace() -> None:
+        sys.stdout = io.StringIO()
+        print("lost")
+
+    notebook_launcher(replace)
+    assert sys.stdout is streams
+
+
+def test_metrics_arrive() -> None:
+    run = notebook_launcher(lambda: telemetry.emit(MetricEvent({"loss": 2.0}, 1)))
+    assert run.metrics["loss"].values.tolist() == [2.0]
+
+
+def test_a_launch_inside_a_launch() -> None:
+    def inner() -> str:
+        return os.environ["WORLD_SIZE"]
+
+    def outer() -> tuple[Any, ...]:
+        nested: Run = notebook_launcher(inner, num_processes=2, use_port=0, start_method="fork")
+        return nested.results, notebook_launcher(inner).results, os.environ["WORLD_SIZE"]
+
+    assert notebook_launcher(outer).results == ((("2", "2"), ("1",), "1"),)
+
+
+def test_shared_state_of_the_kernel_is_put_aside() -> None:
+    state = pytest.importorskip("notebook_accelerate.state")
+    before = dict(state.PartialState._shared_state)
+
+    def build() -> int:
+        return int(state.PartialState(cpu=True).num_processes)
+
+    assert notebook_launcher(build).results == (1,)
+    assert dict(state.PartialState._shared_state) == before

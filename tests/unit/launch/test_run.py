@@ -1,0 +1,377 @@
+"""What a user holds of a launch: status, ranks, results, waiting, awaiting, stopping, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+
+import notebook_accelerate
+from notebook_accelerate import (
+    LaunchConfig,
+    Run,
+    RunNotFinishedError,
+    RunStoppedError,
+    RunTimeoutError,
+    WorkerError,
+    debug_launcher,
+    notebook_launcher,
+    telemetry,
+)
+from notebook_accelerate.telemetry import MetricEvent, ProgressEvent
+
+
+def _launch(function: Any, *args: Any, **options: Any) -> Run:
+    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, "start_method": "fork", **options})
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _wait_until(condition: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def _sleep_long() -> None:
+    print("asleep")
+    time.sleep(60)
+
+
+def test_a_blocking_run_has_everything_at_its_end() -> None:
+    run = _launch(lambda x: x * 10 + _rank(), 4)
+    assert run.results == (40, 41)
+    assert run.status == "succeeded"
+    assert type(run.status) is str
+    assert run.error is None
+    assert [(info.rank, info.state, info.exit) for info in run.ranks] == [
+        (0, "succeeded", "exit 0"),
+        (1, "succeeded", "exit 0"),
+    ]
+    assert run.wait() is True
+    assert run.wait(timeout=0) is True
+    run.stop()
+    assert run.status == "succeeded"
+    assert run in notebook_accelerate.runs()
+    assert "succeeded, 2 ranks" in repr(run)
+    assert [attempt.outcome for attempt in run.attempts] == ["succeeded"]
+
+
+def test_a_running_run_raises_instead_of_results() -> None:
+    run = _launch(_sleep_long, block=False)
+    try:
+        with pytest.raises(RunNotFinishedError, match=r"run\.wait\(\)"):
+            run.results  # noqa: B018
+        assert run.wait(timeout=0.05) is False
+        assert run.error is None
+        assert all(info.pid for info in run.ranks)
+        _wait_until(lambda: run.status == "running")
+    finally:
+        begin = time.monotonic()
+        run.stop()
+    assert time.monotonic() - begin < 2.0
+    assert run.status == "stopped"
+    assert [info.state for info in run.ranks] == ["stopped", "stopped"]
+    assert isinstance(run.error, RunStoppedError)
+    with pytest.raises(RunStoppedError):
+        run.results  # noqa: B018
+
+
+def test_wait_answers_a_negative_and_a_zero_timeout_at_once() -> None:
+    run = _launch(_sleep_long, block=False)
+    try:
+        assert run.wait(timeout=0) is False
+        assert run.wait(timeout=-1) is False
+    finally:
+        run.stop(grace=0)
+    with pytest.raises(ValueError, match="grace=-1"):
+        run.stop(grace=-1)
+
+
+def test_many_threads_may_wait_and_stop() -> None:
+    run = _launch(_sleep_long, block=False)
+    ended: list[bool] = []
+    waiters = [threading.Thread(target=lambda: ended.append(run.wait(20))) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    stoppers = [threading.Thread(target=run.stop) for _ in range(3)]
+    for stopper in stoppers:
+        stopper.start()
+    for thread in (*waiters, *stoppers):
+        thread.join(20)
+    assert ended == [True] * 3
+
+
+def test_logs_by_rank_and_tail() -> None:
+    def talk() -> None:
+        for number in range(3):
+            print("line", number)
+        print("trouble", file=sys.stderr)
+        print("no line break", end="")
+
+    run = _launch(talk)
+    assert sorted(run.logs(1)) == ["line 0", "line 1", "line 2", "no line break", "trouble"]
+    assert len(run.logs()) == 10
+    assert all(line.startswith(("[rank 0] ", "[rank 1] ")) for line in run.logs())
+    assert run.logs(0, tail=1) == run.logs(0)[-1:]
+    assert run.logs(0, tail=0) == []
+    assert len(run.logs(tail=100)) == 10
+    for rank in (2, -1):
+        with pytest.raises(ValueError, match=rf"rank={rank}.*\[0, 1\]"):
+            run.logs(rank)
+    with pytest.raises(ValueError, match="tail=-1"):
+        run.logs(tail=-1)
+
+
+def test_metrics_and_progress_arrive() -> None:
+    def log() -> None:
+        for step in range(50):
+            telemetry.emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
+        telemetry.emit(ProgressEvent(50, 50))
+
+    run = _launch(log)
+    assert list(run.metrics) == ["loss"]
+    assert run.metrics["loss"].rank(1).steps.tolist() == list(range(50))
+    assert [info.last_step for info in run.ranks] == [50, 50]
+
+
+def test_run_may_be_awaited() -> None:
+    async def body() -> Run:
+        run = _launch(lambda: _rank() + 1, block=False)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.005)
+                ticks += 1
+
+        ticker = asyncio.create_task(tick())
+        done = await run
+        ticker.cancel()
+        assert done is run
+        return await run  # a second time, after the end
+
+    assert asyncio.run(body()).results == (1, 2)
+
+
+def test_awaiting_a_failed_run_raises_its_error() -> None:
+    def fail() -> None:
+        raise KeyError("lost")
+
+    async def body() -> None:
+        await _launch(fail, block=False)
+
+    with pytest.raises(WorkerError, match="KeyError: 'lost'"):
+        asyncio.run(body())
+
+
+def test_a_cancelled_await_stops_the_run() -> None:
+    async def body() -> Run:
+        run = _launch(_sleep_long, block=False)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(run, 0.3)
+        return run
+
+    assert asyncio.run(body()).status == "stopped"
+
+
+def test_done_callbacks_before_and_after_the_end() -> None:
+    called: list[Run] = []
+    run = _launch(lambda: time.sleep(0.2), block=False)
+    run.add_done_callback(called.append)
+    run.wait()
+    _wait_until(lambda: called == [run])
+    run.add_done_callback(called.append)
+    assert called == [run, run]
+
+
+def test_a_failing_done_callback_harms_neither_the_run_nor_the_next_callback() -> None:
+    called: list[Run] = []
+
+    def broken(_: Run) -> None:
+        raise RuntimeError("a callback with a bug")
+
+    run = _launch(lambda: time.sleep(0.2) or 3, block=False)
+    run.add_done_callback(broken)
+    run.add_done_callback(called.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run.wait(10)
+        _wait_until(lambda: called == [run])
+    assert run.results == (3, 3)
+
+
+def test_a_subscriber_may_stop_its_run() -> None:
+    def forever() -> None:
+        while True:
+            telemetry.emit(MetricEvent({"loss": 9.0}))
+            time.sleep(0.01)
+
+    run = _launch(forever, block=False)
+    run.store.subscribe(lambda _: run.stop(grace=1.0))
+    assert run.wait(10)
+    assert run.status == "stopped"
+
+
+def test_two_runs_at_once_have_two_ports() -> None:
+    def meet() -> tuple[int, str]:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        time.sleep(0.2)
+        return int(total), os.environ["MASTER_PORT"]
+
+    runs = [_launch(meet, block=False, use_port="29517") for _ in range(2)]
+    for run in runs:
+        assert run.wait(60)
+    values = [run.results for run in runs]
+    assert all(total == 2 for result in values for total, _ in result)
+    assert values[0][0][1] != values[1][0][1]
+
+
+def test_environment_of_the_launch_wins_over_the_kernels_and_config_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARED_NAME", "kernel")
+    config = LaunchConfig(env={"SHARED_NAME": "config"}, num_processes=3, start_method="fork", use_port=0)
+
+    def read() -> tuple[str, str, str]:
+        return os.environ["SHARED_NAME"], os.environ["WORLD_SIZE"], os.environ["ACCELERATE_MIXED_PRECISION"]
+
+    assert notebook_launcher(read, config=config).results == (("config", "3", "no"),) * 3
+    found = notebook_launcher(read, num_processes=1, mixed_precision="bf16", env={"SHARED_NAME": "call"}, config=config)
+    assert found.results == (("call", "1", "bf16"),)
+    assert _launch(read).results[0][0] == "kernel"
+    assert os.environ["SHARED_NAME"] == "kernel"
+    assert "RANK" not in os.environ
+
+
+def test_line_prefix_template(capsys: pytest.CaptureFixture[str]) -> None:
+    _launch(lambda: print("hello"), log_line_prefix_template="<${rank}/${local_rank}> ")
+    assert sorted(capsys.readouterr().out.splitlines()) == ["<0/0> hello", "<1/1> hello"]
+
+
+def test_timeout_ends_the_run_and_says_so() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RunTimeoutError, match=r"timeout of 0\.4 s") as caught:
+        _launch(_sleep_long, timeout=0.4)
+    assert time.monotonic() - begin < 3.0
+    assert caught.value.run is not None
+    assert caught.value.run.status == "stopped"
+
+
+def test_hang_timeout_counts_from_the_last_sign_of_life() -> None:
+    def stop_talking() -> None:
+        for _ in range(8):
+            print("alive")
+            time.sleep(0.1)
+        time.sleep(60)
+
+    begin = time.monotonic()
+    with pytest.raises(RunTimeoutError, match="hang_timeout"):
+        _launch(stop_talking, hang_timeout=0.5)
+    assert 1.2 < time.monotonic() - begin < 4.0
+
+
+def test_restarts_count_and_are_reported() -> None:
+    def third_time() -> str:
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if attempt < 2 and _rank() == 1:
+            raise ValueError(f"not yet ({attempt})")
+        return f"{attempt} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}"
+
+    run = _launch(third_time, max_restarts=3)
+    assert run.results == ("2 of 3", "2 of 3")
+    assert [attempt.outcome.partition(" at ")[0] for attempt in run.attempts] == [
+        "rank 1: ValueError: not yet (0)", "rank 1: ValueError: not yet (1)", "succeeded",
+    ]  # fmt: skip
+    assert run.failures == ()
+    text = run.report().text
+    assert "attempt" in text
+    assert "not yet (0)" in text
+    assert "not yet (1)" in run.report().html
+
+
+def test_restarts_end_with_the_last_failure() -> None:
+    def never() -> None:
+        raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    with pytest.raises(WorkerError, match=r"ValueError: 1 .*\(attempt 2\)") as caught:
+        _launch(never, max_restarts=1)
+    assert caught.value.run is not None
+    assert len(caught.value.run.attempts) == 2
+
+
+def test_a_stopped_run_is_not_restarted() -> None:
+    run = _launch(_sleep_long, max_restarts=5, block=False)
+    _wait_until(lambda: run.status == "running")
+    run.stop()
+    assert len(run.attempts) == 1
+    assert run.status == "stopped"
+
+
+def test_a_failed_run_keeps_the_results_of_the_others() -> None:
+    def fail_on_one() -> int:
+        if _rank() == 1:
+            time.sleep(0.1)
+            raise KeyError("one")
+        return 7
+
+    with pytest.raises(WorkerError) as caught:
+        _launch(fail_on_one)
+    error = caught.value
+    assert isinstance(error.__cause__, KeyError)
+    assert (error.rank, dict(error.results)) == (1, {0: 7})
+    assert error.run is not None
+    assert error.run.error is error
+    assert [info.state for info in error.run.ranks] == ["succeeded", "failed"]
+
+
+def test_debug_launcher_is_two_ranks_on_the_cpu() -> None:
+    def read() -> tuple[str, str]:
+        return os.environ["WORLD_SIZE"], os.environ["ACCELERATE_USE_CPU"]
+
+    assert debug_launcher(read).results == (("2", "true"),) * 2
+    assert len(debug_launcher(read, num_processes=3).results) == 3
+
+
+def test_debug_launcher_of_one_process() -> None:
+    assert debug_launcher(lambda x: x, (5,), num_processes=1).results == (5,)
+
+
+def test_a_port_that_is_taken_is_said_in_one_line_and_several_machines_refuse() -> None:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        run = _launch(lambda: os.environ["MASTER_PORT"], use_port=port)
+        assert run.results[0] != str(port)
+        assert [note for note in run.notes if f"port {port} is taken" in note]
+        with pytest.raises(notebook_accelerate.PortInUseError, match=f"{port}"):
+            _launch(print, use_port=port, num_nodes=2)
+
+
+def test_the_kernels_random_numbers_are_not_advanced() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    expected = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
+    _launch(lambda: (random.random(), torch.rand(1).item()))
+    found = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
+    assert found == expected

@@ -1,0 +1,229 @@
+"""The same function by every start method: the same environment, random numbers, results and errors."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import notebook_accelerate
+from notebook_accelerate import Run, SerializationError, WorkerError, notebook_launcher
+from notebook_accelerate.launch import ambient
+
+pytestmark = pytest.mark.usefixtures("zygote")
+METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
+PICKLED = pytest.mark.parametrize("method", ["zygote", "spawn"])
+
+
+def _launch(method: str, function: Any, *args: Any, **options: Any) -> Run:
+    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, "start_method": method, **options})
+
+
+def _numbers() -> list[float]:
+    import random
+
+    import numpy as np
+    import torch
+
+    return [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
+
+
+@METHODS
+def test_environment_results_and_arguments(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ONLY_NOW", "set after the server was started")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "freshly_written.py").write_text("VALUE = 42\n")
+    closed_over = {"a": 1}
+
+    def read(scale: int, tensor: torch.Tensor) -> tuple[Any, ...]:
+        import freshly_written
+
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ONLY_NOW", "MASTER_ADDR")
+        tensor += 1
+        return (
+            [os.environ[n] for n in names],
+            str(Path.cwd()),
+            freshly_written.VALUE * scale,
+            closed_over,
+            tensor.sum().item(),
+        )
+
+    tensor = torch.zeros(4)
+    for rank, found in enumerate(_launch(method, read, 2, tensor).results):
+        expected = [str(rank), str(rank), "2", "2", "set after the server was started", "127.0.0.1"]
+        assert found == (expected, str(tmp_path), 84, {"a": 1}, 4.0)
+    assert tensor.sum() == 0
+
+
+@METHODS
+def test_ranks_have_the_kernels_random_numbers(method: str) -> None:
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)  # noqa: NPY002
+    results = _launch(method, _numbers).results
+    assert results == (_numbers(), _numbers()[:0] or results[0])
+
+
+@METHODS
+def test_torch_settings_of_the_kernel_hold_in_ranks(method: str) -> None:
+    def read() -> tuple[str, int]:
+        import torch
+
+        return str(torch.get_default_dtype()), torch.get_num_threads()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = _launch(method, read, env={"OMP_NUM_THREADS": "2"}).results
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert results == (("torch.float64", 2),) * 2
+
+
+@METHODS
+def test_a_rank_is_a_clean_process(method: str) -> None:
+    def look() -> dict[str, Any]:
+        import signal
+        import threading
+
+        return {
+            "group": os.getpgid(0) == os.getpid(),
+            "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+            "sigchld": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+            "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "threads": sorted(t.name for t in threading.enumerate()),
+            "stdin": sys.stdin.isatty(),
+        }
+
+    for found in _launch(method, look).results:
+        threads = found.pop("threads")
+        assert len(threads) == 2, threads
+        assert found == {"group": True, "sigint": True, "sigterm": True, "sigchld": True, "blocked": [], "stdin": False}
+
+
+@METHODS
+def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> None:
+    def body() -> tuple[int, str, int]:
+        import asyncio
+        import subprocess
+        import threading
+
+        async def later() -> int:
+            await asyncio.sleep(0.01)
+            return 3
+
+        got: list[int] = []
+        thread = threading.Thread(target=got.append, args=(5,))
+        thread.start()
+        thread.join()
+        out = subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, text=True, check=True).stdout
+        return asyncio.run(later()), out.strip(), got[0]
+
+    assert _launch(method, body).results == ((3, "7", 5),) * 2
+
+
+@METHODS
+def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Path) -> None:
+    def body() -> None:
+        import atexit
+        import threading
+
+        atexit.register((tmp_path / f"exit-{os.environ['RANK']}").touch)
+        threading.Thread(target=lambda: (time.sleep(0.2), print("from a thread"))).start()
+
+    run = _launch(method, body)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exit-0", "exit-1"]
+    assert run.logs(1) == ["from a thread"]
+
+
+@METHODS
+def test_a_collective_works(method: str) -> None:
+    def meet() -> float:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        value = torch.ones(10) * (dist.get_rank() + 1)
+        dist.all_reduce(value)
+        return value[0].item()
+
+    assert _launch(method, meet, num_processes=3).results == (6.0,) * 3
+
+
+@METHODS
+def test_the_error_is_the_ranks_own(method: str) -> None:
+    class OwnError(Exception):
+        pass
+
+    def fail() -> None:
+        if os.environ["RANK"] == "1":
+            raise OwnError("mine")
+        time.sleep(60)
+
+    with pytest.raises(WorkerError, match=r"rank 1: .*OwnError: mine") as caught:
+        _launch(method, fail)
+    assert type(caught.value.__cause__).__name__ == "OwnError"
+    assert caught.value.failures[0].chain[-1].frames[-1].source == 'raise OwnError("mine")'
+
+
+@PICKLED
+def test_what_cannot_be_pickled_is_refused_before_anything_starts(method: str) -> None:
+    import threading
+
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match="the function or its arguments cannot be pickled"):
+        _launch(method, print, lock)
+    with pytest.raises(SerializationError):
+        _launch(method, lambda: lock)
+
+
+@METHODS
+def test_return_values_of_any_kind(method: str) -> None:
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    def make() -> tuple[Any, ...]:
+        import torch
+
+        model = torch.nn.Linear(2, 2)
+        return Local(3), model, model.weight, (lambda: 5), torch.arange(3)[1:]
+
+    local, model, weight, function, tensor = _launch(method, make).results[1]
+    assert (local.value, function(), tensor.tolist()) == (3, 5, [1, 2])
+    assert model.weight is weight
+
+
+@METHODS
+def test_a_big_result_travels(method: str) -> None:
+    results = _launch(method, lambda: b"x" * 30_000_000).results
+    assert [len(value) for value in results] == [30_000_000] * 2
+
+
+def test_a_dead_zygote_is_replaced(zygote: int) -> None:
+    from notebook_accelerate.launch.backends.zygote import ensure_zygote
+
+    notebook_accelerate.shutdown()
+    before = ensure_zygote()
+    os.kill(before.pid, 9)
+    before._process.wait()
+    assert _launch("zygote", os.getpid).status == "succeeded"
+    assert ensure_zygote().pid != before.pid
+
+
+test_a_dead_zygote_is_replaced = pytest.mark.leaks_ok("the zygote's socket is another one")(
+    test_a_dead_zygote_is_replaced
+)
+
+
+def test_capture_imports_nothing_and_apply_brings_back() -> None:
+    state = ambient.capture()
+    first = _numbers()
+    ambient.apply(state)
+    assert _numbers() == first
