@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import uuid
 from collections.abc import Callable
@@ -20,6 +21,22 @@ from notebook_accelerate.state.notices import warn_once
 _WHAT = "save_state"
 _snapshots = Snapshots()
 _pending: list[Writing] = []
+
+
+def _join_pending() -> None:
+    """Let a process that ends without `end_training`, or by an exception, still finish the checkpoint."""
+    for writing in _pending:
+        writing.join()
+
+
+def _forget() -> None:
+    """Leave the parent's checkpoint to the parent, in a process forked from it."""
+    _pending.clear()
+    _snapshots.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def save_state(
@@ -69,6 +86,8 @@ def save_state(
         wait_for_saves(_WHAT)
     else:
         writing.state_files, writing.snapshot, writing.hooks = _copy(files)
+        atexit.unregister(_join_pending)
+        atexit.register(_join_pending)
         writing.start()
     return _shown(accelerator, output_dir, place)
 

@@ -153,7 +153,8 @@ class Snapshots:
             owner = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             buffer = memoryview(owner.numpy())
         else:
-            owner = mmap.mmap(-1, -(-size // _HUGE) * _HUGE)
+            # Private: a process forked meanwhile must not write into what a thread here is writing to the disk.
+            owner = mmap.mmap(-1, -(-size // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):  # 512 times fewer page faults while the first copy fills it
                 owner.madvise(mmap.MADV_HUGEPAGE)
             buffer = memoryview(owner)

@@ -1,0 +1,123 @@
+"""A small training with everything a checkpoint holds, for tests of saving and going on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accelerate import Accelerator
+
+
+class Counter:
+    """A custom object with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Net(nn.Module):
+    """A normalisation with running statistics, dropout that draws random numbers, and weights used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        return self.last(nn.functional.dropout(self.norm(self.first(inputs)).relu(), 0.3, self.training))
+
+
+class Training:
+    """A model, an optimizer, a schedule, a shuffled loader and a counter, prepared.
+
+    Args:
+        seed: Of everything random.
+        options: What `Accelerator` takes.
+    """
+
+    def __init__(self, seed: int = 0, **options: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, **options)
+        seed_everything(seed)
+        self.raw = Net()
+        optimizer = torch.optim.AdamW(self.raw.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+        data = TensorDataset(torch.randn(48, 8), torch.randn(48, 8))
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+        prepared = self.accelerator.prepare(self.raw, optimizer, schedule, loader)
+        self.model, self.optimizer, self.schedule, self.loader = prepared
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        self.losses: list[float] = []
+
+    def epoch(self, skip: int = 0, stop: int | None = None) -> None:
+        """Train one epoch.
+
+        Args:
+            skip: Batches to leave out at its start.
+            stop: Batch before which to stop.
+        """
+        loader = self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
+        for index, (inputs, targets) in enumerate(loader, start=skip):
+            self.train_on(inputs, targets)
+            if stop is not None and index + 1 == stop:
+                return
+
+    def train_on(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Train on one batch; Python's and numpy's random numbers take part."""
+        with self.accelerator.accumulate(self.model):
+            noise = random.random() + float(np.random.rand())  # noqa: NPY002 - checkpoints keep the global generator
+            loss = nn.functional.mse_loss(self.model(inputs), targets * (1 + 0.01 * noise))
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        self.counter.count += 1
+        self.losses.append(loss.item())
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return copies of the model's tensors."""
+        return [tensor.detach().clone() for tensor in self.raw.state_dict().values()]
+
+    def everything(self) -> list[Any]:
+        """Return what two equal trainings have equal: weights, optimizer's state, schedule, counter, next randoms."""
+        state = self.optimizer.state_dict()
+        tensors = [value for key in sorted(state["state"]) for value in state["state"][key].values()]
+        return [
+            *self.weights(),
+            *(tensor.clone() for tensor in tensors),
+            torch.tensor(self.schedule.get_last_lr()),
+            torch.tensor([self.counter.count, random.random(), float(np.random.rand())]),  # noqa: NPY002
+            torch.rand(2),
+        ]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Tell whether two lists of tensors are equal bit by bit."""
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in pairs(left, right))
+
+
+def pairs(left: list[Any], right: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Iterate over two lists at once."""
+    return zip(left, right, strict=True)

@@ -1,0 +1,312 @@
+"""`save_state` and `load_state` in one process: what is written, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from notebook_accelerate import Accelerator, DataLoaderConfiguration
+from notebook_accelerate.checkpointing.manifest import read_manifest
+from notebook_accelerate.config.training import ProjectConfiguration
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
+from tests.support.trainings import Counter, Training, same, seed_everything
+
+ALL_FILES = [
+    "checkpoint_manifest.json",
+    "custom_checkpoint_0.pkl",
+    "model.safetensors",
+    "optimizer.bin",
+    "random_states_0.pkl",
+    "sampler.bin",
+    "scheduler.bin",
+]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def numbered(tmp_path: Path, **options: Any) -> ProjectConfiguration:
+    return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, **options)
+
+
+def test_the_files_are_those_of_accelerate(tmp_path: Path) -> None:
+    training = Training()
+    training.epoch()
+    target = str(tmp_path / "out")
+    assert training.accelerator.save_state(target) == target
+    assert names_in(tmp_path / "out") == ALL_FILES
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) >= {"first.weight", "norm.running_mean"}
+        assert "last.weight" not in set(file.keys())  # it is first.weight
+    assert torch.load(tmp_path / "out" / "custom_checkpoint_0.pkl") == {"count": 12}
+    assert set(torch.load(tmp_path / "out" / "optimizer.bin")) == {"state", "param_groups"}
+
+
+def test_a_second_object_of_a_kind_carries_its_number(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(str(tmp_path / "out"), safe_serialization=False)
+    assert {"pytorch_model.bin", "pytorch_model_1.bin", "optimizer.bin", "optimizer_1.bin"} < set(
+        names_in(tmp_path / "out")
+    )
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_resuming_equals_an_uninterrupted_run(tmp_path: Path, safe: bool, blocking: bool) -> None:
+    whole = Training()
+    for _ in range(3):
+        whole.epoch()
+    expected = whole.everything()
+    first = Training()
+    first.epoch()
+    first.accelerator.save_state(str(tmp_path / "out"), safe_serialization=safe, blocking=blocking)
+    first.epoch()  # the training goes on while a thread writes
+    first.accelerator.end_training()
+    resumed = Training(seed=99)
+    resumed.raw.train()
+    # The data is the same in a resumed script; only what load_state restores may differ.
+    resumed.loader.dataset.tensors = first.loader.dataset.tensors
+    resumed.accelerator.load_state(str(tmp_path / "out"))
+    resumed.epoch()
+    resumed.epoch()
+    assert resumed.losses == whole.losses[12:]
+    assert same(resumed.everything(), expected)
+
+
+def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+    whole = Training(dataloader_config=config, gradient_accumulation_steps=2)
+    for _ in range(3):
+        whole.epoch()
+    expected = whole.everything()
+    first = Training(dataloader_config=config, gradient_accumulation_steps=2)
+    first.epoch()
+    first.epoch(stop=6)
+    first.accelerator.save_state(str(tmp_path / "out"))
+    resumed = Training(seed=99, dataloader_config=config, gradient_accumulation_steps=2)
+    resumed.loader.dataset.tensors = first.loader.dataset.tensors
+    resumed.accelerator.load_state(str(tmp_path / "out"))
+    assert resumed.loader.iteration == 1
+    resumed.epoch(skip=6)
+    resumed.epoch()
+    assert resumed.losses == whole.losses[18:]
+    assert same(resumed.everything(), expected)
+
+
+def test_resuming_a_stateful_loader_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=5)
+    whole = Training(dataloader_config=config)
+    whole.epoch()
+    first = Training(dataloader_config=config)
+    first.epoch(stop=5)
+    first.accelerator.save_state(str(tmp_path / "out"))
+    assert "dl_state_dict.bin" in names_in(tmp_path / "out")
+    resumed = Training(seed=99, dataloader_config=config)
+    resumed.loader.dataset.tensors = first.loader.dataset.tensors
+    resumed.accelerator.load_state(str(tmp_path / "out"))
+    resumed.epoch()
+    assert resumed.losses == whole.losses[5:]
+
+
+def test_the_scaler_of_fp16_is_kept(tmp_path: Path) -> None:
+    training = Training(mixed_precision="fp16")
+    training.epoch()
+    scaler = training.accelerator.scaler
+    assert scaler is not None
+    scaler.update(128.0)
+    training.accelerator.save_state(str(tmp_path / "out"))
+    scaler.update(4.0)
+    training.accelerator.load_state(str(tmp_path / "out"))
+    assert "scaler.pt" in names_in(tmp_path / "out")
+    assert scaler.get_scale() == 128.0
+
+
+def test_numbered_checkpoints_and_their_limit(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=2))
+    model = accelerator.prepare(nn.Linear(2, 2))
+    for value in range(4):
+        model.weight.data.fill_(value)
+        saved = accelerator.save_state(blocking=value % 2 == 0)
+        assert Path(saved).name == f"checkpoint_{value}"
+    accelerator.load_state()
+    assert names_in(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    assert names_in(tmp_path) == ["checkpoints"]
+    assert model.weight[0, 0] == 3
+    assert accelerator.save_iteration == 4
+
+
+def test_numbering_goes_on_after_a_restart(tmp_path: Path) -> None:
+    first = Accelerator(cpu=True, project_config=numbered(tmp_path))
+    first.prepare(nn.Linear(2, 2))
+    first.save_state()
+    again = Accelerator(cpu=True, project_config=numbered(tmp_path))
+    again.prepare(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"exists already.*load_state.*iteration=1"):
+        again.save_state()
+    again.load_state()
+    assert again.save_state().endswith("checkpoint_1")
+
+
+def test_hooks_see_the_folder_and_may_take_over_a_model(tmp_path: Path) -> None:
+    training = Training()
+
+    def keep_apart(models: list[Any], weights: list[Any], folder: str) -> None:
+        (Path(folder) / "adapter").mkdir()
+        torch.save(weights.pop(), Path(folder) / "adapter" / "weights.pt")
+
+    def read_apart(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(folder) / "adapter" / "weights.pt"))
+
+    saving = training.accelerator.register_save_state_pre_hook(keep_apart)
+    training.accelerator.register_load_state_pre_hook(read_apart)
+    training.accelerator.save_state(str(tmp_path / "out"))
+    saving.remove()
+    before = training.weights()
+    training.epoch()
+    training.accelerator.load_state(str(tmp_path / "out"))
+    assert same(before, training.weights())
+    assert "model.safetensors" not in names_in(tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert "adapter/weights.pt" in manifest.files
+
+
+def test_saving_again_into_a_folder_keeps_what_is_not_ours(tmp_path: Path) -> None:
+    training = Training()
+    folder = tmp_path / "out"
+    training.accelerator.save_state(str(folder))
+    (folder / "notes.txt").write_text("mine")
+    training.epoch()
+    training.accelerator.save_state(str(folder), safe_serialization=False)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert "model.safetensors" not in names_in(folder)
+    after = training.weights()
+    training.epoch()
+    training.accelerator.load_state(str(folder))
+    assert same(after, training.weights())
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_the_working_directory_can_be_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    training = Training()
+    training.accelerator.save_state(".")
+    training.accelerator.load_state(".")
+    assert names_in(tmp_path) == sorted([*ALL_FILES, "script.py"])
+
+
+def test_missing_folders_and_names_are_said(tmp_path: Path) -> None:
+    training = Training()
+    with pytest.raises(ValueError, match="folder does not exist"):
+        training.accelerator.load_state(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"No input_dir.*load_state\("):
+        training.accelerator.load_state()
+    with pytest.raises(ValueError, match=r"no output_dir.*save_state\("):
+        training.accelerator.save_state()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file of that name"):
+        training.accelerator.save_state(str(tmp_path / "file"))
+
+
+def test_an_empty_project_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path))
+    with pytest.raises(ValueError, match=r"no checkpoint in .* yet"):
+        accelerator.load_state()
+
+
+def test_a_changed_byte_is_named(tmp_path: Path) -> None:
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "out"))
+    path = tmp_path / "out" / "optimizer.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BrokenCheckpointError, match=r"(?s)broken.*optimizer\.bin has other content"):
+        training.accelerator.load_state(str(tmp_path / "out"))
+
+
+def test_a_checkpoint_of_more_ranks_is_refused_unless_it_is_asked_for(tmp_path: Path) -> None:
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "out"))
+    path = tmp_path / "out" / "checkpoint_manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "world_size": 4}))
+    with pytest.raises(CheckpointMismatchError, match=r"written by 4 ranks, this run has 1.*elastic=True"):
+        training.accelerator.load_state(str(tmp_path / "out"))
+    training.accelerator.load_state(str(tmp_path / "out"), elastic=True)
+    path.write_text(json.dumps({**content, "layout": "fsdp"}))
+    with pytest.raises(CheckpointMismatchError, match="'fsdp'"):
+        training.accelerator.load_state(str(tmp_path / "out"))
+
+
+def test_other_objects_than_before_are_said(tmp_path: Path) -> None:
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "out"))
+    training.accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)found checkpoints: 1.*registered objects: 2"):
+        training.accelerator.load_state(str(tmp_path / "out"))
+    training.accelerator._custom_objects.pop()
+    training.accelerator.prepare(nn.Linear(3, 3))
+    with pytest.raises(CheckpointMismatchError, match="model number 1"):
+        training.accelerator.load_state(str(tmp_path / "out"))
+
+
+def test_a_folder_without_a_manifest_loads(tmp_path: Path) -> None:
+    training = Training()
+    training.epoch()
+    training.accelerator.save_state(str(tmp_path / "out"))
+    expected = training.everything()
+    (tmp_path / "out" / "checkpoint_manifest.json").unlink()
+    other = Training(seed=3)
+    other.accelerator.load_state(str(tmp_path / "out"))
+    assert same(other.everything(), expected)
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+class EvilState(Counter):
+    def state_dict(self) -> Any:
+        return {"count": Evil()}
+
+
+def test_loading_runs_no_code_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = Training()
+    training.accelerator._custom_objects[:] = [EvilState()]
+    training.accelerator.save_state("out")
+    with pytest.raises(CheckpointError, match=r"(?s)more than data.*weights_only"):
+        training.accelerator.load_state("out")
+    assert not Path("evil").exists()
+    training.accelerator.load_state("out", load_kwargs={"weights_only": False})
+    assert Path("evil").exists()
+
+
+def test_strict_reaches_the_model(tmp_path: Path) -> None:
+    seed_everything(0)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2, bias=False))
+    accelerator.save_state(str(tmp_path / "out"))
+    other = Accelerator(cpu=True)
+    other.prepare(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="bias"):
+        other.load_state(str(tmp_path / "out"))
+    other.load_state(str(tmp_path / "out"), strict=False)
