@@ -23,8 +23,8 @@ def process_backend(name: str) -> type[ProcessBackend]:
         ValueError: No such method; the message lists those there are.
     """
     rows = dict(ROWS)
-    for entry in entry_points(group="notebook_accelerate.launch_backends"):
-        rows.setdefault(entry.name, entry.value)
+    if name not in rows:  # looking through the installed packages takes longer than forking a rank
+        rows |= {entry.name: entry.value for entry in entry_points(group="notebook_accelerate.launch_backends")}
     if name not in rows:
         raise ValueError(f"start_method={name!r} is not known; there are: {', '.join(sorted(rows))}")
     module, attribute = rows[name].split(":")
