@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
 from datetime import datetime
 from html import escape
+from importlib import metadata
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch import messages
+from notebook_accelerate.launch import curves, failures, messages
+from notebook_accelerate.telemetry.steptime import PARTS
 
 if TYPE_CHECKING:
     from notebook_accelerate.errors import WorkerError
     from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.telemetry import RankFailure, Store
 
+MAX_CURVES = 24
+"""Metrics beyond this are in the table alone: a saved notebook holds every picture."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
+_PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
+
+Rows = list[list[str]]
 
 
 class Report:
@@ -33,12 +45,7 @@ class Report:
     @property
     def text(self) -> str:
         """The report as plain text."""
-        blocks = [self._head(), *self.run.notes, _table(self._rank_rows())]
-        metrics = self._metric_rows()
-        if len(metrics) > 1:
-            blocks.append(_table(metrics))
-        if len(self.run.attempts) > 1:
-            blocks.append(_table(self._attempt_rows()))
+        blocks = [self._head(), *self.run.notes, *(_table(rows) for _, rows in self._tables() if len(rows) > 1)]
         if self.run.failures:
             blocks.append("\n".join(messages.failure_lines(self.run.failures)))
         elif self.run.error is not None:
@@ -50,7 +57,18 @@ class Report:
         planned = f" · {run.plan.sentence()}" if run.plan is not None else ""
         return f"run {run.id} · {run.function_name} · {run.status} · {run.elapsed:.1f} s{planned}"
 
-    def _rank_rows(self) -> list[list[str]]:
+    def _tables(self) -> list[tuple[str, Rows]]:
+        attempts = self._attempt_rows()
+        return [
+            ("Ranks", self._rank_rows()),
+            ("Metrics", self._metric_rows()),
+            ("Where the step's time went", step_time_rows(self.run.store, [info.rank for info in self.run.ranks])),
+            ("Attempts", attempts if len(attempts) > 2 else []),
+            ("Configuration", self._config_rows()),
+            ("Environment", environment_rows(self.run)),
+        ]
+
+    def _rank_rows(self) -> Rows:
         rows = [["rank", "pid", "state", "last step", "peak memory", "exit"]]
         for info in self.run.ranks:
             peak = self.run.store.peak_memory.get(info.rank)
@@ -64,22 +82,30 @@ class Report:
             ])  # fmt: skip
         return rows
 
-    def _metric_rows(self) -> list[list[str]]:
+    def _metric_rows(self) -> Rows:
         rows = [["metric", "points", "first", "last", "min", "max", "curve"]]
         for name, series in self.run.metrics.items():
             values = series.values
             if not len(values):
                 continue
             numbers = [values[0], values[-1], values.min(), values.max()]
-            rows.append([name, str(len(values)), *(f"{number:.4g}" for number in numbers), sparkline(list(values))])
+            curve = sparkline(list(series.rank(int(series.ranks.min())).values))
+            rows.append([name, str(len(values)), *(f"{number:.4g}" for number in numbers), curve])
         return rows
 
-    def _attempt_rows(self) -> list[list[str]]:
+    def _attempt_rows(self) -> Rows:
         rows = [["attempt", "started", "seconds", "outcome"]]
         for attempt in self.run.attempts:
             began = datetime.fromtimestamp(attempt.started).strftime("%H:%M:%S")
             lasted = f"{(attempt.ended or attempt.started) - attempt.started:.1f}"
             rows.append([str(attempt.number + 1), began, lasted, attempt.outcome])
+        return rows
+
+    def _config_rows(self) -> Rows:
+        """What was asked for; of the variables for the ranks only the names, for a value may be a password."""
+        rows = [["setting", "value"]]
+        for name, value in self.run.config.non_default().items():
+            rows.append([name, ", ".join(value) if name == "env" else repr(value)])
         return rows
 
     def error_lines(self, error: WorkerError) -> list[str]:
@@ -96,23 +122,80 @@ class Report:
         """The report as HTML without scripts or outside references."""
         parts = [f"<p><strong>{escape(self._head())}</strong></p>"]
         parts += [f"<p>{escape(note)}</p>" for note in self.run.notes]
-        parts.append(_html_table("Ranks", self._rank_rows()))
-        metrics = self._metric_rows()
-        if len(metrics) > 1:
-            parts.append(_html_table("Metrics", metrics))
-        if len(self.run.attempts) > 1:
-            parts.append(_html_table("Attempts", self._attempt_rows()))
         if self.run.failures:
-            parts.append(f"<pre>{escape(chr(10).join(messages.failure_lines(self.run.failures)))}</pre>")
+            parts.append(failures_html(self.run.failures))
         elif self.run.error is not None:
             parts.append(f"<p>{escape(str(self.run.error))}</p>")
+        parts.append(self._curves_html())
+        parts += [_html_table(caption, rows) for caption, rows in self._tables() if len(rows) > 1]
         return f'<div class="notebook-accelerate-report">{"".join(parts)}</div>'
+
+    def _curves_html(self) -> str:
+        store, metrics = self.run.store, self.run.metrics
+        names = store.metric_names()
+        shown = [
+            curves.image(name, curves.tracks_of(store, name), curves.description(metrics[name]))
+            for name in names[:MAX_CURVES]
+        ]
+        more = len(names) - len(shown)
+        note = f"<p>{more} more metrics are in the table below.</p>" if more > 0 else ""
+        return f"<div>{' '.join(shown)}</div>{note}" if shown else ""
 
     def _repr_html_(self) -> str:
         return self.html
 
     def __repr__(self) -> str:
         return self.text
+
+
+def step_time_rows(store: Store, ranks: Sequence[int]) -> Rows:
+    """Return, per rank, milliseconds per step and the share of each part; only the head where nothing was measured."""
+    rows = [["rank", "ms per step", *PARTS]]
+    for rank in ranks:
+        seconds, steps = step_time(store, rank)
+        total = sum(seconds.values())
+        if steps and total > 0:
+            shares = [f"{100 * seconds.get(part, 0.0) / total:.0f} %" for part in PARTS]
+            rows.append([str(rank), f"{1000 * total / steps:.1f}", *shares])
+    return rows
+
+
+def step_time(store: Store, rank: int) -> tuple[dict[str, float], int]:
+    """Return the seconds by part of the rank's latest steps, and how many steps they were."""
+    events = store.step_times(rank)
+    parts = {part: sum(float(event.parts.get(part, 0.0)) for event in events) for part in PARTS}
+    return parts, sum(event.steps for event in events)
+
+
+def environment_rows(run: Run) -> Rows:
+    """Return what the run ran on."""
+    rows = [["environment", ""], ["python", f"{platform.python_version()} on {platform.platform()}"]]
+    for name in _PACKAGES:
+        try:
+            rows.append([name, metadata.version(name)])
+        except metadata.PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None and getattr(torch, "version", None) is not None and torch.version.cuda:
+        rows.append(["cuda", str(torch.version.cuda)])
+    started = datetime.fromtimestamp(run.started).astimezone()
+    rows.append(["processors", str(os.cpu_count())])
+    rows.append(["started", started.strftime("%Y-%m-%d %H:%M:%S %Z")])
+    return rows
+
+
+def failures_html(found: Sequence[RankFailure]) -> str:
+    """Return the failures as HTML, one block per group of ranks that failed in the same way, the first one open."""
+    blocks = []
+    for position, group in enumerate(failures.grouped(list(found))):
+        lines = messages.failure_lines(group)
+        who = messages.rank_names([failure.rank for failure in group])
+        kind = "failed" if position == 0 else "failed because of that" if group[0].consequence else "failed too"
+        head = f"{who} {kind}: {messages.headline(group).partition(': ')[2]}"
+        body = escape("\n".join(lines[1:]))
+        opened = " open" if position == 0 else ""
+        blocks.append(f"<details{opened}><summary><strong>{escape(head)}</strong></summary><pre>{body}</pre></details>")
+    return "".join(blocks)
 
 
 def sparkline(values: list[float]) -> str:
@@ -124,18 +207,22 @@ def sparkline(values: list[float]) -> str:
     cuts = [round(index * len(finite) / width) for index in range(width + 1)]
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
     low, high = min(means), max(means)
-    scale = (len(_SPARK) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARK[round((mean - low) * scale)] for mean in means)
+    # Halves: the span of numbers near the largest that there are would overflow.
+    scale = (len(_SPARK) - 1) / (high / 2 - low / 2) if high > low else 0.0
+    return "".join(_SPARK[round((mean / 2 - low / 2) * scale)] for mean in means)
 
 
-def _table(rows: list[list[str]]) -> str:
+def _table(rows: Rows) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("─" * width for width in widths))
     return "\n".join(lines)
 
 
-def _html_table(caption: str, rows: list[list[str]]) -> str:
+def _html_table(caption: str, rows: Rows) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows[1:]
+    )
     return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

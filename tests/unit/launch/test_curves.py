@@ -1,0 +1,102 @@
+"""Curves as pictures in reports."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import time
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from notebook_accelerate.launch import curves
+from notebook_accelerate.telemetry import MetricEvent, Store
+from notebook_accelerate.telemetry.store import Record
+
+EVIL = '<script>alert("&")</script>\x00'
+
+
+def _store(name: str = "loss", ranks: int = 2, steps: int = 1000) -> Store:
+    store = Store()
+    for rank in range(ranks):
+        store.add([
+            Record(rank, 100.0 + step, MetricEvent({name: math.exp(-step / 300) + rank}, step)) for step in range(steps)
+        ])  # fmt: skip
+    return store
+
+
+def _picture(name: str, store: Store) -> ET.Element:
+    html = curves.image(name, curves.tracks_of(store, name), curves.description(store.series(name)))
+    data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
+    assert data is not None
+    return ET.fromstring(base64.b64decode(data[1]))
+
+
+def test_a_picture_has_a_line_per_rank_and_a_legend() -> None:
+    root = _picture("loss", _store())
+    space = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{space}path")) == 2
+    texts = [element.text for element in root.findall(f"{space}text")]
+    assert texts[0] == "loss"
+    assert {"rank", "0", "1"} <= set(texts)
+
+
+def test_names_are_escaped_in_picture_and_alt_text() -> None:
+    store = _store(EVIL)
+    html = curves.image(EVIL, curves.tracks_of(store, EVIL), curves.description(store.series(EVIL)))
+    assert "<script>" not in html
+    assert "script" not in {element.tag.rpartition("}")[2] for element in _picture(EVIL, store).iter()}
+
+
+def test_the_alt_text_tells_what_there_is_to_see() -> None:
+    text = curves.description(_store().series("loss"))
+    assert text.startswith("Curve of loss: 2,000 points of 2 ranks; first 1")
+    assert "largest 2 at step 0" in text
+    assert "at step 999" in text
+
+
+def test_gaps_and_numbers_that_are_none() -> None:
+    store = Store()
+    for step, value in enumerate([1.0, math.nan, 2.0, 3.0, math.inf, 1e308, -1e308]):
+        store.add([Record(0, float(step), MetricEvent({"loss": value}, step))])
+    assert "2 not finite" in curves.description(store.series("loss"))
+    path = _picture("loss", store).find("{http://www.w3.org/2000/svg}path")
+    assert path is not None
+    assert path.attrib["d"].count("M") == 3
+    store.add([Record(0, 0.0, MetricEvent({"empty": math.nan}, 0))])
+    assert "none of them finite" in curves.description(store.series("empty"))
+    _picture("empty", store)
+
+
+def test_only_so_many_ranks_are_drawn() -> None:
+    assert len(curves.tracks_of(_store(ranks=20, steps=10), "loss")) == curves.MAX_TRACKS
+
+
+def test_two_hundred_thousand_points_make_a_small_picture_soon() -> None:
+    store = _store(ranks=4, steps=49_000)
+    begin = time.perf_counter()
+    html = curves.image("loss", curves.tracks_of(store, "loss"), "")
+    assert time.perf_counter() - begin < 1.0
+    assert len(html) < 60_000
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 10.0, [0, 2.5, 5, 7.5, 10]),
+        (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1.0]),
+        (-3.0, 4.0, [-2, 0, 2, 4]),
+        (5.0, 5.0, [5.0]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert np.allclose(curves.ticks(low, high, 4), expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (1234567.0, "1.23e6"), (0.00012, "0.00012"), (3.14159, "3.142"), (math.inf, "inf")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert curves.number(value) in (text, "1.2e-4")
