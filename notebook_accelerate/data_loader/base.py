@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from notebook_accelerate.data_loader.iterable import IterableDatasetShard
+from notebook_accelerate.data_loader.order import PassOrder, RememberedSource, draws_order
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
 from notebook_accelerate.state import GradientState
 
@@ -144,9 +145,39 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     iteration: int
     skip_batches: int
+    _order: PassOrder
     _original: PreparedDataLoader | None = None
     _reads = True  # whether this rank reads the dataset itself
     _steps_back = True  # whether exactly one batch is read ahead
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        self._order = PassOrder()
+        super().__init__(dataset, use_stateful_dataloader, batch_sampler, **kwargs)
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The source of indices (torch asks this property)."""
+        source = index_source(self)
+        return RememberedSource(source, self._order) if draws_order(self) else source
+
+    def order_state(self) -> torch.Tensor | None:
+        """Say what the order of the unfinished pass was drawn from, for a checkpoint within an epoch.
+
+        Returns:
+            The state of the random numbers, for `load_order_state`; None between passes, and where the order hangs on
+            none, or on a seed and an epoch only.
+        """
+        return self._order.drawn_from
+
+    def load_order_state(self, state: torch.Tensor | None) -> None:
+        """Read the next pass, of this loader or of one made from it by `skip_first_batches`, in a saved order.
+
+        Args:
+            state: What `order_state` returned.
+        """
+        self._order.resumed = state
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next pass reads, for the sampler and the dataset.
@@ -218,6 +249,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _finish_pass(self) -> None:
         """Go to the next epoch, together with the loader whose first batches this one skips."""
+        self._order.drawn_from = None
         loader: PreparedDataLoader | None = self
         epoch = self.iteration + 1
         while loader is not None:

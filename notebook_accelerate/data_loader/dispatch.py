@@ -19,7 +19,6 @@ from notebook_accelerate.collectives import (
     ignorant_find_batch_size,
     initialize_tensors,
     leaves_of,
-    recursively_apply,
     send_to_device,
     slice_tensors,
     with_leaves,
@@ -80,7 +79,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         place = data_parallel_place(torch_device_mesh, self.state.num_processes, self.state.process_index)
         self.count, self.place = place
         self._reads = self.state.process_index == 0
-        self._opening: Any = None  # the first samples of this epoch, to fill up its last round
+        self._opening: list[torch.Tensor] | None = None  # the first samples of this epoch, to fill up its last round
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         try:
@@ -195,10 +194,11 @@ class DataLoaderDispatcher(PreparedDataLoader):
                 yield batch, -1 if (found := ignorant_find_batch_size(batch)) is None else found
                 continue
             if self._opening is None:
-                self._opening = recursively_apply(lambda tensor: tensor[: self.count - 1].clone(), batch)
-            size, kept = _size(batch), _size(self._opening)
-            missing = -size % self.count
-            parts = [slice_tensors(self._opening, slice(0, min(kept, missing - i))) for i in range(0, missing, kept)]
+                self._opening = [tensor[: self.count - 1].clone() for tensor in leaves_of(batch)]
+            size = _size(batch)
+            opening = with_leaves(batch, self._opening)
+            missing, kept = -size % self.count, _size(opening)
+            parts = [slice_tensors(opening, slice(0, min(kept, missing - i))) for i in range(0, missing, kept)]
             yield (concatenate([batch, *parts]) if missing else batch), size
         self._opening = None
 

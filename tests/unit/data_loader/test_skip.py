@@ -249,3 +249,44 @@ def test_the_time_does_not_grow_with_what_is_skipped(ranks: int, shuffle: bool) 
 
     few, many = seconds(10), seconds(100_000)
     assert many < 2 * few + 5e-4, f"10: {few * 1e3:.2f} ms, 100,000: {many * 1e3:.2f} ms"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"shuffle": True}, {"sampler": SubsetRandomSampler(range(5, 30))}, {"shuffle": True, "persistent_workers": True}],
+    ids=["shuffled", "subset", "persistent"],
+)
+def test_an_interrupted_order_can_be_read_again(
+    workers: int, ranks: int, generator: bool, options: dict[str, Any]
+) -> None:
+    if options.get("persistent_workers") and not workers:
+        return
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        own = torch.Generator().manual_seed(seed) if generator else None
+        plain = DataLoader(range(30), batch_size=2, num_workers=workers, generator=own, **options)
+        return prepare_data_loader(plain, num_processes=ranks, process_index=0)
+
+    straight = make(1)
+    read(straight)
+    assert straight.order_state() is None
+    second, saved = [], None
+    for batch in straight:
+        second.append(batch.tolist())
+        if len(second) == 3:
+            own = get_sampler(straight).generator
+            saved = straight.order_state(), torch.get_rng_state(), own and own.get_state()
+    third = read(straight)
+
+    resumed = make(2)
+    resumed.load_order_state(saved[0])
+    torch.set_rng_state(saved[1])
+    if saved[2] is not None:
+        get_sampler(resumed).generator.set_state(saved[2])
+    assert read(skip_first_batches(resumed, 3)) == second[3:]
+    if not options.get("persistent_workers"):  # a process that has just started seeds its workers once more
+        assert read(resumed) == third
