@@ -56,6 +56,7 @@ class AcceleratorState(PartialState):
         "use_ipex",
     )
 
+    fork_launched: bool
     _mixed_precision: str
     dynamo_plugin: Any
     fsdp_plugin: Any

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
+from notebook_accelerate.strategies.modules import compile_regions
 from notebook_accelerate.strategies.placing import is_on_several_devices, place_model
 from notebook_accelerate.strategies.setup import Setup
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
+from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
 
 Parameters = torch.Tensor | Sequence[torch.Tensor]
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -164,8 +165,10 @@ class Strategy:
             The compiled model, or the model itself.
         """
         plugin = self.setup.dynamo_plugin
-        if plugin is None or plugin.backend in {None, "NO", "no"} or is_compiled(model):
+        if plugin is None or plugin.backend in {None, "NO", "no"} or is_compiled_module(model):
             return model
+        if plugin.use_regional_compilation:
+            return compile_regions(model, **plugin.to_kwargs())
         compiled: Any = torch.compile(model, **plugin.to_kwargs())
         return compiled  # type: ignore[no-any-return]
 
@@ -398,18 +401,6 @@ def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Itera
     finally:
         for holder, value in zip(holders, before, strict=True):
             holder.even_batches = value
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Tell whether a model is compiled already.
-
-    Args:
-        model: The model.
-
-    Returns:
-        True for what `torch.compile` returned.
-    """
-    return "_orig_mod" in model._modules
 
 
 def _add(items: list[Any], item: Any) -> None:

@@ -15,7 +15,10 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
     Args:
         module: A model.
     """
-    return any(is_compiled_module(child) for child in list(module.modules())[1:])
+    return any(
+        is_compiled_module(child) or getattr(child, "_compiled_call_impl", None) is not None
+        for child in list(module.modules())[1:]
+    )
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
@@ -77,7 +80,35 @@ def _depth(named: tuple[str, torch.nn.Module]) -> int:
     return named[0].count(".") + 1 if named[0] else 0
 
 
+def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compile the repeated blocks of a model, one by one and in place, so that one compilation serves all of them.
+
+    Args:
+        module: A model; without repeated blocks it is compiled as a whole.
+        compile_kwargs: As for `torch.compile`.
+
+    Returns:
+        The model: names of parameters and the model's type stay as they are.
+    """
+    if not has_repeated_blocks(module):
+        module.compile(**compile_kwargs)
+        return module
+    for child in module.children():
+        if is_repeated_blocks(module):
+            child.compile(**compile_kwargs)
+        elif has_repeated_blocks(child):
+            compile_regions(child, **compile_kwargs)
+    return module
+
+
+compile_regions_deepspeed = compile_regions
+compile_regions_fsdp2 = compile_regions
+
+
 __all__ = [
+    "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
     "get_model_tp_size",
     "get_module_children_bottom_up",
     "has_compiled_regions",

@@ -4,7 +4,7 @@ import copy
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from notebook_accelerate.config.training import (
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState
+from notebook_accelerate.strategies.modules import has_compiled_regions
 
 
 def loader(samples: int = 12, batch_size: int = 2) -> DataLoader[Any]:
@@ -83,7 +84,7 @@ class TestSettings:
         assert Accelerator(cpu=True, mixed_precision=PrecisionType.BF16).mixed_precision == "bf16"
 
     def test_fp8_is_a_clear_error(self) -> None:
-        with pytest.raises(ValueError, match="mixed_precision='fp8' is not available.*bf16"):
+        with pytest.raises(ValueError, match=r"mixed_precision='fp8' is not available.*bf16"):
             Accelerator(cpu=True, mixed_precision="fp8")
 
     def test_a_plugin_of_a_later_strategy_is_a_clear_error(self) -> None:
@@ -315,7 +316,7 @@ class TestAccumulation:
 
 class TestOptimizer:
     def test_it_is_its_optimizer(self) -> None:
-        _, model, optimizer, *_ = parts()
+        _, _, optimizer, *_ = parts()
         assert optimizer.param_groups is optimizer.optimizer.param_groups
         assert optimizer.defaults["lr"] == 0.1
         assert optimizer.state is optimizer.optimizer.state
@@ -432,6 +433,19 @@ class TestModels:
         assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
         assert list(accelerator.get_state_dict(compiled)) == ["weight", "bias"]
 
+    def test_regional_compilation(self) -> None:
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)  # type: ignore[arg-type]
+        accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+        model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+        prepared = accelerator.prepare(model)
+        assert prepared is model
+        assert has_compiled_regions(model)
+        assert [block._compiled_call_impl is not None for block in (*model[1], model[0])] == [True, True, False]
+        assert torch.equal(model[1][0](torch.ones(1, 2)), model[1][0].forward(torch.ones(1, 2)))
+        assert list(accelerator.get_state_dict(model)) == ["0.weight", "0.bias"] + [
+            f"1.{index}.{name}" for index in (0, 1) for name in ("weight", "bias")
+        ]
+
     def test_device_maps(self) -> None:
         accelerator = Accelerator(cpu=True)
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -467,7 +481,7 @@ class TestModels:
 
     def test_lomo(self) -> None:
         class Lomo(torch.optim.SGD):
-            calls: list[tuple[float, float]] = []
+            calls: ClassVar[list[tuple[float, float]]] = []
 
             def fused_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
                 self.calls.append((loss.item(), learning_rate))
