@@ -1,0 +1,232 @@
+"""Ranks that raise, exit and die: the cell names what failed first, and the kernel is as before."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.kernel import Kernel
+from tests.support.launching import said
+
+pytestmark = pytest.mark.notebook
+METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
+
+
+def _run(kernel: Kernel, body: str, method: str, options: str = "") -> str:
+    """Launch a function with this body and return the error that the cell shows."""
+    lines = "\n".join("    " + line for line in body.splitlines())
+    cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r}{options})", timeout=40)
+    text = said(cell)
+    assert "supervisor.py" not in text
+    assert "launch/start.py" not in text
+    assert "launch/worker.py" not in text
+    assert cell.duration is not None
+    assert cell.duration < 15
+    return text
+
+
+def _states(kernel: Kernel) -> list[str]:
+    found: list[str] = kernel.value("[info.state for info in notebook_accelerate.runs()[-1].ranks]")
+    return found
+
+
+@METHODS
+def test_exception_in_one_rank(kernel: Kernel, method: str) -> None:
+    text = _run(kernel, "if rank() == 1:\n    raise KeyError('lost')\ntime.sleep(60)", method)
+    assert re.search(r"Cell In\[\d+\], line 3, in train\n    raise KeyError\('lost'\)", text), text
+    assert "rank 1" in text
+    assert "WorkerError" in text
+    assert _states(kernel) == ["stopped", "failed"]
+
+
+@METHODS
+def test_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> None:
+    text = _run(kernel, "raise KeyError(rank())", method)
+    assert "ranks 0, 1 failed:" in text
+    assert text.count("in train") == 1
+    assert _states(kernel) == ["failed", "failed"]
+
+
+@METHODS
+def test_exception_before_a_collective(kernel: Kernel, method: str) -> None:
+    body = "group()\nif rank() == 1:\n    raise KeyError('before')\ndist.all_reduce(torch.ones(1))"
+    text = _run(kernel, body, method)
+    assert text.startswith("rank 1 failed first:")
+    assert "KeyError: 'before'" in text
+    assert text.rstrip().splitlines()[-1].count("rank 1: KeyError") == 1
+
+
+@METHODS
+def test_exception_after_a_collective(kernel: Kernel, method: str) -> None:
+    body = (
+        "group()\ndist.all_reduce(torch.ones(1))\nif rank() == 0:\n    raise KeyError('after')\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+    text = _run(kernel, body, method)
+    assert text.startswith("rank 0 failed first:")
+    assert "KeyError: 'after'" in text
+
+
+@METHODS
+def test_a_rank_that_waits_for_a_dead_peer_is_its_consequence(kernel: Kernel, method: str) -> None:
+    body = "group()\nif rank() == 1:\n    time.sleep(0.3)\n    raise KeyError('x')\ndist.all_reduce(torch.ones(1))\n"
+    text = _run(kernel, body, method)
+    assert "rank 1 failed first:" in text
+    assert "rank 1: KeyError: 'x'" in text
+    failures = kernel.value("[[f.rank, f.consequence] for f in notebook_accelerate.runs()[-1].failures]")
+    assert failures[0] == [1, False]
+    assert failures[1:] in ([], [[0, True]])
+
+
+@METHODS
+@pytest.mark.parametrize(("code", "words"), [("3", "sys.exit(3)"), ("'a message'", "sys.exit('a message')")])
+def test_sys_exit_with_a_word(kernel: Kernel, method: str, code: str, words: str) -> None:
+    assert words in _run(kernel, f"if rank() == 0:\n    sys.exit({code})", method)
+
+
+@METHODS
+@pytest.mark.parametrize("code", ["", "0", "None"])
+def test_sys_exit_without_is_success(kernel: Kernel, method: str, code: str) -> None:
+    cell = kernel.check(f"launch(lambda: sys.exit({code}), start_method={method!r}).results")
+    assert cell.result_text == "(None, None)"
+
+
+@METHODS
+@pytest.mark.parametrize("code", [0, 7])
+def test_os_exit(kernel: Kernel, method: str, code: int) -> None:
+    text = _run(kernel, f"if rank() == 1:\n    os._exit({code})\ntime.sleep(30)", method)
+    assert f"exit status {code}" in text
+    assert "WorkerDiedError" in text
+    assert "rank 1" in text
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("kill", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["SIGKILL", "out-of-memory killer", "GiB"]),
+        ("ctypes.string_at(0)", ["SIGSEGV (signal 11)"]),
+        ("os.abort()", ["SIGABRT"]),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", ["SIGTERM"]),
+    ],
+)
+def test_death_by_signal(kernel: Kernel, method: str, kill: str, words: list[str]) -> None:
+    text = _run(kernel, f"group()\nif rank() == 1:\n    {kill}\ndist.all_reduce(torch.ones(1))", method)
+    assert text.startswith("rank 1")
+    assert "WorkerDiedError" in text
+    for word in words:
+        assert word in text, text
+
+
+def test_a_crash_leaves_the_python_stack_in_stderr(kernel: Kernel) -> None:
+    _run(kernel, "if rank() == 1:\n    ctypes.string_at(0)\ntime.sleep(30)", "fork")
+    logs = kernel.value("notebook_accelerate.runs()[-1].logs(1)")
+    assert any("Segmentation fault" in line for line in logs), logs
+    assert any("train" in line for line in logs), logs
+
+
+@METHODS
+def test_out_of_memory_is_a_memory_error(kernel: Kernel, method: str) -> None:
+    body = (
+        "import resource\nlimit = 1 << 30\n"
+        "held = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "if rank() == 1:\n    resource.setrlimit(resource.RLIMIT_AS, (held + limit, held + limit))\n"
+        "    bytearray(4 << 30)\n"
+    )
+    assert "MemoryError" in _run(kernel, body, method)
+
+
+@METHODS
+def test_unpicklable_return_value_keeps_the_others_results(kernel: Kernel, method: str) -> None:
+    text = _run(kernel, "return threading.Lock() if rank() == 1 else 'kept'", method)
+    assert "the return value (a lock) cannot be pickled" in text
+    assert kernel.value("notebook_accelerate.runs()[-1].ranks[0].result") == "kept"
+    assert _states(kernel) == ["succeeded", "failed"]
+
+
+@METHODS
+def test_a_return_value_that_cannot_be_built_again(kernel: Kernel, method: str) -> None:
+    kernel.check(
+        "class Trap:\n    def __reduce__(self):\n        return (eval, ('1/0',))\n"
+        "class TwoArguments(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
+    )
+    text = _run(kernel, "return Trap() if rank() == 0 else 5", method)
+    assert "cannot be brought back: ZeroDivisionError" in text
+    assert kernel.value("dict(notebook_accelerate.runs()[-1].error.results)") == {"1": 5}
+
+
+@METHODS
+def test_exceptions_that_do_not_travel(kernel: Kernel, method: str) -> None:
+    kernel.check(
+        "class TwoArguments(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
+        "class WithLock(Exception):\n    def __init__(self):\n        super().__init__('locked')\n"
+        "        self.lock = threading.Lock()\n"
+        "class Mute(Exception):\n    def __str__(self):\n        raise ValueError\n"
+    )
+    assert "TwoArguments: 1 and 2" in _run(kernel, "raise TwoArguments(1, 2)", method)
+    assert "WithLock: locked" in _run(kernel, "raise WithLock", method)
+    assert "Mute" in _run(kernel, "raise Mute", method)
+    assert "BaseException: odd" in _run(kernel, "raise BaseException('odd')", method)
+    assert "GeneratorExit" in _run(kernel, "raise GeneratorExit", method)
+
+
+@METHODS
+def test_exception_groups_and_chains(kernel: Kernel, method: str) -> None:
+    text = _run(
+        kernel, "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('top') from error", method
+    )
+    assert text.index("ZeroDivisionError") < text.index("direct cause") < text.index("ValueError: top")
+    cause = kernel.check("type(notebook_accelerate.runs()[-1].failures[0].exception.__cause__).__name__")
+    assert cause.result_text in ("'ZeroDivisionError'", "'NoneType'")
+
+
+def test_unpicklable_arguments_fork_and_are_refused_by_the_zygote(kernel: Kernel) -> None:
+    kernel.check("lock = threading.Lock()")
+    assert (
+        kernel.check("launch(lambda l: l.locked(), lock, start_method='fork').results").result_text == "(False, False)"
+    )
+    text = said(kernel.run("launch(lambda l: l.locked(), lock, start_method='zygote')"))
+    assert "the function or its arguments cannot be pickled" in text
+
+
+@METHODS
+def test_a_rank_that_closes_its_streams_still_ends(kernel: Kernel, method: str) -> None:
+    body = "os.close(1); os.close(2)\nsys.stdout.close()\nreturn 3"
+    lines = "\n".join("    " + line for line in body.splitlines())
+    cell = kernel.check(f"def train():\n{lines}\nlaunch(train, start_method={method!r}).results", timeout=20)
+    assert cell.result_text == "(3, 3)"
+
+
+@METHODS
+def test_a_rank_that_closes_every_descriptor_is_told(kernel: Kernel, method: str) -> None:
+    text = _run(
+        kernel, "if rank() == 1:\n    os.closerange(3, 4096)\n    time.sleep(0.5)\nelse:\n    time.sleep(30)", method
+    )
+    assert "rank 1" in text
+
+
+@METHODS
+def test_a_rank_that_leaves_a_process_behind(kernel: Kernel, method: str) -> None:
+    body = "global child\nreturn subprocess.Popen(['sleep', '300']).pid"
+    lines = "\n".join("    " + line for line in body.splitlines())
+    kernel.check(f"def train():\n{lines}\nlaunch(train, start_method={method!r}).results", timeout=10)
+
+
+def test_a_rank_that_forks_by_itself(kernel: Kernel) -> None:
+    body = "pid = os.fork()\nif pid == 0:\n    os._exit(0)\nos.waitpid(pid, 0)\nreturn 1"
+    lines = "\n".join("    " + line for line in body.splitlines())
+    assert kernel.check(f"def train():\n{lines}\nlaunch(train).results", timeout=10).result_text == "(1, 1)"
+
+
+@METHODS
+def test_a_failure_while_starting_one_rank_of_two(kernel: Kernel, method: str) -> None:
+    cell = kernel.run(
+        "import resource\nsoft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "used = len(os.listdir('/proc/self/fd'))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (used + 9, hard))\n"
+        f"try:\n    launch(rank, num_processes=8, start_method={method!r})\n"
+        "finally:\n    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))",
+        timeout=30,
+    )
+    assert "Too many open files" in said(cell)

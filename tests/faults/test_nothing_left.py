@@ -1,0 +1,135 @@
+"""Many launches: nothing accumulates, whatever happens to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.kernel import Kernel
+from tests.support.launching import children
+
+pytestmark = pytest.mark.notebook
+
+LOOK = """
+def look():
+    gc.collect()
+    return {
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "native threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "environment": dict(os.environ),
+        "handlers": [str(signal.getsignal(s)) for s in (2, 15, 1, 17, 10)],
+        "streams": [id(sys.stdin), id(sys.stdout), id(sys.stderr)],
+        "cwd": os.getcwd(),
+        "torch threads": torch.get_num_threads(),
+    }
+"""
+
+
+def _settled(kernel: Kernel) -> dict[str, Any]:
+    kernel.pump(0.3)
+    found: dict[str, Any] = kernel.value("look()")
+    return found
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_20_launches_in_a_row(kernel: Kernel, method: str) -> None:
+    kernel.check(LOOK)
+    kernel.check(f"launch(rank, start_method={method!r})")
+    before = _settled(kernel)
+    cell = kernel.check(
+        f"""
+outcomes = []
+def fail():
+    if rank() == 1: raise KeyError
+    time.sleep(30)
+for number in range(20):
+    try:
+        launch(fail if number % 5 == 4 else rank, start_method={method!r})
+        outcomes.append(1)
+    except notebook_accelerate.WorkerError:
+        outcomes.append(0)
+sum(outcomes)
+""",
+        timeout=60,
+    )
+    assert cell.result_text == "16"
+    assert _settled(kernel) == before
+    assert children(kernel) == []
+
+
+def test_every_kind_of_end_leaves_nothing(kernel: Kernel) -> None:
+    kernel.check(LOOK)
+    kernel.check("launch(rank)")
+    before = _settled(kernel)
+    kernel.check(
+        """
+def attempt(function, **options):
+    try:
+        run = launch(function, **options)
+        run.stop(grace=0.2)
+    except (notebook_accelerate.NotebookAccelerateError, ValueError):
+        pass
+attempt(lambda: os._exit(3))
+attempt(lambda: os.kill(os.getpid(), 9))
+attempt(lambda: time.sleep(60), timeout=0.2)
+attempt(lambda: time.sleep(60), block=False)
+attempt(lambda: 1 / 0, max_restarts=2)
+attempt(lambda: threading.Lock())
+attempt(threading.Lock(), start_method="zygote")
+attempt(lambda: 1, num_processes=1)
+attempt(lambda: 1 / 0, num_processes=1)
+attempt(lambda: 1, num_nodes=2, use_port=1)
+""",
+        timeout=60,
+    )
+    after = _settled(kernel)
+    assert after == before
+    assert children(kernel) == []
+
+
+def test_two_launches_at_once_and_one_fails(kernel: Kernel) -> None:
+    cell = kernel.check(
+        """
+def meet(bad):
+    group()
+    time.sleep(0.3)
+    if bad and rank() == 1: raise KeyError("bad")
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return value.item()
+runs = [launch(meet, bad, block=False, use_port="29533") for bad in (False, True)]
+for run in runs:
+    run.wait()
+[run.status for run in runs], runs[0].results
+""",
+        timeout=40,
+    )
+    assert cell.result_text == "(['succeeded', 'failed'], (2.0, 2.0))"
+
+
+def test_a_taken_port_is_one_line(kernel: Kernel) -> None:
+    cell = kernel.check(
+        """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+port = server.getsockname()[1]
+def meet():
+    group()
+    return int(os.environ["MASTER_PORT"]) != port
+results = launch(meet, use_port=port).results
+server.close()
+results
+""",
+        timeout=30,
+    )
+    assert cell.result_text == "(True, True)"
+    assert len([line for line in cell.stdout.splitlines() if "is taken, using" in line]) == 1
+    refused = kernel.run(
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "try:\n    launch(rank, use_port=server.getsockname()[1], num_nodes=2)\nfinally:\n    server.close()"
+    )
+    assert refused.error is not None
+    assert refused.error.ename == "PortInUseError"
+    assert "\n" not in refused.error.evalue

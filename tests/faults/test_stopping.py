@@ -1,0 +1,174 @@
+"""Stop: by the button, by the method, by the limits; during start, run and end; with ranks that refuse."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.support.kernel import Cell, Kernel
+from tests.support.launching import alive, rank_pids, said, wait_gone
+
+pytestmark = pytest.mark.notebook
+METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
+
+STUCK = {
+    "sleep": "time.sleep(60)",
+    "collective": "group()\nif rank() == 0:\n    print('in')\n    dist.all_reduce(torch.ones(1))\ntime.sleep(60)",
+    "C without the GIL": "ctypes.CDLL(None).sleep(60)",
+    "C with the GIL": "ctypes.PyDLL(None).sleep(60)",
+    "ignores SIGINT": "signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(60)",
+    "ignores SIGINT and SIGTERM": (
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    ),
+    "catches KeyboardInterrupt": (
+        "while True:\n    try:\n        time.sleep(60)\n    except KeyboardInterrupt:\n        pass"
+    ),
+    "busy": "while True:\n    pass",
+    "thread": "t = threading.Thread(target=time.sleep, args=(60,))\nt.start()\nt.join()",
+}
+
+
+def _define(kernel: Kernel, body: str) -> None:
+    lines = "\n".join("    " + line for line in ["print('in', flush=True)", *body.splitlines()])
+    kernel.check(f"def train():\n{lines}")
+
+
+def _started(kernel: Kernel, code: str, ranks: int = 2) -> Cell:
+    cell = kernel.submit(code)
+    kernel.wait_for(lambda: cell.stdout.count("] in") >= ranks or cell.finished, timeout=20)
+    time.sleep(0.2)
+    return cell
+
+
+@METHODS
+@pytest.mark.parametrize("kind", STUCK)
+def test_stop_ends_within_the_grace_and_a_second(kernel: Kernel, method: str, kind: str) -> None:
+    _define(kernel, STUCK[kind])
+    cell = kernel.check(f"run = launch(train, start_method={method!r}, block=False)")
+    kernel.wait_for(lambda: cell.stdout.count("] in") >= 2, timeout=20)
+    pids = rank_pids(kernel)
+    assert alive(pids) == pids
+    time.sleep(0.2)
+    took = kernel.value("(t := time.monotonic(), run.stop(grace=1.0), time.monotonic() - t)[2]", timeout=10)
+    assert took < 2.0
+    assert alive(pids) == []
+    assert kernel.value("[run.status, *(info.state for info in run.ranks)]") == ["stopped"] * 3
+
+
+@METHODS
+def test_the_stop_button_is_a_short_keyboard_interrupt(kernel: Kernel, method: str) -> None:
+    _define(kernel, "time.sleep(60)")
+    cell = _started(kernel, f"launch(train, start_method={method!r})")
+    pids = kernel_ranks(kernel)
+    begin = time.monotonic()
+    kernel.interrupt()
+    kernel.finish(cell, timeout=10)
+    assert time.monotonic() - begin < 3.0
+    assert cell.error is not None
+    assert cell.error.ename in ("KeyboardInterrupt", "RunInterrupted")
+    assert "KeyboardInterrupt" in said(cell)
+    assert len(said(cell).splitlines()) < 8, said(cell)
+    assert alive(pids) == []
+
+
+def kernel_ranks(kernel: Kernel) -> list[int]:
+    return [child.pid for child in kernel.process.children(recursive=True)][-2:]
+
+
+@METHODS
+def test_a_second_stop_kills_at_once(kernel: Kernel, method: str) -> None:
+    _define(kernel, STUCK["ignores SIGINT and SIGTERM"])
+    cell = _started(kernel, f"launch(train, start_method={method!r})")
+    begin = time.monotonic()
+    kernel.interrupt()
+    time.sleep(0.4)
+    assert not cell.finished
+    kernel.interrupt()
+    kernel.finish(cell, timeout=10)
+    assert time.monotonic() - begin < 2.5
+    assert "KeyboardInterrupt" in said(cell)
+
+
+def test_interrupts_at_any_time_leave_a_working_kernel(kernel: Kernel) -> None:
+    _define(kernel, "time.sleep(0.05)")
+    for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
+        cell = kernel.submit("launch(train)")
+        kernel.wait_for(lambda cell=cell: cell.busy, timeout=5)
+        kernel.pump(delay)
+        kernel.interrupt()
+        kernel.finish(cell, timeout=15)
+        assert cell.ok or "KeyboardInterrupt" in said(cell), said(cell)
+        kernel.pump(0.05)
+    assert kernel.value("{r.status for r in notebook_accelerate.runs()} <= {'succeeded', 'stopped', 'failed'}")
+
+
+def test_interrupt_while_the_zygote_starts(kernel: Kernel) -> None:
+    kernel.check("notebook_accelerate.shutdown()")
+    cell = kernel.submit("launch(rank, start_method='zygote')")
+    kernel.wait_for(lambda: cell.busy, timeout=5)
+    kernel.pump(0.3)
+    begin = time.monotonic()
+    kernel.interrupt()
+    kernel.finish(cell, timeout=20)
+    assert time.monotonic() - begin < 7.0
+    assert cell.ok or "KeyboardInterrupt" in said(cell)
+    assert kernel.check("launch(rank, start_method='zygote').results", timeout=20).result_text == "(0, 1)"
+
+
+def test_interrupt_during_teardown(kernel: Kernel) -> None:
+    _define(kernel, "import atexit\natexit.register(time.sleep, 1.0)\nreturn 1")
+    cell = _started(kernel, "launch(train)")
+    kernel.pump(0.2)
+    kernel.interrupt()
+    kernel.finish(cell, timeout=10)
+    assert cell.ok or "KeyboardInterrupt" in said(cell)
+
+
+def test_a_clean_up_of_the_function_runs_and_its_result_is_kept(kernel: Kernel) -> None:
+    _define(kernel, "try:\n    time.sleep(60)\nfinally:\n    print('cleaned up')")
+    cell = _started(kernel, "launch(train)")
+    kernel.interrupt()
+    kernel.finish(cell, timeout=10)
+    assert cell.stdout.count("cleaned up") == 2
+
+
+@METHODS
+def test_timeout_and_hang_timeout(kernel: Kernel, method: str) -> None:
+    _define(kernel, "ctypes.PyDLL(None).sleep(60)")
+    for option, word in (("timeout=1.0", "timeout of 1 s"), ("hang_timeout=1.0", "hang_timeout")):
+        cell = kernel.run(f"launch(train, start_method={method!r}, {option})", timeout=20)
+        assert "RunTimeoutError" in said(cell)
+        assert word in said(cell)
+        assert cell.duration is not None
+        assert cell.duration < 8.0
+
+
+@METHODS
+def test_a_kernel_killed_takes_all_ranks_and_grandchildren_along(method: str) -> None:
+    from tests.support.launching import ready_kernel
+
+    with ready_kernel(zygote=method == "zygote") as kernel:
+        cell = kernel.check(
+            "def train():\n    child = subprocess.Popen(['sleep', '300'])\n    print('in', child.pid, flush=True)\n"
+            "    ctypes.PyDLL(None).sleep(60) if rank() == 1 else time.sleep(60)\n"
+            f"run = launch(train, start_method={method!r}, block=False)"
+        )
+        kernel.wait_for(lambda: cell.stdout.count("] in") >= 2, timeout=20)
+        everything = [child.pid for child in kernel.process.children(recursive=True)]
+        grandchildren = [int(line.split()[-1]) for line in cell.stdout.splitlines() if "] in" in line]
+        pids = sorted({*everything, *rank_pids(kernel), *grandchildren})
+        assert len(pids) >= 4
+        kernel.kill()
+        wait_gone(pids, 2.0)
+
+
+def test_a_kernel_shut_down_takes_all_ranks_along() -> None:
+    from tests.support.launching import ready_kernel
+
+    with ready_kernel() as kernel:
+        cell = kernel.check("run = launch(lambda: (print('in', flush=True), time.sleep(60)), block=False)")
+        kernel.wait_for(lambda: cell.stdout.count("] in") >= 2, timeout=20)
+        pids = [child.pid for child in kernel.process.children(recursive=True)]
+        kernel.client.shutdown()
+        wait_gone(pids, 8.0)

@@ -1,0 +1,88 @@
+"""What the tests that launch from a real kernel share: the imports of a cell, and looks at processes."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from tests.support.kernel import Cell, Kernel
+
+SETUP = """
+import ctypes, gc, os, signal, subprocess, sys, threading, time
+import torch, torch.distributed as dist
+import notebook_accelerate
+from notebook_accelerate import notebook_launcher
+
+def rank():
+    return int(os.environ["RANK"])
+
+def group():
+    dist.init_process_group("gloo")
+
+def launch(function, *args, **options):
+    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, **options})
+"""
+"""The first cell of a kernel: torch imported, as in any training notebook."""
+
+WARM_ZYGOTE = "launch(lambda: None, start_method='zygote').results"
+
+
+def ready_kernel(*, zygote: bool = True, **options: object) -> Kernel:
+    """Start a kernel, run `SETUP` in it and have its server process up."""
+    kernel = Kernel(**options)  # type: ignore[arg-type]
+    try:
+        kernel.check(SETUP)
+        if zygote:
+            kernel.check(WARM_ZYGOTE)
+    except BaseException:
+        kernel.close()
+        raise
+    return kernel
+
+
+def rank_pids(kernel: Kernel) -> list[int]:
+    """Return the process ids of the ranks of the kernel's last run."""
+    return [int(pid) for pid in kernel.value("[info.pid for info in notebook_accelerate.runs()[-1].ranks]")]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Return those of `pids` that still run (a zombie does not)."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_gone(pids: list[int], seconds: float) -> float:
+    """Wait until none of `pids` runs and return how long it took; fail after `seconds`."""
+    begin = time.monotonic()
+    while left := alive(pids):
+        assert time.monotonic() - begin < seconds, f"still there after {seconds} s: {left}"
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def children(kernel: Kernel) -> list[str]:
+    """Return the kernel's descendants less its server process, zombies included, as "pid status command"."""
+    zygote = kernel.value(
+        "getattr(__import__('notebook_accelerate.launch.backends.zygote', fromlist=['x'])._zygote, 'pid', 0)"
+    )
+    found = []
+    for process in kernel.process.children(recursive=True):
+        try:
+            if process.pid != zygote:
+                found.append(f"{process.pid} {process.status()} {' '.join(process.cmdline())[:80]}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def said(cell: Cell) -> str:
+    """Return the error that a cell ended with, as the front end shows it."""
+    assert cell.error is not None, f"no error; stdout: {cell.stdout}\nstderr: {cell.stderr}"
+    return cell.error.text
