@@ -113,7 +113,8 @@ def sampler_state(loader: Any) -> dict[str, Any]:
 
     Returns:
         Plain data: `iteration`; for a seedable sampler its `epoch` and `initial_seed`; for another sampler with a
-        generator of its own the `generator` state; `state_dict` of a sampler that has one.
+        generator of its own the `generator` state; `state_dict` of a sampler that has one; within an epoch, `order`:
+        the random numbers its order was drawn from.
     """
     state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
     sampler = get_sampler(loader)
@@ -123,6 +124,8 @@ def sampler_state(loader: Any) -> dict[str, Any]:
         state["generator"] = sampler.generator.get_state()
     if callable(getattr(sampler, "state_dict", None)):
         state["state_dict"] = sampler.state_dict()
+    if (order := getattr(loader, "order_state", lambda: None)()) is not None:
+        state["order"] = order
     return state
 
 
@@ -143,6 +146,8 @@ def restore_sampler(loader: Any, state: Any) -> None:
         sampler.generator.set_state(state["generator"])
     if "state_dict" in state and callable(getattr(sampler, "load_state_dict", None)):
         sampler.load_state_dict(state["state_dict"])
+    if hasattr(loader, "load_order_state"):
+        loader.load_order_state(state.get("order"))
 
 
 def rng_file(rank: int) -> str:
