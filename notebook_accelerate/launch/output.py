@@ -6,10 +6,12 @@ import string
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from notebook_accelerate.telemetry import DisplayEvent
 
@@ -226,9 +228,26 @@ class NotebookPublisher(Publisher):
             self._withheld = 0
 
 
+_published_under: ContextVar[Any] = ContextVar("published_under", default=None)
+
+
+@contextmanager
+def published_under(message: Any) -> Iterator[None]:
+    """Let what is launched inside a with block show itself under another cell than the one that runs now.
+
+    Args:
+        message: The execute request of that cell: a click in a panel belongs to the cell that shows the panel.
+    """
+    token = _published_under.set(message)
+    try:
+        yield
+    finally:
+        _published_under.reset(token)
+
+
 def _parent_message(kernel: Any) -> Any:
     """Return the message of the cell that runs now; ipykernel 6 and 7 both have ``get_parent``."""
-    return kernel.get_parent()
+    return _published_under.get() or kernel.get_parent()
 
 
 def running_kernel() -> Any | None:
