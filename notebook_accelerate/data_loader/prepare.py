@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from notebook_accelerate.config.enums import RNGType
+from notebook_accelerate.data_loader.base import NOTHING
 from notebook_accelerate.data_loader.dispatch import DataLoaderDispatcher
 from notebook_accelerate.data_loader.iterable import IterableDatasetShard
 from notebook_accelerate.data_loader.mesh import data_parallel_place
@@ -230,9 +231,9 @@ def _shuffled(
 ) -> DataLoader[Any]:
     """Give a loader that shuffles a sampler whose order all ranks can agree on."""
     sampler = get_sampler(dataloader)
-    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
+    if isinstance(sampler, SeedableRandomSampler):
         return dataloader
-    if seedable:
+    if seedable and _permutes(sampler):
         sampler = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
@@ -240,13 +241,21 @@ def _shuffled(
             generator=sampler.generator,
             data_seed=data_seed,
         )
-    elif synchronized and sampler.generator is None:
+    elif synchronized and getattr(sampler, "generator", NOTHING) is None:
+        # Without a generator of its own a sampler draws from torch's, which is not in the same state on all ranks.
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     else:
         return dataloader
     return _with_sampler(dataloader, sampler)
+
+
+def _permutes(sampler: Any) -> bool:
+    """Whether a sampler is the one that `shuffle=True` makes, by torch or by torchdata."""
+    return isinstance(sampler, RandomSampler) or (
+        type(sampler).__name__ == "RandomSampler" and type(sampler).__module__.startswith("torchdata.")
+    )
 
 
 def _with_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:

@@ -78,6 +78,8 @@ def _twin(dataloader: DataLoader[Any]) -> Any:
     vars(twin)["_iterator"] = None
     if isinstance(dataloader, PreparedDataLoader):
         vars(twin)["_original"] = dataloader
+        for name in ("_read_ahead", "_state_before", "end_of_dataloader", "remainder"):  # of the pass of the original
+            vars(twin).pop(name, None)
     return twin
 
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from notebook_accelerate.data_loader import (
     BatchSamplerShard,
@@ -91,6 +101,35 @@ def test_the_shuffled_shares_of_a_seed_are_those_of_accelerate() -> None:
         shares.append([read(made), read(made)])
     # observed with Accelerate 1.15
     assert shares == [[[[2, 5], [1, 7]], [[4, 2], [0, 5]]], [[[4, 6], [0, 3]], [[1, 6], [7, 3]]]]
+
+
+@pytest.mark.parametrize(
+    "sampler", [SubsetRandomSampler(range(2, 10)), WeightedRandomSampler([1.0] * 10, 8, replacement=False)], ids=type
+)
+def test_samplers_that_draw_get_a_generator_that_ranks_can_share(sampler: Any) -> None:
+    plain = DataLoader(range(10), batch_size=2, sampler=sampler)
+    shares = []
+    for rank in (0, 1):
+        torch.manual_seed(4)
+        made = prepared(plain, 2, rank, rng_types=["generator"])
+        assert made.synchronized_generator is get_sampler(made).generator is not None
+        torch.manual_seed(100 + rank)  # ranks that draw other numbers between epochs
+        shares.append([i for batch in read(made) for i in batch])
+    assert len(set(shares[0] + shares[1])) == 8
+    assert sampler.generator is None
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_loaders_of_torchdata_are_shuffled_alike_on_all_ranks(seedable: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = StatefulDataLoader(range(12), batch_size=3, shuffle=True)
+    options = {"use_stateful_dataloader": True, "use_seedable_sampler": seedable, "rng_types": ["generator"]}
+    made = [prepared(plain, 2, rank, **options) for rank in (0, 1)]
+    assert isinstance(get_sampler(made[0]), SeedableRandomSampler) is seedable
+    assert (made[0].synchronized_generator is None) is seedable
+    if seedable:
+        assert sorted(i for one in made for batch in read(one) for i in batch) == list(range(12))
 
 
 def test_the_loader_of_the_user_stays_as_it_is() -> None:
