@@ -33,7 +33,7 @@ def fork_hazard() -> str:
     for check in CHECKS:
         if found := check():
             return found
-    return probe()
+    return probe_if_changed()
 
 
 def _accelerator_runtime() -> str:
@@ -129,6 +129,31 @@ def _memory_map() -> str:
 
 CHECKS: list[Callable[[], str]] = [_accelerator_runtime, _xla_runtime, _process_group, _allocator, _busy_thread]
 """Each returns a hazard as a phrase, or ""; the first one found is the reason in the run's header."""
+
+
+_came_through: set[tuple[frozenset[str], frozenset[str]]] = set()
+
+
+def probe_if_changed() -> str:
+    """Probe, unless a probe has come through since the last library was loaded and the last thread was started.
+
+    A probe is a fork more, and is waited for: a third of the time that a launch of two ranks takes.
+    """
+    now = _libraries_and_threads()
+    if now in _came_through:
+        return ""
+    if not (hazard := probe()):
+        _came_through.clear()
+        _came_through.add(now)
+    return hazard
+
+
+def _libraries_and_threads() -> tuple[frozenset[str], frozenset[str]]:
+    """Return what decides whether a fork works: the mapped libraries, and the threads other than a launch's own."""
+    mapped = (line.rpartition(" ")[2] for line in _memory_map().splitlines())
+    own = {str(t.native_id) for t in threading.enumerate() if t.name.startswith("notebook-accelerate")}
+    threads = {task.name for task in Path("/proc/self/task").iterdir()}
+    return frozenset(name for name in mapped if ".so" in name), frozenset(threads - own)
 
 
 def probe(seconds: float = PROBE_SECONDS) -> str:
