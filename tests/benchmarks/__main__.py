@@ -1,0 +1,11 @@
+"""``python -m tests.benchmarks [AREA or ROW ...]``: measure, side by side with the peers, and print the table."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.benchmarks import launch  # noqa: F401 - an area registers its rows by being imported
+from tests.benchmarks.bench import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

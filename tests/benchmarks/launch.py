@@ -1,0 +1,294 @@
+"""Launching, in real kernels: times, lines, the price of a logged metric, memory."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
+from tests.support.kernel import Cell, Kernel, KernelTimeoutError
+
+HERE, PEER = "notebook_accelerate", "accelerate"
+
+# Both launchers run this same function; the clock is the machine's, shared by all processes.
+SETUP = """
+import os, time, pathlib, socket, torch
+from {package} import notebook_launcher
+
+FOLDER = pathlib.Path({folder!r})
+
+def note(text):
+    (FOLDER / os.environ["RANK"]).write_text(text)
+
+def stamp():
+    note(str(time.monotonic()))
+
+def stamp_two_threads():
+    note(str(time.monotonic()))
+    torch.set_num_threads(2)
+    x = torch.ones(512, 512)
+    (x @ x).sum().item()
+
+def launch(function, ranks, *args, **options):
+    with socket.socket() as probe:  # the peer's store keeps its port for a while after a launch
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begin = time.monotonic()
+    notebook_launcher(function, args, num_processes=ranks, use_port=str(port), **options)
+    end = time.monotonic()
+    return begin, end
+"""
+
+WARM_POOL = "x = torch.ones(1024, 1024); (x @ x).sum().item(); torch.get_num_threads()"
+
+
+class Launcher:
+    """A kernel with one of the two launchers in it, ready to be timed."""
+
+    def __init__(self, package: str, env: dict[str, str | None] | None = None) -> None:
+        self._stack = ExitStack()
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        self.kernel = self._stack.enter_context(Kernel(env=env, timeout=120.0))
+        self.kernel.check(SETUP.format(package=package, folder=str(self.folder)))
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def submit(self, function: str, ranks: int, options: str = "") -> Cell:
+        """Start a launch and return its cell, unfinished."""
+        for file in self.folder.iterdir():
+            file.unlink()
+        return self.kernel.submit(f"times = launch({function}, {ranks}, {options})")
+
+    def time(self, function: str, ranks: int, options: str = "", timeout: float = 120.0) -> tuple[float, float]:
+        """Launch; return the seconds from the call to the last rank's first line, and to the return."""
+        self.kernel.finish(self.submit(function, ranks, options), timeout).expect_ok()
+        begin, end = self.kernel.value("times")
+        lines = [float(file.read_text()) for file in self.folder.iterdir()]
+        assert len(lines) == ranks, f"{len(lines)} of {ranks} ranks wrote their time"
+        return max(lines) - begin, end - begin
+
+    def wait_for_ranks(self, ranks: int) -> None:
+        """Wait until every rank has written its file."""
+        self.kernel.wait_for(lambda: len(list(self.folder.iterdir())) == ranks, 60.0, what="the ranks")
+
+
+# ---- times
+
+
+@row("launch", "fork")
+def fork_times() -> Iterator[Figure]:
+    """In a clean kernel: torch is imported, nothing has run."""
+    with Launcher(HERE) as here, Launcher(PEER) as peer:
+        for ranks in (2, 16):
+            first: list[list[float]] = [[], []]
+
+            def measure(side: int, launcher: Launcher, ranks: int = ranks, first: list[list[float]] = first) -> float:
+                line, total = launcher.time("stamp", ranks)
+                first[side].append(line)
+                return total
+
+            ours, theirs = alternate(REPEATS, lambda: measure(0, here), lambda: measure(1, peer))
+            yield compared(f"{ranks} ranks: call to first line in all ranks", first[0][1:], first[1][1:], unit="s")
+            yield compared(f"{ranks} ranks: call to return", ours, theirs, unit="s", ratio=0.5)
+
+
+@row("launch", "zygote")
+def zygote_times() -> Iterator[Figure]:
+    """In a kernel whose OpenMP pool is warm, for ranks that use two threads."""
+    env: dict[str, str | None] = {"OMP_NUM_THREADS": "2"}
+    with Launcher(HERE, env) as here:
+        here.kernel.check(WARM_POOL)
+        begin = time.monotonic()
+        here.time("stamp_two_threads", 2, "start_method='zygote'")
+        yield Figure(
+            what="the very first launch, 2 ranks, right after the import", unit="s", ours=time.monotonic() - begin
+        )
+        for method in ("zygote", "auto"):
+            for ranks in (2, 16):
+                pairs = [here.time("stamp_two_threads", ranks, f"start_method={method!r}") for _ in range(REPEATS + 1)]
+                lines, totals = zip(*pairs[1:], strict=True)
+                label = f"{ranks} ranks, start_method={method!r}"
+                yield compared(f"{label}: call to first line in all ranks", lines, unit="s")
+                limit = 0.15 if method == "zygote" else None
+                yield compared(f"{label}: call to return", totals, unit="s", limit=limit)
+    yield _peer_with_warm_pool(env)
+
+
+def _peer_with_warm_pool(env: dict[str, str | None], limit: float = 20.0) -> Figure:
+    what = "the peer, 2 ranks"
+    with Launcher(PEER, env) as peer:
+        peer.kernel.check(WARM_POOL)
+        try:
+            _, total = peer.time("stamp_two_threads", 2, timeout=limit)
+        except KernelTimeoutError:
+            return Figure(
+                what=what, unit="s", ours=None, note=f"did not return within {limit:.0f} s; its kernel was ended"
+            )
+    return Figure(what=what, unit="s", ours=None, peer=total)
+
+
+# ---- lines
+
+PRINTING = """
+def printing(lines, quiet):
+    target = open(os.devnull, "w") if quiet else None
+    for index in range(lines):
+        print("line", index, "loss", 0.25, file=target)
+    stamp()
+"""
+
+
+@row("launch", "printing")
+def printing() -> Iterator[Figure]:
+    """What lines cost over the same function that prints to nowhere, until all of them are in the notebook."""
+    lines, few = 10_000, 500
+    with Launcher(HERE) as here, Launcher(PEER) as peer:
+        for launcher in (here, peer):
+            launcher.kernel.check(PRINTING)
+
+        def measure(launcher: Launcher, count: int, quiet: bool) -> float:
+            begin = time.monotonic()
+            cell = launcher.kernel.finish(launcher.submit("printing", 2, f"{count}, {quiet}"), 300.0).expect_ok()
+            launcher.kernel.wait_for(lambda: quiet or cell.stdout.count(" loss ") >= 2 * count, 30.0, what="all lines")
+            return time.monotonic() - begin
+
+        loud, quiet, peer_loud, peer_quiet = alternate(
+            REPEATS,
+            lambda: measure(here, lines, quiet=False),
+            lambda: measure(here, lines, quiet=True),
+            lambda: measure(peer, few, quiet=False),
+            lambda: measure(peer, few, quiet=True),
+        )
+    extra = [a - b for a, b in zip(loud, quiet, strict=True)]
+    peer_extra = [a - b for a, b in zip(peer_loud, peer_quiet, strict=True)]
+    yield compared(f"{lines:,} lines from each of 2 ranks: extra in all", extra, unit="s", limit=1.0)
+    yield compared(
+        "the same per line",
+        [value / (2 * lines) for value in extra],
+        [value / (2 * few) for value in peer_extra],
+        unit="µs",
+        scale=1e6,
+        note=f"the peer with {few} lines from each rank",
+    )
+
+
+# ---- metrics
+
+LOGGING = """
+def steps(count, logs, accelerator=None):
+    # A step of about 2 ms of fixed work, with or without a logged metric.
+    x = torch.ones(180, 180)
+    for index in range(count):
+        for _ in range({work}):
+            x @ x
+        if logs:
+            accelerator.log({{"loss": 0.25}}, step=index)
+
+def logging_cost(blocks, count):
+    from notebook_accelerate import Accelerator
+    accelerator = Accelerator()
+    torch.set_num_threads(1)
+    found = []
+    for block in range(blocks + 1):
+        pair = []
+        for logs in (False, True):
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps(count, logs, accelerator)
+            pair.append(((time.perf_counter() - wall) / count, (time.process_time() - cpu) / count))
+        found.append(pair)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        import json
+        note(json.dumps(found[1:]))
+"""
+CALIBRATE = """
+torch.set_num_threads(1)
+x = torch.ones(180, 180)
+def once(count=200):
+    begin = time.perf_counter()
+    for _ in range(count):
+        x @ x
+    return (time.perf_counter() - begin) / count
+work = max(1, round(0.002 / sorted(once() for _ in range(9))[4]))
+"""
+
+
+@row("launch", "logging")
+def logging_cost() -> Iterator[Figure]:
+    """What `accelerator.log` once a step costs a training loop, by the wall clock and in processor time."""
+    import json
+
+    with Launcher(HERE) as here:
+        here.kernel.check(CALIBRATE)
+        here.kernel.check(LOGGING.format(work=here.kernel.value("work")))
+        for ranks, method in ((1, "fork"), (2, "fork")):
+            here.kernel.finish(
+                here.submit("logging_cost", ranks, f"25, 100, start_method={method!r}"), 300.0
+            ).expect_ok()
+            blocks = json.loads((here.folder / "0").read_text())
+            for clock, name in enumerate(("wall clock", "processor time of the rank")):
+                shares = [(logged[clock] - plain[clock]) / plain[clock] for plain, logged in blocks]
+                step = statistics.median(plain[clock] for plain, _ in blocks)
+                text = f"{ranks} rank{'s' * (ranks > 1)}, a step of {step * 1e3:.2f} ms: {name}"
+                yield compared(text, shares, unit="%", scale=100.0, limit=1.0)
+
+
+# ---- memory
+
+WAITING = """
+def waiting():
+    note(str(os.getpid()))
+    while not (FOLDER.parent / (FOLDER.name + "-go")).exists():
+        time.sleep(0.01)
+"""
+
+
+@row("launch", "memory")
+def memory() -> Iterator[Figure]:
+    """Proportional set sizes while the ranks wait in their function."""
+    with Launcher(HERE) as here, Launcher(PEER) as peer, Launcher(HERE) as server:
+        for launcher in (here, peer, server):
+            launcher.kernel.check(WAITING)
+        server.time("stamp", 2, "start_method='zygote'")
+        for ranks in (2, 16):
+            sides = (here, ""), (peer, ""), (server, "start_method='zygote'")
+            rounds = [[_sizes(launcher, ranks, options) for launcher, options in sides] for _ in range(REPEATS)]
+            fork, other, zygote = zip(*rounds, strict=True)
+            for place, who in enumerate(("the kernel", "each rank")):
+                ours = [sizes[place] for sizes in fork]
+                theirs = [sizes[place] for sizes in other]
+                yield compared(f"{ranks} ranks by fork: PSS of {who}", ours, theirs, unit="MiB", scale=2**-20)
+                served = [sizes[place] for sizes in zygote]
+                yield compared(f"{ranks} ranks by zygote: PSS of {who}", served, unit="MiB", scale=2**-20)
+
+
+def _sizes(launcher: Launcher, ranks: int, options: str) -> tuple[float, float]:
+    """Return the kernel's and the mean rank's PSS in bytes."""
+    go = launcher.folder.with_name(launcher.folder.name + "-go")
+    cell = launcher.submit("waiting", ranks, options)
+    try:
+        launcher.wait_for_ranks(ranks)
+        time.sleep(0.2)
+        pids = [int(file.read_text()) for file in launcher.folder.iterdir()]
+        sizes = pss(launcher.kernel.pid), statistics.mean(pss(pid) for pid in pids)
+        go.touch()
+        launcher.kernel.finish(cell).expect_ok()
+    finally:
+        go.unlink(missing_ok=True)
+    return sizes
+
+
+def pss(pid: int) -> float:
+    """Return the proportional set size of a process in bytes: its own pages and its share of the shared ones."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
+        if line.startswith("Pss:"):
+            return float(line.split()[1]) * 1024
+    raise AssertionError(f"no Pss in /proc/{pid}/smaps_rollup")
