@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.utils.imports import is_rich_available
     from notebook_accelerate.utils.memory import find_executable_batch_size
     from notebook_accelerate.utils.random import synchronize_rng_states
+    from notebook_accelerate.widgets.config_panel import configure
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "SerializationError",
     "WorkerDiedError",
     "WorkerError",
+    "configure",
     "debug_launcher",
     "find_executable_batch_size",
     "is_rich_available",
@@ -114,6 +116,7 @@ _NAMES_OF_MODULE = {
     "utils.imports": ("is_rich_available",),
     "utils.memory": ("find_executable_batch_size",),
     "utils.random": ("synchronize_rng_states",),
+    "widgets.config_panel": ("configure",),
 }
 
 # Submodules that scripts reach as attributes after a plain `import notebook_accelerate`.
@@ -126,6 +129,7 @@ _SUBMODULES = (
     "scheduler",
     "state",
     "utils",
+    "widgets",
 )
 
 __getattr__, __dir__, _ = attach(__name__, _NAMES_OF_MODULE, _SUBMODULES)

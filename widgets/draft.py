@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
+from enum import Enum
 from html import escape
 from typing import Any
 
@@ -208,8 +210,10 @@ def code_of(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(code_of, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {code_of(entry)}" for key, entry in value.items()) + "}"
-    return repr(getattr(value, "value", value) if hasattr(type(value), "__members__") else value)
+        return "{" + ", ".join(f"{code_of(key)}: {code_of(entry)}" for key, entry in value.items()) + "}"
+    plain = value.value if isinstance(value, Enum) else value
+    # JSON's escapes are Python's too, and double quotes are what formatters write.
+    return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else repr(plain)
 
 
 __all__ = ["CHOICES", "Checked", "Draft", "code_of"]

@@ -1,0 +1,93 @@
+"""The cell that launches what a form says, as a user would have written it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import is_dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.widgets.draft import Draft, code_of
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch import LaunchConfig
+
+_WIDTH = 88
+OPTIONS_NAME = "accelerator_options"
+# What LaunchConfig has and notebook_launcher has no parameter for.
+_ONLY_IN_CONFIG = ("cpu",)
+
+
+def launch_cell(function: str, arguments: str, config: LaunchConfig, options: dict[str, Any]) -> str:
+    """Return the code of a cell.
+
+    Args:
+        function: Name of the training function.
+        arguments: The code of its arguments, such as ``(model, 3)``; "" for none.
+        config: The launch.
+        options: What the training function has to pass to ``Accelerator``; may be empty.
+    """
+    imports = ["from notebook_accelerate import notebook_launcher"]
+    given = config.non_default()
+    apart = {name: given.pop(name) for name in _ONLY_IN_CONFIG if name in given}
+    if apart:
+        imports[0] = "from notebook_accelerate import LaunchConfig, notebook_launcher"
+    blocks = [_options_block(options)] if options else []
+    call = [function, *([arguments] if arguments and arguments != "()" else [])]
+    call += [f"{name}={code_of(value)}" for name, value in given.items()]
+    if apart:
+        call.append(f"config=LaunchConfig({', '.join(f'{name}={code_of(value)}' for name, value in apart.items())})")
+    return "\n".join([*imports, *_imports(options), "", *blocks, _call("run = notebook_launcher", call)])
+
+
+def _options_block(options: dict[str, Any]) -> str:
+    entries = "".join(f"    {code_of(name)}: {code_of(value)},\n" for name, value in options.items())
+    hint = f"# for the training function to pass on: Accelerator(**{OPTIONS_NAME})"
+    return f"{hint}\n{OPTIONS_NAME} = {{\n{entries}}}\n"
+
+
+def _call(name: str, arguments: list[str]) -> str:
+    line = f"{name}({', '.join(arguments)})"
+    if len(line) <= _WIDTH:
+        return line
+    return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + ")"
+
+
+def _imports(options: dict[str, Any]) -> list[str]:
+    classes = _classes(options)
+    lines = ["from datetime import timedelta"] if timedelta in classes else []
+    names = sorted(cls.__name__ for cls in classes if cls is not timedelta)
+    return lines + ([f"from notebook_accelerate.utils import {', '.join(names)}"] if names else [])
+
+
+def _classes(value: Any) -> set[type[Any]]:
+    """Return the classes that the code of ``value`` names."""
+    if isinstance(value, dict):
+        return {cls for entry in value.values() for cls in _classes(entry)}
+    if isinstance(value, list | tuple):
+        return {cls for entry in value for cls in _classes(entry)}
+    if isinstance(value, timedelta):
+        return {timedelta}
+    if is_dataclass(value) and not isinstance(value, type | Enum):
+        return {type(value)} | _classes(Draft(type(value), value).changed())
+    return set()
+
+
+def name_of(function: Any) -> str:
+    """Return how a function is called in code; "train" where it has no name that could be written."""
+    name = getattr(function, "__name__", "")
+    return name if name.isidentifier() else "train"
+
+
+def training_functions(namespace: dict[str, Any]) -> list[str]:
+    """Return the names of the functions that a notebook itself has defined, the last one first."""
+    own = [
+        name
+        for name, value in namespace.items()
+        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == namespace.get("__name__")
+    ]
+    return own[::-1]
+
+
+__all__ = ["OPTIONS_NAME", "launch_cell", "name_of", "training_functions"]

@@ -1,0 +1,164 @@
+"""Between the forms and Accelerate's configuration file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType
+from notebook_accelerate.config.files import ClusterConfig, load_config_from_file
+from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.hardware import devices
+from notebook_accelerate.widgets.training_options import TrainingOptions
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+    from notebook_accelerate.hardware import HardwareInfo
+
+# Fields of a LaunchConfig that a configuration file has, too.
+_IN_FILE = {
+    "num_processes", "mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes", "rdzv_backend", "cpu",
+}  # fmt: skip
+# What the forms say themselves, or the launch passes to the ranks in its own way.
+_NOT_PASSED_ON = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_")
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a configuration file says."""
+
+    cluster: ClusterConfig
+    """The file itself, with what the forms have no place for."""
+    launch: LaunchConfig
+    """The launch it describes."""
+    dynamo: TorchDynamoPlugin | None
+    """Its settings of ``torch.compile``."""
+
+
+def load(path: str | os.PathLike[str], base: LaunchConfig) -> Loaded:
+    """Read a configuration file.
+
+    Args:
+        path: YAML or JSON.
+        base: What holds for the settings that such files do not have.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It has unknown keys or values, or is for SageMaker.
+    """
+    found = load_config_from_file(path)
+    if not isinstance(found, ClusterConfig):
+        raise ValueError(f"{path} describes a training on Amazon SageMaker, which is not launched from a notebook")
+    machines = max(found.num_machines, 1)
+    if found.num_processes > 0 and found.num_processes % machines:
+        raise ValueError(f"num_processes={found.num_processes} of {path} cannot be shared by {machines} machines")
+    defaults = LaunchConfig()
+    values: dict[str, Any] = {
+        "num_processes": found.num_processes // machines if found.num_processes > 0 else None,
+        "mixed_precision": found.mixed_precision,
+        "use_port": str(found.main_process_port) if found.main_process_port else defaults.use_port,
+        "master_addr": found.main_process_ip or defaults.master_addr,
+        "node_rank": found.machine_rank,
+        "num_nodes": machines,
+        "rdzv_backend": found.rdzv_backend or defaults.rdzv_backend,
+        "cpu": found.use_cpu,
+        "env": {**(base.env or {}), **_variables(found)} or None,
+    }
+    return Loaded(cluster=found, launch=base.changed(**values), dynamo=_dynamo(found.dynamo_config or {}))
+
+
+def _variables(found: ClusterConfig) -> dict[str, str]:
+    """Return the variables for what the file says and the forms do not."""
+    variables = {name: value for name, value in found.to_environment().items() if not name.startswith(_NOT_PASSED_ON)}
+    if found.gpu_ids not in {None, "all"}:
+        variables[_VISIBLE_DEVICES] = str(found.gpu_ids)
+    return variables
+
+
+def _dynamo(config: dict[str, Any]) -> TorchDynamoPlugin | None:
+    from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+    from notebook_accelerate.config.enums import DynamoBackend
+
+    if not config:
+        return None
+    return TorchDynamoPlugin(
+        backend=DynamoBackend(str(config.get("dynamo_backend", "NO")).upper()),
+        mode=config.get("dynamo_mode"),
+        fullgraph=config.get("dynamo_use_fullgraph"),
+        dynamic=config.get("dynamo_use_dynamic"),
+        use_regional_compilation=config.get("dynamo_use_regional_compilation"),
+    )
+
+
+def to_cluster(
+    launch: LaunchConfig, training: TrainingOptions, hardware: HardwareInfo, before: ClusterConfig | None = None
+) -> ClusterConfig:
+    """Return the configuration file for what the forms say.
+
+    Args:
+        launch: The launch.
+        training: Options of the training.
+        hardware: This machine, which the file is made for.
+        before: The file that was loaded: what the forms have no place for stays as it is there.
+    """
+    local = launch.num_processes or max(hardware.count, 1)
+    world = local * launch.num_nodes
+    accelerator = "cpu" if launch.cpu else hardware.accelerator
+    several = launch.num_nodes > 1
+    values: dict[str, Any] = {
+        "mixed_precision": launch.mixed_precision,
+        "use_cpu": accelerator == "cpu",
+        "num_processes": world,
+        "machine_rank": launch.node_rank,
+        "num_machines": launch.num_nodes,
+        "main_process_ip": launch.meeting_point[0] if several else None,
+        "main_process_port": launch.meeting_point[1] if several or launch.use_port != "29500" else None,
+        "rdzv_backend": launch.rdzv_backend,
+        "dynamo_config": training.dynamo_config(),
+        "distributed_type": _distributed_type(accelerator, world, before),
+    }
+    base = before or ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=DistributedType.NO,
+        mixed_precision="no",
+        use_cpu=False,
+        debug=False,
+    )
+    return replace(base, **values)
+
+
+def _distributed_type(accelerator: str, world: int, before: ClusterConfig | None) -> Any:
+    if before is not None and (before.fsdp_config or before.deepspeed_config or before.megatron_lm_config):
+        return before.distributed_type
+    return devices.row(accelerator).distributed_type if world > 1 else DistributedType.NO
+
+
+def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
+    """Write a configuration file, YAML or (.json) JSON, and return its path.
+
+    Args:
+        path: Where; its folder is made.
+        config: What.
+    """
+    file = Path(path).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    (config.to_json_file if file.suffix == ".json" else config.to_yaml_file)(file)
+    return file
+
+
+def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
+    """Return the names of settings that differ from their defaults and that such a file cannot hold."""
+    from notebook_accelerate.widgets.draft import Draft
+
+    names = [name for name in launch.non_default() if name not in _IN_FILE]
+    kept = {**_variables(cluster), **training.environment()}
+    if "env" in names and not set(launch.env or {}) - set(kept):
+        names.remove("env")
+    changed = Draft(TrainingOptions, training).changed()
+    return [*names, *(name for name in changed if name not in {"batch_size", "dynamo_plugin"})]
+
+
+__all__ = ["Loaded", "load", "not_in_file", "save", "to_cluster"]

@@ -1,0 +1,483 @@
+"""The config panel: a launch and its training's options in forms, what will happen, and the cell that does it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import ipywidgets
+
+from notebook_accelerate import hardware, launch
+from notebook_accelerate.config.files import default_config_file
+from notebook_accelerate.config.launch import MIXED_PRECISIONS, RDZV_BACKENDS, START_METHODS, LaunchConfig
+from notebook_accelerate.hardware import HardwareInfo
+from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
+from notebook_accelerate.launch.output import published_under, running_kernel
+from notebook_accelerate.launch.planner import runs_inline
+from notebook_accelerate.launch.preflight import fork_hazard
+from notebook_accelerate.widgets import config_file
+from notebook_accelerate.widgets.cell_code import OPTIONS_NAME, launch_cell, name_of, training_functions
+from notebook_accelerate.widgets.copy_button import CopyButton
+from notebook_accelerate.widgets.draft import Checked
+from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
+from notebook_accelerate.widgets.outlook import alert, chips, described, details, notice, sentence
+from notebook_accelerate.widgets.training_options import STEPS_VARIABLE, TrainingOptions
+
+FACTS_SECONDS = 10.0
+"""How long an answer to "can this kernel be forked?" counts: asking forks a probe, too much for every key."""
+_LAUNCH_CHOICES = {
+    "start_method": START_METHODS,
+    "mixed_precision": MIXED_PRECISIONS,
+    "rdzv_backend": RDZV_BACKENDS,
+    "panel": ("auto", True, False),
+}
+_LAUNCH_GROUPS = (
+    ("", ("num_processes", "mixed_precision", "start_method", "cpu", "block")),
+    ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
+    ("Environment and output", ("env", "log_line_prefix_template", "panel")),
+    (
+        "Several machines, ports",
+        (
+            "num_nodes", "node_rank", "master_addr", "use_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
+            "rdzv_id",
+        ),
+    ),
+)  # fmt: skip
+_TRAINING_GROUPS = (
+    ("", ("batch_size", "gradient_accumulation_steps")),
+    (
+        "Data, projects, compilation",
+        (
+            "dataloader_config", "gradient_accumulation_plugin", "project_config", "dynamo_plugin", "log_with",
+            "step_scheduler_with_optimizer",
+        ),
+    ),
+    (
+        "Arguments of torch and fp8 recipes",
+        (
+            "ddp_kwargs", "autocast_kwargs", "scaler_kwargs", "process_group_kwargs", "profile_kwargs",
+            "torchao_recipe", "transformer_engine_recipe", "msamp_recipe",
+        ),
+    ),
+    (
+        "Sharded and parallel training",
+        ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
+    ),
+)  # fmt: skip
+
+
+class ConfigPanel:
+    """A form over a launch: it checks as you type, says what will happen, and starts it.
+
+    Args:
+        function: The training function; None: it is chosen in the panel.
+        args: Its arguments, for the Launch button.
+        config: The launch to begin with; None: the defaults, with ``block=False``, so that the notebook stays usable.
+        training: Options of the training to begin with.
+        machine: The hardware; None: what is found.
+        facts: Called for what is known of the kernel; None: asked of the kernel itself.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None = None,
+        args: Iterable[Any] = (),
+        *,
+        config: LaunchConfig | None = None,
+        training: TrainingOptions | None = None,
+        machine: HardwareInfo | None = None,
+        facts: Callable[[], KernelFacts] | None = None,
+    ) -> None:
+        self.hardware = machine or hardware.detect()
+        self.runs: list[Run] = []
+        self._facts_of_kernel = facts
+        self._facts_asked = 0.0
+        self._facts_known: KernelFacts | None = None
+        self._function, self._arguments = function, tuple(args)
+        self._lock = threading.RLock()
+        self._cluster: Any = None
+        self._own_files: set[Path] = set()
+        self._parent: Any = None
+        self._displayed: list[Any] = []
+        self.launch_form = Form(
+            LaunchConfig,
+            config or LaunchConfig(block=False),
+            title="Launch",
+            choices=_LAUNCH_CHOICES,
+            groups=_LAUNCH_GROUPS,
+            on_change=self._changed,
+        )
+        self.training_form = Form(
+            TrainingOptions, training, title="Training", groups=_TRAINING_GROUPS, on_change=self._changed
+        )
+        self._build()
+        self.refresh()
+
+    # ---- what the user reads and sets
+
+    @property
+    def config(self) -> LaunchConfig:
+        """The launch as it is set, with the variables by which the workers' ``Accelerator()`` learns its options.
+
+        Raises:
+            ValueError: Entries are wrong; the message has a line for each.
+        """
+        config: LaunchConfig = self.launch_form.value
+        return _with_environment(config, self.training)
+
+    @config.setter
+    def config(self, config: LaunchConfig) -> None:
+        environment = dict(config.env or {})
+        with self._lock:
+            if (steps := environment.get(STEPS_VARIABLE, "")).isdigit() and int(steps) > 0:
+                del environment[STEPS_VARIABLE]  # it has a field of its own, and comes back from there
+                self.training_form.input("gradient_accumulation_steps").value = steps
+            self.launch_form.value = config.changed(env=environment or None)
+
+    @property
+    def training(self) -> TrainingOptions:
+        """The training's options as they are set.
+
+        Raises:
+            ValueError: Entries are wrong.
+        """
+        return self.training_form.value  # type: ignore[no-any-return]
+
+    @training.setter
+    def training(self, training: TrainingOptions) -> None:
+        self.training_form.value = training
+
+    @property
+    def accelerator_options(self) -> dict[str, Any]:
+        """The options that the training function has to pass on itself: ``Accelerator(**options)``."""
+        return self.training.accelerator_options()
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """What is wrong, by field; under "" what does not fit this machine."""
+        wrong = {**self.launch_form.errors, **self.training_form.errors}
+        if not wrong:
+            try:
+                self._plan(self.config)
+            except ValueError as error:
+                wrong[""] = str(error)
+        return wrong
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """What will happen.
+
+        Raises:
+            ValueError: Entries are wrong, or do not fit this machine.
+        """
+        return self._plan(self.config)
+
+    @property
+    def sentence(self) -> str:
+        """What will happen in a sentence, or what is wrong."""
+        if errors := self.errors:
+            return " · ".join(errors.values())
+        return sentence(self.plan, self.config, self.training)
+
+    @property
+    def code(self) -> str:
+        """The cell that does what the Launch button does; what is wrong, as a comment, while something is."""
+        if errors := self.errors:
+            return "\n".join(f"# {line}" for error in errors.values() for line in error.splitlines())
+        name = self._name.value.strip() or "train"
+        return launch_cell(name, self._args.value.strip(), self.config, self.accelerator_options)
+
+    def launch(self, function: Callable[..., Any] | None = None, args: Iterable[Any] | None = None) -> Run:
+        """Start the run that the panel describes.
+
+        Args:
+            function: The training function; None: the panel's own.
+            args: Its arguments, as a tuple; None: the panel's own.
+
+        Returns:
+            The run, which is also kept in ``runs``.
+
+        Raises:
+            ValueError: Entries are wrong, or there is no function.
+            LaunchError: Nothing could be started.
+            WorkerError: A blocking run did not succeed.
+        """
+        function = function or self._chosen_function()
+        arguments = self._chosen_arguments() if args is None else tuple(args)
+        return self._keep(launch.start(self.config, function, arguments))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over the settings of a configuration file of Accelerate.
+
+        Args:
+            path: YAML or JSON.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It has unknown keys or values.
+        """
+        loaded = config_file.load(Path(path).expanduser(), LaunchConfig(block=False))
+        with self._lock:
+            self._cluster = loaded.cluster
+            self._own_files.add(Path(path).expanduser().resolve())
+            self.config = loaded.launch
+            training = self.training_form.checked.value or TrainingOptions()
+            training.dynamo_plugin = loaded.dynamo
+            self.training = training
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the settings as a configuration file of Accelerate, and return its path.
+
+        Args:
+            path: Written as JSON where it ends in .json, else as YAML; a file that is there is replaced.
+
+        Raises:
+            ValueError: Entries are wrong.
+        """
+        cluster = config_file.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
+        file = config_file.save(path, cluster)
+        self._own_files.add(file.resolve())
+        return file
+
+    def close(self) -> None:
+        """Leave the static form in the place of the live one; the panel itself can be displayed again."""
+        shown, self._displayed = self._displayed, []
+        left = ({"text/html": self.html, "text/plain": self.text}, {"text/plain": ""})
+        for handle, data in zip(shown, left, strict=False):
+            handle.update(data, raw=True)
+
+    # ---- planning
+
+    def _plan(self, config: LaunchConfig) -> LaunchPlan:
+        if runs_inline(config, self.hardware):
+            return launch.plan(config, self.hardware, KernelFacts(environment=os.environ))
+        return launch.plan(config, self.hardware, self._facts())
+
+    def _facts(self) -> KernelFacts:
+        if self._facts_of_kernel is not None:
+            return self._facts_of_kernel()
+        if self._facts_known is None or time.monotonic() - self._facts_asked > FACTS_SECONDS:
+            self._facts_known = KernelFacts(
+                fork_hazard=fork_hazard(), can_fork=hasattr(os, "fork"), environment=os.environ
+            )
+            self._facts_asked = time.monotonic()
+        return self._facts_known
+
+    # ---- the widgets
+
+    def _build(self) -> None:
+        make = ipywidgets
+        wide, label = make.Layout(width="30em"), {"description_width": "7em"}
+        self._title = make.HTML(f'<h3 class="na-title">Configure a launch</h3>{chips(self.hardware)}')
+        self._outlook = make.HTML()
+        self._file = make.Text(description="File", value=str(default_config_file), layout=make.Layout(width="44em"))
+        self._load = make.Button(description="Load", tooltip="Read this configuration file")
+        self._save = make.Button(description="Save", tooltip="Write this configuration file")
+        self._file_note = make.HTML()
+        self._name = make.Combobox(description="Function", placeholder="train", style=label, layout=wide)
+        self._args = make.Text(description="Arguments", placeholder="(model, 3)", style=label, layout=wide)
+        self._go = make.Button(description="Launch", button_style="primary", icon="play", tooltip="Start this run")
+        self._run_note = make.HTML()
+        self._code = make.HTML()
+        self._copy = CopyButton(label="Copy this cell")
+        self._name.value = name_of(self._function) if self._function is not None else ""
+        for box in (self._name, self._args):
+            box.observe(lambda _: self._guarded(self.refresh), names="value")
+        self._go.on_click(lambda _: self._guarded(self._launch_clicked, self._run_note))
+        self._load.on_click(lambda _: self._guarded(self._load_clicked, self._file_note))
+        self._save.on_click(lambda _: self._guarded(self._save_clicked, self._file_note))
+        self.widget = styled(make.VBox([style_sheet(), *self._parts()]))
+
+    def _parts(self) -> list[Any]:
+        make = ipywidgets
+        tabs = make.Tab([self.launch_form.widget, self.training_form.widget, self._file_tab()])
+        for index, title in enumerate(("Launch", "Training", "Configuration file")):
+            tabs.set_title(index, title)
+        launch_row = make.HBox([self._name, self._args, self._go])
+        launch_row.add_class("na-row")
+        return [self._title, self._outlook, tabs, launch_row, self._run_note, self._code, self._copy]
+
+    def _file_tab(self) -> Any:
+        row = ipywidgets.HBox([self._file, self._load, self._save])
+        row.add_class("na-row")
+        about = "<span class='na-help'>Accelerate's configuration file, YAML or JSON.</span>"
+        return ipywidgets.VBox([ipywidgets.HTML(about), row, self._file_note])
+
+    def refresh(self) -> None:
+        """Show again what will happen, and the cell for it."""
+        with self._lock:
+            errors = self.errors
+            self._outlook.value = self._outlook_html(errors)
+            code = self.code
+            self._code.value = f'<pre class="na-code" tabindex="0" aria-label="The cell">{escape(code)}</pre>'
+            self._copy.text = code
+            self._go.disabled = bool(errors)
+            names = tuple(training_functions(_namespace()))
+            if self._name.options != names:
+                self._name.options = names
+            self._update_static()
+
+    def _outlook_html(self, errors: dict[str, str]) -> str:
+        if errors:
+            return f'<div class="na-plan na-wrong">{"".join(alert(text) for text in errors.values())}</div>'
+        planned, training = self.plan, self.training
+        small = details(planned, training)
+        small += [untold] if (untold := self._untold()) else []
+        strong = escape(sentence(planned, self.config, training))
+        below = f'<span class="na-help">{escape(" · ".join(small))}</span>'
+        return f'<div class="na-plan" role="status"><strong>{strong}</strong><br>{below}</div>'
+
+    def _untold(self) -> str:
+        """Return what the training function does not get unless its arguments hand it over."""
+        options = self.accelerator_options
+        if not options or OPTIONS_NAME in self._args.value:
+            return ""
+        names = ", ".join(options)
+        return f"your function has to pass on {names}: give it {OPTIONS_NAME}, for Accelerator(**{OPTIONS_NAME})"
+
+    def _changed(self, _: Checked) -> None:
+        self._guarded(self.refresh)
+
+    def _guarded(self, action: Callable[[], None], note: Any = None) -> None:
+        """Run what a click or a key asked for: what goes wrong is said in the panel, never thrown into a cell."""
+        if not hasattr(self, "widget"):
+            return  # a form tells of its first values before the panel stands
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - shown where the user clicked
+            (note if note is not None else self._run_note).value = alert(f"{type(error).__name__}: {error}")
+
+    # ---- clicks
+
+    def _launch_clicked(self) -> None:
+        self._run_note.value = notice("starting …")
+        function, arguments = self._chosen_function(), self._chosen_arguments()
+        with published_under(self._parent):
+            run = launch.start(self.config.changed(block=False), function, arguments)
+        self._say_run(run)
+        self._keep(run).add_done_callback(self._say_run)
+
+    def _say_run(self, run: Run) -> None:
+        text = f"run {run.id} {run.status}" + (f" in {run.elapsed:.1f} s" if run.ended else "")
+        if run.error is not None:
+            self._run_note.value = alert(f"{text}: {run.error}")
+        else:
+            self._run_note.value = notice(text, "na-good" if run.status == "succeeded" else "na-help")
+
+    def _keep(self, run: Run) -> Run:
+        self.runs.append(run)
+        return run
+
+    def _load_clicked(self) -> None:
+        self.load(self._file.value)
+        self._file_note.value = notice(f"loaded {self._file.value}", "na-good")
+
+    def _save_clicked(self) -> None:
+        path = Path(self._file.value).expanduser().resolve()
+        if path.exists() and path not in self._own_files:
+            self._own_files.add(path)
+            self._file_note.value = alert(f"{path} is there already; click Save again to replace it")
+            return
+        self.save(path)
+        cluster = config_file.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
+        left = config_file.not_in_file(self.launch_form.value, self.training, cluster)
+        more = f"; such files have no place for {', '.join(left)}" if left else ""
+        self._file_note.value = notice(f"saved {path}{more}", "na-good")
+
+    def _chosen_function(self) -> Callable[..., Any]:
+        name = self._name.value.strip()
+        if self._function is not None and name in {"", name_of(self._function)}:
+            return self._function
+        if not name:
+            raise ValueError("there is no function to run; write its name, or call panel.launch(train, (arguments,))")
+        found = _namespace().get(name)
+        if not callable(found):
+            known = ", ".join(training_functions(_namespace())) or "none"
+            raise ValueError(f"{name!r} is not a function of this notebook; there are: {known}")
+        return found  # type: ignore[no-any-return]
+
+    def _chosen_arguments(self) -> tuple[Any, ...]:
+        text = self._args.value.strip()
+        if not text:
+            return self._arguments
+        scope = {**_namespace(), OPTIONS_NAME: self.accelerator_options}
+        value = eval(text, scope)  # noqa: S307 - the user's own code, as in a cell
+        if not isinstance(value, tuple):
+            raise ValueError(f"{text} is not a tuple; write ({text},)")
+        return value
+
+    # ---- display
+
+    @property
+    def html(self) -> str:
+        """The panel as HTML without scripts: what will happen, what is set, the cell."""
+        parts = [f"<p><strong>{escape(self.sentence)}</strong></p>", f"<p>{escape(described(self.hardware))}</p>"]
+        parts += [self.launch_form.html, self.training_form.html]
+        return "".join([*parts, f"<pre>{escape(self.code)}</pre>"])
+
+    @property
+    def text(self) -> str:
+        """The panel as plain text."""
+        return "\n\n".join([
+            f"{self.sentence}\n{described(self.hardware)}",
+            f"Launch\n{self.launch_form.text}",
+            f"Training\n{self.training_form.text}",
+            self.code,
+        ])  # fmt: skip
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return bundle(self.widget, self.html, self.text)
+
+    def _ipython_display_(self) -> None:
+        """Show the panel, and below it, folded, its static form, which is what a saved notebook keeps."""
+        from IPython.display import display
+
+        kernel = running_kernel()
+        self._parent = kernel.get_parent() if kernel is not None else None
+        self._guarded(self.refresh)
+        live = bundle(self.widget, "", self.sentence)
+        del live["text/html"]
+        self._displayed = [
+            display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+            for data in (live, self._static())
+        ]
+
+    def _static(self) -> dict[str, str]:
+        folded = f"<details><summary>Settings as text</summary>{self.html}</details>"
+        return {"text/html": folded, "text/plain": self.text}
+
+    def _update_static(self) -> None:
+        if len(self._displayed) == 2 and self._displayed[1] is not None:
+            self._displayed[1].update(self._static(), raw=True)
+
+
+def configure(
+    function: Callable[..., Any] | None = None, args: Iterable[Any] = (), *, config: LaunchConfig | None = None
+) -> ConfigPanel:
+    """Return a panel in which a launch is configured and started; as a cell's last line it shows itself.
+
+    Args:
+        function: The training function; None: it is chosen in the panel.
+        args: Its arguments.
+        config: The launch to begin with.
+    """
+    return ConfigPanel(function, args, config=config)
+
+
+def _with_environment(config: LaunchConfig, training: TrainingOptions) -> LaunchConfig:
+    environment = {**(config.env or {}), **training.environment()}
+    return config.changed(env=environment or None)
+
+
+def _namespace() -> dict[str, Any]:
+    """Return the names of the notebook: IPython keeps them in ``__main__``."""
+    return vars(sys.modules["__main__"])
+
+
+__all__ = ["ConfigPanel", "configure"]

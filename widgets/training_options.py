@@ -1,0 +1,173 @@
+"""What training code can be told besides the launch: the arguments of an Accelerator that a form can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from notebook_accelerate.config import constants, environ
+from notebook_accelerate.config.ddp import DistributedDataParallelKwargs
+from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
+from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+from notebook_accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
+from notebook_accelerate.config.megatron import MegatronLMPlugin
+from notebook_accelerate.config.parallelism import TorchTensorParallelPlugin
+from notebook_accelerate.config.profiling import ProfileKwargs
+from notebook_accelerate.config.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from notebook_accelerate.widgets.draft import CHOICES
+
+STEPS_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+HANDLERS = (
+    "ddp_kwargs", "autocast_kwargs", "scaler_kwargs", "process_group_kwargs", "profile_kwargs", "torchao_recipe",
+    "transformer_engine_recipe", "msamp_recipe",
+)  # fmt: skip
+"""Fields that are passed together, as ``kwargs_handlers``."""
+# Fields of TorchDynamoPlugin that a worker can be told by a variable, and their names in a configuration file.
+_DYNAMO = {
+    "backend": "dynamo_backend",
+    "mode": "dynamo_mode",
+    "fullgraph": "dynamo_use_fullgraph",
+    "dynamic": "dynamo_use_dynamic",
+    "use_regional_compilation": "dynamo_use_regional_compilation",
+}
+
+
+@dataclass(kw_only=True)
+class TrainingOptions:
+    """Options of the training itself.
+
+    Raises:
+        ValueError: Options that exclude each other.
+    """
+
+    batch_size: int | None = None
+    """Batch size of your loader, as you write it in the training function; it is only used to tell you the sum."""
+    gradient_accumulation_steps: int = 1
+    """Batches per optimizer step."""
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    """How gradients are accumulated, in detail."""
+    dataloader_config: DataLoaderConfiguration | None = None
+    project_config: ProjectConfiguration | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+    log_with: list[str] | None = None
+    """Experiment trackers: all, aim, tensorboard, wandb, comet_ml, mlflow, trackio, clearml, dvclive, swanlab."""
+    step_scheduler_with_optimizer: bool = True
+    """Whether a scheduler advances with the optimizer's steps (True) or when you call it (False)."""
+    ddp_kwargs: DistributedDataParallelKwargs | None = None
+    autocast_kwargs: AutocastKwargs | None = None
+    scaler_kwargs: GradScalerKwargs | None = None
+    process_group_kwargs: InitProcessGroupKwargs | None = None
+    profile_kwargs: ProfileKwargs | None = None
+    torchao_recipe: AORecipeKwargs | None = None
+    transformer_engine_recipe: TERecipeKwargs | None = None
+    msamp_recipe: MSAMPRecipeKwargs | None = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    deepspeed_plugin: DeepSpeedPlugin | None = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
+    torch_tp_plugin: TorchTensorParallelPlugin | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} is not allowed; pass a whole number of at least 1")
+        plugin = self.gradient_accumulation_plugin
+        if plugin is not None and plugin.num_steps is not None and self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} and gradient_accumulation_plugin with "
+                f"num_steps={plugin.num_steps} were both given; clear one of them"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Batches per optimizer step, wherever they were written."""
+        plugin = self.gradient_accumulation_plugin
+        return (plugin.num_steps if plugin is not None else None) or self.gradient_accumulation_steps
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that tell a worker's ``Accelerator()`` what needs no line in the training function."""
+        values: dict[str, Any] = {STEPS_VARIABLE: self.steps} if self.steps != 1 else {}
+        for name, value in self.dynamo_config().items():
+            values[f"ACCELERATE_{name.upper()}"] = value
+        return {name: environ.as_text(value) for name, value in values.items()}
+
+    def dynamo_config(self) -> dict[str, Any]:
+        """Return the settings of ``torch.compile`` as a configuration file has them; empty without any."""
+        if self.dynamo_plugin is None:
+            return {}
+        given = vars(self.dynamo_plugin)
+        config = {key: getattr(given[name], "value", given[name]) for name, key in _DYNAMO.items()}
+        return {key: value for key, value in config.items() if value is not None}
+
+    def accelerator_options(self) -> dict[str, Any]:
+        """Return the arguments that the training function itself has to pass: ``Accelerator(**options)``."""
+        options = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name not in _SPOKEN_FOR and getattr(self, entry.name) != entry.default
+        }
+        accumulation = self.gradient_accumulation_plugin
+        if accumulation is not None and set(accumulation.to_kwargs()) - {"num_steps"}:
+            given = accumulation.num_steps or self.gradient_accumulation_steps
+            options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
+                **{**vars(accumulation), "num_steps": given}
+            )
+        if self.dynamo_plugin is not None and (self.dynamo_plugin.options or self.dynamo_plugin.disable):
+            options["dynamo_plugin"] = self.dynamo_plugin
+        handlers = [getattr(self, name) for name in HANDLERS if getattr(self, name) is not None]
+        return options | ({"kwargs_handlers": handlers} if handlers else {})
+
+    def effective_batch(self, world_size: int) -> str:
+        """Return the samples of one optimizer step in a phrase.
+
+        Args:
+            world_size: Ranks on all machines.
+        """
+        shared = self.dataloader_config is not None and self.dataloader_config.split_batches
+        factor = self.steps * (1 if shared else world_size)
+        if self.batch_size is not None:
+            return f"effective batch {self.batch_size * factor}"
+        return f"effective batch {factor} × your loader's" if factor > 1 else "effective batch as your loader's"
+
+    def batch_sum(self, world_size: int) -> str:
+        """Return how the effective batch comes about; "" where it is the loader's own.
+
+        Args:
+            world_size: Ranks on all machines.
+        """
+        shared = self.dataloader_config is not None and self.dataloader_config.split_batches
+        parts = [
+            f"{self.batch_size} per process" if self.batch_size and not shared else str(self.batch_size or "batch")
+        ]
+        if world_size > 1 and not shared:
+            parts.append(f"{world_size} processes")
+        if self.steps > 1:
+            parts.append(f"{self.steps} accumulation steps")
+        return " × ".join(parts) if len(parts) > 1 else ""
+
+
+_SPOKEN_FOR = {
+    "batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", "dynamo_plugin", *HANDLERS,
+}  # fmt: skip
+CHOICES.update({
+    "TorchDynamoPlugin": {"mode": [*constants.TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs"]},
+    "FullyShardedDataParallelPlugin": {
+        "fsdp_version": (1, 2),
+        "sharding_strategy": constants.FSDP_SHARDING_STRATEGY,
+        "backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
+        "state_dict_type": constants.FSDP_STATE_DICT_TYPE,
+    },
+    "DeepSpeedPlugin": {
+        "zero_stage": (0, 1, 2, 3),
+        "offload_optimizer_device": ("none", "cpu", "nvme"),
+        "offload_param_device": ("none", "cpu", "nvme"),
+    },
+})  # fmt: skip
+
+__all__ = ["HANDLERS", "STEPS_VARIABLE", "TrainingOptions"]
