@@ -72,15 +72,15 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
     try:
         with torch.serialization.safe_globals(numpy_globals()):
             return torch.load(file, map_location=map_location, **options)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(file, error)) from error
-    except (RuntimeError, EOFError) as error:
-        raise BrokenCheckpointError(f"{file} is broken: {str(error).splitlines()[0]}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            raise CheckpointError(_refusal(file, error)) from error
+        detail = next(iter(str(error).splitlines()), "it ends too early")
+        raise BrokenCheckpointError(f"{file} is broken: {detail}") from error
 
 
 def _refusal(file: Any, error: Exception) -> str:
-    found = [line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
-    detail = found[0].strip() if found else str(error).splitlines()[0]
+    detail = next(line.strip() for line in str(error).splitlines() if "GLOBAL" in line)
     return (
         f"{file} holds more than data and was not loaded ({detail}) If you trust where it comes from, allow the class: "
         "torch.serialization.add_safe_globals([TheClass]), or everything: "
@@ -92,7 +92,7 @@ def numpy_globals() -> list[Any]:
     """List what pickled numpy arrays and numbers need, under the names of numpy 1 and 2."""
     core = np._core if hasattr(np, "_core") else np.core
     multiarray: Any = core.multiarray
-    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFD"}
+    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFDUS"}
     plain: list[Any] = [np.ndarray, np.dtype, *sorted(dtypes, key=str)]
     for function in (multiarray._reconstruct, multiarray.scalar):
         plain += [(function, f"numpy.{package}.multiarray.{function.__name__}") for package in ("core", "_core")]

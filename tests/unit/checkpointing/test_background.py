@@ -1,0 +1,185 @@
+"""`save_state(blocking=False)`: what training does meanwhile does not reach the checkpoint, errors come back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accelerate import checkpointing
+from notebook_accelerate.checkpointing import files, writing
+from notebook_accelerate.checkpointing.snapshot import Snapshots
+from notebook_accelerate.errors import CheckpointError
+from tests.support.trainings import Training, same
+
+
+class Gate:
+    """Holds the writing thread until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        write = files.write
+
+        def held(value: Any, path: Path) -> None:
+            assert self._open.wait(20)
+            write(value, path)
+
+        monkeypatch.setattr(writing.files, "write", held)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def test_training_goes_on_and_changes_nothing_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    training = Training()
+    training.epoch()
+    training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    expected = training.everything()
+    training.epoch()
+    for tensor in training.raw.state_dict().values():
+        tensor.zero_()
+    training.counter.count = -1
+    assert not (tmp_path / "out").exists()
+    gate.open()
+    training.accelerator.load_state(str(tmp_path / "out"))
+    assert same(training.everything(), expected)
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "a"), blocking=False)
+    threading.Timer(0.2, gate.open).start()
+    training.accelerator.save_state(str(tmp_path / "b"), blocking=False)
+    assert (tmp_path / "a" / "checkpoint_manifest.json").exists()
+    training.accelerator.end_training()
+    assert (tmp_path / "b" / "checkpoint_manifest.json").exists()
+
+
+def test_an_error_is_said_at_once_and_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "out"))
+    before = training.weights()
+    training.epoch()
+
+    def full(value: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing.files, "write", full)
+    training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    with pytest.raises(CheckpointError, match=r"disk is full, .* MB are free. What was there before is unchanged"):
+        training.accelerator.end_training()
+    assert "disk is full" in caplog.text
+    monkeypatch.undo()
+    training.accelerator.load_state(str(tmp_path / "out"))
+    assert same(training.weights(), before)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_an_optimizer_waits_for_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    run = checkpointing.snapshot.Snapshot._run
+
+    def slow(self: Any) -> None:
+        started.set()
+        assert go_on.wait(20)
+        run(self)
+
+    monkeypatch.setattr(checkpointing.snapshot.Snapshot, "_run", slow)
+    training = Training()
+    training.epoch()
+    state = [value.clone() for value in training.optimizer.state[training.raw.first.weight].values()]
+    training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    assert started.wait(20)
+    threading.Timer(0.3, go_on.set).start()
+    training.epoch(stop=1)
+    assert go_on.is_set()
+    training.accelerator.end_training()
+    saved = torch.load(tmp_path / "out" / "optimizer.bin")["state"][0]
+    assert same(state, list(saved.values()))
+    assert not training.optimizer.optimizer._optimizer_step_pre_hooks
+
+
+def test_changing_an_optimizers_state_by_hand_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = checkpointing.snapshot.Snapshot._run
+    training = Training()
+    training.epoch()
+
+    def meddle(self: Any) -> None:
+        training.optimizer.state[training.raw.first.weight]["exp_avg"].zero_()
+        run(self)
+
+    monkeypatch.setattr(checkpointing.snapshot.Snapshot, "_run", meddle)
+    training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    with pytest.raises(CheckpointError, match=r"changed in place, outside its step\(\)"):
+        training.accelerator.end_training()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_learning_rate_in_a_tensor_may_move_at_once(tmp_path: Path) -> None:
+    training = Training()
+    rate = torch.tensor(0.5)
+    training.optimizer.param_groups[0]["lr"] = rate
+    training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    rate.fill_(0.25)
+    training.accelerator.end_training()
+    assert torch.load(tmp_path / "out" / "optimizer.bin")["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_script_that_ends_without_a_word_still_writes_it(tmp_path: Path) -> None:
+    script = f"""
+import torch
+from notebook_accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(512, 512))
+accelerator.save_state({str(tmp_path / "out")!r}, blocking=False)
+raise SystemExit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 3
+    accelerator = Training().accelerator
+    accelerator._models[:], accelerator._custom_objects[:] = [nn.Linear(512, 512)], []
+    for objects in (accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders):
+        objects.clear()
+    accelerator.load_state(str(tmp_path / "out"))
+
+
+def test_copies_keep_structure_sharing_views_and_metadata() -> None:
+    base = torch.arange(6.0)
+    module_state = nn.BatchNorm1d(3).state_dict()
+    value = {
+        "views": [base[1:3], base.view(2, 3).t()],
+        "whole": (base, base.to_sparse(), torch.empty(0, 3), torch.tensor(3, dtype=torch.bfloat16)),
+        "module": module_state,
+        "plain": {"list": [1, 2], "none": None, 3: "x"},
+    }
+    snapshots = Snapshots()
+    copied = snapshots.take([value]).values[0]
+    base.zero_()
+    value["plain"]["list"].append(3)
+    assert copied["views"][0].tolist() == [1, 2]
+    assert copied["views"][1].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert copied["views"][0].untyped_storage().data_ptr() == copied["whole"][0].untyped_storage().data_ptr()
+    assert copied["whole"][0].untyped_storage().nbytes() == 24
+    assert copied["whole"][1].to_dense().tolist() == [0, 1, 2, 3, 4, 5]
+    assert copied["whole"][2].shape == (0, 3)
+    assert copied["whole"][3].item() == 3
+    assert copied["module"]._metadata == module_state._metadata
+    assert copied["plain"] == {"list": [1, 2], "none": None, 3: "x"}
+
+
+def test_the_next_copy_uses_the_same_memory() -> None:
+    snapshots, tensor = Snapshots(), torch.ones(1 << 16)
+    first = snapshots.take([tensor]).values[0].data_ptr()
+    assert snapshots.take([tensor]).values[0].data_ptr() == first

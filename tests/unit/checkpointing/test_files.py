@@ -1,0 +1,173 @@
+"""Single files: shared tensors, shards and their index, weights_only loading, refusals."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from notebook_accelerate import Accelerator, checkpointing
+from notebook_accelerate.checkpointing import shards
+from notebook_accelerate.checkpointing.shared import groups_of_shared
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from tests.support.trainings import Net
+
+
+def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
+    base = torch.arange(8.0)
+    state = {"b": base, "a": base, "part": base[2:4], "turned": base.view(2, 4).t(), "none": torch.empty(0)}
+    clean = checkpointing.clean_state_dict_for_safetensors(state)
+    assert set(clean) == {"a", "part", "turned", "none"}
+    assert clean["part"].tolist() == [2, 3]
+    assert all(tensor.is_contiguous() for tensor in clean.values())
+    assert groups_of_shared(state) == [["a", "b"]]
+    pointers = [tensor.untyped_storage().data_ptr() for tensor in clean.values() if tensor.numel()]
+    assert len(set(pointers)) == 3
+
+
+def test_values_that_are_no_tensors_are_refused_for_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Key `a` is invalid.*<class 'int'>"):
+        checkpointing.save({"a": 1}, tmp_path / "x.safetensors", safe_serialization=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_save_and_load(tmp_path: Path, safe: bool) -> None:
+    value = {"a": torch.arange(3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    path = tmp_path / ("x.safetensors" if safe else "x.bin")
+    checkpointing.save(value, path, safe_serialization=safe)
+    loaded = checkpointing.load(path)
+    assert torch.equal(loaded["a"], value["a"])
+    assert loaded["b"].dtype == torch.bfloat16
+    stream = io.BytesIO()
+    checkpointing.save(value, stream, safe_serialization=safe)
+    stream.seek(0)
+    again = safetensors.torch.load(stream.getvalue()) if safe else checkpointing.load(stream)
+    assert torch.equal(again["a"], value["a"])
+
+
+@pytest.mark.parametrize("value", [np.arange(3), np.float64(2.5), np.bool_(True), np.array(["a"]), np.float32(1)])
+def test_numpy_is_data(tmp_path: Path, value: Any) -> None:
+    torch.save({"x": value}, tmp_path / "x.bin")
+    assert np.array_equal(checkpointing.load(tmp_path / "x.bin")["x"], value)
+
+
+def test_code_is_not_data(tmp_path: Path) -> None:
+    torch.save({"x": Path("a")}, tmp_path / "x.bin")
+    with pytest.raises(CheckpointError, match=r"(?s)x\.bin holds more than data.*add_safe_globals"):
+        checkpointing.load(tmp_path / "x.bin")
+    assert checkpointing.load(tmp_path / "x.bin", weights_only=False) == {"x": Path("a")}
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.safetensors"])
+def test_every_truncated_file_is_called_broken(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    checkpointing.save({"a": torch.arange(40.0)}, path, safe_serialization=name.endswith("safetensors"))
+    content = path.read_bytes()
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
+        with pytest.raises(BrokenCheckpointError, match=r"is broken"):
+            checkpointing.load(path)
+
+
+def test_a_model_goes_into_shards_and_comes_back(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Net())
+    for safe, first in ((True, "model-00001-of-00003.safetensors"), (False, "pytorch_model-00001-of-00003.bin")):
+        accelerator.save_model(accelerator.prepare(model), tmp_path, max_shard_size="17KB", safe_serialization=safe)
+        index = json.loads(next(tmp_path.glob("pytorch*.json" if not safe else "model*.json")).read_text())
+        assert first in index["weight_map"].values()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in set(model.parameters())) + 72
+        read = checkpointing.read_weights(next(tmp_path.glob("pytorch*.json" if not safe else "model*.json")))
+        assert all(torch.equal(read[name], model.state_dict()[name]) for name in read)
+        assert ("2.last.weight" in read) is not safe
+
+
+def test_saving_in_one_file_removes_the_shards_of_before(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(64, 64)
+    accelerator.save_model(model, tmp_path, max_shard_size=1000)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model_card.md").touch()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    accelerator.save_model(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "model_card.md"]
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], model.weight)
+
+
+def test_bad_calls_of_save_model_are_said(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="should be a directory"):
+        accelerator.save_model(nn.Linear(2, 2), tmp_path / "file")
+    with pytest.raises(ValueError, match='"10GB"'):
+        accelerator.save_model(nn.Linear(2, 2), tmp_path, max_shard_size="ten")
+    with pytest.raises(ValueError, match=r"no weights for weight, bias"):
+        accelerator.save_model(nn.Linear(2, 2, device="meta"), tmp_path)
+
+
+@pytest.mark.parametrize(("text", "count"), [(5, 5), ("5", 5), ("2KB", 2000), ("1.5MiB", 1572864), ("10gb", 10**10)])
+def test_sizes(text: int | str, count: int) -> None:
+    assert shards.bytes_of(text) == count
+
+
+@pytest.mark.parametrize("bad", ["", "GB", "-1MB", 0, -3, True, "1 PB"])
+def test_no_sizes(bad: Any) -> None:
+    with pytest.raises(ValueError, match="no size"):
+        shards.bytes_of(bad)
+
+
+@pytest.mark.parametrize("name", ["../secret.bin", "/etc/hostname", "link/secret.bin", "a/../../secret.bin"])
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.save({"w": torch.ones(1)}, tmp_path / "secret.bin")
+    (folder / "link").symlink_to(tmp_path)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        checkpointing.read_weights(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none_is_called_broken(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(BrokenCheckpointError, match="weight_map"):
+        checkpointing.read_weights(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(nn.Linear(64, 64), tmp_path, max_shard_size=1000)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(BrokenCheckpointError, match="model-00002-of-00002"):
+        checkpointing.read_weights(tmp_path)
+
+
+def test_shard_checkpoint_divides_by_size() -> None:
+    state = {name: torch.zeros(250) for name in "abc"}
+    parts, index = checkpointing.shard_checkpoint(state, max_shard_size="2KB")
+    assert {name: list(part) for name, part in parts.items()} == {
+        "pytorch_model-00001-of-00002.bin": ["a", "b"],
+        "pytorch_model-00002-of-00002.bin": ["c"],
+    }
+    assert index is not None
+    assert index["weight_map"]["c"] == "pytorch_model-00002-of-00002.bin"
+    assert checkpointing.shard_checkpoint(state) == ({"pytorch_model.bin": state}, None)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    checkpointing.save({"a": 1}, tmp_path / "x.bin")
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        checkpointing.save({"a": lambda: None}, tmp_path / "x.bin")
+    assert checkpointing.load(tmp_path / "x.bin") == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
