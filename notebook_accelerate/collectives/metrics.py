@@ -20,13 +20,14 @@ def gather_for_metrics(input_data: Any, gradient_state: GradientState, use_gathe
         use_gather_object: Treat it as Python objects although it holds tensors.
 
     Returns:
-        The results for each sample once; in a world of one, what was given.
+        The results for each sample once. In a world of one too: libraries repeat a short batch's loss to the full
+        batch size and rely on the cut.
     """
-    if PartialState().num_processes == 1:
+    kept = gradient_state.remainder if gradient_state.end_of_dataloader else -1
+    if PartialState().num_processes == 1 and kept <= 0:
         return input_data
     as_objects = use_gather_object or not _only_tensors(input_data)
     data = gather_object(input_data) if as_objects else gather(input_data)
-    kept = gradient_state.remainder if gradient_state.end_of_dataloader else -1
     if kept <= 0:
         return data
     if as_objects:
