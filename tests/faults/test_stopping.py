@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.support.kernel import Cell, Kernel
-from tests.support.launching import alive, rank_pids, said, wait_gone
+from tests.support.launching import alive, rank_pids, ready_kernel, said, wait_gone
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
@@ -103,6 +103,7 @@ def test_interrupts_at_any_time_leave_a_working_kernel(kernel: Kernel) -> None:
     assert kernel.value("{r.status for r in notebook_accelerate.runs()} <= {'succeeded', 'stopped', 'failed'}")
 
 
+@pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture looks at its children")
 def test_interrupt_while_the_zygote_starts(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.shutdown()")
     cell = kernel.submit("launch(rank, start_method='zygote')")
@@ -146,8 +147,6 @@ def test_timeout_and_hang_timeout(kernel: Kernel, method: str) -> None:
 
 @METHODS
 def test_a_kernel_killed_takes_all_ranks_and_grandchildren_along(method: str) -> None:
-    from tests.support.launching import ready_kernel
-
     with ready_kernel(zygote=method == "zygote") as kernel:
         cell = kernel.check(
             "def train():\n    child = subprocess.Popen(['sleep', '300'])\n    print('in', child.pid, flush=True)\n"
@@ -164,8 +163,6 @@ def test_a_kernel_killed_takes_all_ranks_and_grandchildren_along(method: str) ->
 
 
 def test_a_kernel_shut_down_takes_all_ranks_along() -> None:
-    from tests.support.launching import ready_kernel
-
     with ready_kernel() as kernel:
         cell = kernel.check("run = launch(lambda: (print('in', flush=True), time.sleep(60)), block=False)")
         kernel.wait_for(lambda: cell.stdout.count("] in") >= 2, timeout=20)
