@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from notebook_accelerate import Accelerator
-from notebook_accelerate.state import reset_shared_state
 
 
-@pytest.mark.usefixtures("fresh")
 def test_what_goes_beyond_the_last_batch_is_cut_in_a_world_of_one_too() -> None:
     # transformers repeats the loss of a batch to the full batch size and lets gather_for_metrics cut it.
     accelerator = Accelerator(cpu=True)
@@ -20,8 +17,3 @@ def test_what_goes_beyond_the_last_batch_is_cut_in_a_world_of_one_too() -> None:
         for batch in loader
     ]
     assert lengths == [(8, 8), (2, 2)]
-
-
-@pytest.fixture
-def fresh() -> None:
-    reset_shared_state()
