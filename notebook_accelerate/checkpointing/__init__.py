@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.checkpointing.load import load_model, load_state
+from notebook_accelerate.checkpointing.loading import load_model, load_state
 from notebook_accelerate.checkpointing.model import load, read_weights, save, save_model, write_weights
-from notebook_accelerate.checkpointing.save import save_state, wait_for_saves
+from notebook_accelerate.checkpointing.saving import save_state, wait_for_saves
 from notebook_accelerate.checkpointing.shards import shard_checkpoint
 from notebook_accelerate.checkpointing.shared import clean_state_dict_for_safetensors
 

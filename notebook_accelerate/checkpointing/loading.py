@@ -13,7 +13,7 @@ from notebook_accelerate.checkpointing.files import read
 from notebook_accelerate.checkpointing.manifest import Manifest, broken, faults, read_manifest
 from notebook_accelerate.checkpointing.ranks import agree
 from notebook_accelerate.checkpointing.rng import restore_rng_state
-from notebook_accelerate.checkpointing.save import wait_for_saves
+from notebook_accelerate.checkpointing.saving import wait_for_saves
 from notebook_accelerate.checkpointing.shared import add_tied_names
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
