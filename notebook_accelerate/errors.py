@@ -10,6 +10,7 @@ A user's own error, a dead worker and a broken launch are different types::
     │   ├── RunStoppedError             stopped by the user
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
     │   └── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
+    ├── AskError                        a rank could not answer a question
     ├── RunNotFinishedError             results were asked for before the end
     ├── CheckpointError                 a checkpoint could not be written or loaded
     │   ├── BrokenCheckpointError       it is incomplete or damaged
@@ -126,6 +127,10 @@ class CheckpointMismatchError(CheckpointError):
 
 class SerializationError(NotebookAccelerateError):
     """A function, argument, return value or exception cannot travel between the kernel and a rank."""
+
+
+class AskError(NotebookAccelerateError):
+    """A rank could not answer a question; it is the answer in that rank's place, not raised."""
 
 
 class ChannelClosedError(NotebookAccelerateError):

@@ -36,6 +36,7 @@ def notebook_launcher(
     timeout: float | None = None,
     hang_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
+    debug: bool = False,
     config: LaunchConfig | None = None,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
@@ -62,6 +63,7 @@ def notebook_launcher(
         timeout: Seconds for the whole run.
         hang_timeout: Seconds without a sign of life from any rank before the run is ended.
         env: Environment variables for the ranks, over the kernel's.
+        debug: Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line.
         config: All of the above in one object; arguments that differ from their defaults win.
 
     Returns:

@@ -60,6 +60,8 @@ class LaunchConfig:
     """Seconds without a sign of life (output, metric, progress) from any rank before the run is ended; None: none."""
     env: Mapping[str, str] | None = None
     """Environment variables for the ranks, over the kernel's."""
+    debug: bool = False
+    """Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line."""
     cpu: bool = False
     """Whether the ranks leave accelerators alone."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import queue
 import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Protocol
 
 from notebook_accelerate.debug import breakpoints, flight, frames
@@ -83,6 +84,9 @@ class DebugAgent:
         # thread are queued, never sent: the handler may find it in the middle of a frame.
         self._lock = threading.RLock()
         self._pending: list[_Pending] = []
+        self._traceback: TracebackType | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._quit = False
         self._resume = threading.Event()
         self._paused = ""
         self._main = threading.main_thread()
@@ -113,6 +117,20 @@ class DebugAgent:
             self._host.sink.emit(DumpReadyEvent(f"/proc/{os.getpid()}/fd/{descriptor}"))
 
     # ---- the main thread
+
+    def hold(self, traceback: TracebackType) -> None:
+        """Keep the frames of a failure until the user has quit its debugger, or the kernel ends this process."""
+        self._traceback = traceback
+        self._paused = "failed; its frames are kept"
+        with suppress(KeyboardInterrupt):  # the kernel lets go
+            while not self._quit:
+                self._commands.get()()
+
+    def _post_mortem(self, request: Request) -> None:
+        self._host.sink.emit(DoneReply(request.number, "stopped"))
+        if self._traceback is not None:
+            breakpoints.post_mortem(self._traceback)
+        self._quit = True
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         self._serve(frame, "")
@@ -180,14 +198,17 @@ class DebugAgent:
 
     def _on_stacks(self, request: Request) -> None:
         waiting, last = flight.read()
-        reply = StacksReply(request.number, frames.all_stacks(), self._moved, waiting, last, self._paused_text())
+        stacks = frames.all_stacks()
+        if self._traceback is not None:
+            stacks["MainThread"] = frames.of_traceback(self._traceback)
+        reply = StacksReply(request.number, stacks, self._moved, waiting, last, self._paused_text())
         self._host.sink.send(reply)
 
     def _paused_text(self) -> str:
         return self._paused or breakpoints.stopped_at()
 
     def _on_ask(self, request: AskRequest) -> None:
-        stopped = breakpoints.stopped_frame()
+        stopped = breakpoints.stopped_frame() or frames.innermost(self._traceback)
         if stopped is not None or self._paused:
             self._answer(request, stopped or frames.main_frame(), "")
             return
@@ -220,6 +241,10 @@ class DebugAgent:
         self._host.sink.send(DoneReply(request.number, "resumed"))
 
     def _on_break(self, request: Request) -> None:
+        if self._traceback is not None:
+            self._commands.put(lambda: self._post_mortem(request))
+            return
+
         def stop_here(frame: FrameType | None, _note: str) -> None:
             self._host.sink.emit(DoneReply(request.number, "stopped"))
             breakpoints.stop_at(frames.find(frame, "", self._code))

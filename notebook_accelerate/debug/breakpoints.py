@@ -9,6 +9,10 @@ from bdb import BdbQuit
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from notebook_accelerate.debug import frames
+from notebook_accelerate.debug.protocol import DebuggerLeftEvent
+from notebook_accelerate.telemetry import emit
+
 CONTEXT_LINES = 7
 
 
@@ -102,8 +106,7 @@ def post_mortem(traceback: TracebackType) -> None:
     except BdbQuit:
         pass
     finally:
-        if _Session.terminal is not None:
-            _Session.terminal.finish()
+        _left()
 
 
 def _debugger() -> Any:
@@ -128,7 +131,7 @@ def _debugger_class() -> Any:
         """Knows at which frame it has the rank stopped."""
 
         def interaction(self, frame: Any, traceback: Any, *args: Any, **kwargs: Any) -> None:
-            _Session.frame = frame if frame is not None else _innermost(traceback)
+            _Session.frame = frame if frame is not None else frames.innermost(traceback)
             try:
                 super().interaction(frame, traceback, *args, **kwargs)
             finally:
@@ -136,18 +139,16 @@ def _debugger_class() -> Any:
 
         def set_quit(self) -> None:
             super().set_quit()
-            if _Session.terminal is not None:
-                _Session.terminal.finish()
+            _left()
 
         def set_continue(self) -> None:
             super().set_continue()
-            if _Session.terminal is not None:
-                _Session.terminal.finish()
+            _left()
 
     return RankDebugger
 
 
-def _innermost(traceback: TracebackType | None) -> FrameType | None:
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame if traceback is not None else None
+def _left() -> None:
+    if _Session.terminal is not None:
+        _Session.terminal.finish()
+    emit(DebuggerLeftEvent())

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.version import Version
 
 from notebook_accelerate.debug.protocol import Collective
 
@@ -21,8 +24,12 @@ _DTYPES = {
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that turn the recorder on, under its present and its older name."""
-    return {"TORCH_FR_BUFFER_SIZE": ENTRIES, "TORCH_NCCL_TRACE_BUFFER_SIZE": ENTRIES}
+    """Return the variable that turns the recorder on; torch 2.9 gave it its present name."""
+    try:
+        old = Version(version("torch")) < Version("2.9")
+    except PackageNotFoundError:
+        return {}
+    return {"TORCH_NCCL_TRACE_BUFFER_SIZE" if old else "TORCH_FR_BUFFER_SIZE": ENTRIES}
 
 
 def read() -> tuple[tuple[Collective, ...], dict[str, int]]:

@@ -6,12 +6,14 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from notebook_accelerate.telemetry.failure import FrameInfo
 
 MAX_FRAMES = 50
+_LAUNCHER = str(Path(__file__).parents[1] / "launch" / "worker.py")
 
 
 def main_frame() -> FrameType | None:
@@ -21,9 +23,9 @@ def main_frame() -> FrameType | None:
 
 
 def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
-    """Return ``frame`` and its callers, the outermost first."""
+    """Return ``frame`` and its callers, the outermost first, without those that launched the function."""
     found: list[FrameInfo] = []
-    while frame is not None and len(found) < MAX_FRAMES:
+    while frame is not None and len(found) < MAX_FRAMES and frame.f_code.co_filename != _LAUNCHER:
         name, line = frame.f_code.co_filename, frame.f_lineno or 0
         found.append(FrameInfo(name, line, frame.f_code.co_name, linecache.getline(name, line).strip()))
         frame = frame.f_back
@@ -71,3 +73,22 @@ def names(frame: FrameType | None) -> list[str]:
         found.append(frame.f_code.co_name)
         frame = frame.f_back
     return found
+
+
+def innermost(traceback: TracebackType | None) -> FrameType | None:
+    """Return the frame in which an exception was raised."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame if traceback is not None else None
+
+
+def of_traceback(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
+    """Return where an exception passed, the outermost frame first."""
+    found: list[FrameInfo] = []
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == _LAUNCHER:
+        traceback = traceback.tb_next
+    while traceback is not None:
+        name, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        found.append(FrameInfo(name, line, traceback.tb_frame.f_code.co_name, linecache.getline(name, line).strip()))
+        traceback = traceback.tb_next
+    return tuple(found)

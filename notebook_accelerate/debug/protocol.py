@@ -183,12 +183,7 @@ class DumpReadyEvent(Event):
 
 
 @dataclass(slots=True)
-class GroupTimeoutEvent(Event):
-    """The time limit that was asked for of the default process group's collectives, in seconds.
-
-    The kernel enforces it, so that it can stand still at a breakpoint: torch cannot extend a waiting operation.
-    """
+class DebuggerLeftEvent(Event):
+    """The debugger has let the rank go."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
-
-    seconds: float

@@ -154,7 +154,7 @@ def _needs_process(config: LaunchConfig) -> str:
     """Return the settings that need a process of its own, as the user wrote them; "" when none does."""
     needed = [
         name
-        for name in ("timeout", "hang_timeout", "max_restarts", "env")
+        for name in ("timeout", "hang_timeout", "max_restarts", "env", "debug")
         if getattr(config, name) not in (None, 0, False)
     ]
     if not config.block:

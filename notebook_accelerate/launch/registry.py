@@ -47,6 +47,13 @@ def shutdown() -> None:
     close_zygote()
 
 
+def release_held() -> None:
+    """Let go of the ranks that failed runs keep for inspection: a new launch needs their place."""
+    for run in runs():
+        if run.ended is not None and not run._released.is_set():
+            run.stop(grace=1.0)
+
+
 def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
     """See that no other run holds the accelerators that ``launch_plan`` needs.
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import queue
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.errors import ChannelClosedError, RunNotFinishedError, WorkerError
-from notebook_accelerate.telemetry import Channel, InputReply, InputRequest, Metrics, RankFailure, Store
+from notebook_accelerate.debug.desk import Desk
+from notebook_accelerate.errors import RunNotFinishedError, WorkerError
+from notebook_accelerate.launch.inspection import Inspection, prompt
+from notebook_accelerate.launch.questions import Board
+from notebook_accelerate.telemetry import Metrics, RankFailure, Store
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.debug.diagnosis import Diagnosis
     from notebook_accelerate.launch.planner import LaunchPlan
     from notebook_accelerate.launch.report import Report
+    from notebook_accelerate.launch.supervisor import GroupCall
 
 ENDED = ("succeeded", "failed", "stopped")
 DEFAULT_GRACE = 5.0
@@ -65,23 +68,7 @@ class Attempt:
     outcome: str = "running"
 
 
-@dataclass
-class Question:
-    """A rank that waits for a line of text."""
-
-    rank: int
-    request: InputRequest
-    channel: Channel
-    answered: Callable[[int], None]
-
-    def answer(self, text: str | None) -> None:
-        """Send the line; None means there is none. A rank that has ended meanwhile needs no answer."""
-        self.answered(self.rank)
-        with suppress(ChannelClosedError):
-            self.channel.send(InputReply(text))
-
-
-class Run:
+class Run(Inspection):
     """A launch in progress, or what is left of it.
 
     Made by ``notebook_launcher``; nothing here starts anything.
@@ -104,8 +91,13 @@ class Run:
         self._lock = threading.RLock()
         self._done = threading.Event()
         self._callbacks: list[Callable[[Run], None]] = []
-        self._mail: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
+        self._board = Board()
+        self._desk = Desk()
+        self._released = threading.Event()
+        self._released.set()
+        self.diagnoses: list[Diagnosis] = []
         self._stopper: Callable[[float], None] | None = None
+        self._post: Callable[[GroupCall], None] = _nobody
 
     # ---- what the user reads
 
@@ -193,15 +185,12 @@ class Run:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done.is_set():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                question = self._mail.get(timeout=left)
-            except queue.Empty:
-                return self._done.is_set()
-            if question is None:
-                self._mail.put(None)  # for whoever else waits
-            else:
-                self._prompt(question)
-        return True
+            question = self._board.take(left)
+            if question is not None:
+                prompt(question)
+            elif left == 0.0:
+                break
+        return self._done.is_set()
 
     def stop(self, grace: float = DEFAULT_GRACE) -> None:
         """End the run and return once every rank is reaped; does nothing when it has ended.
@@ -214,11 +203,12 @@ class Run:
         """
         if grace < 0:
             raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
-        if self._stopper is not None and not self._done.is_set():
+        if self._stopper is not None and not (self._done.is_set() and self._released.is_set()):
             self._stopper(grace)
         # A subscriber may stop its run: the threads that call subscribers cannot wait for their own end.
         if threading.current_thread().name not in (f"notebook-accelerate-run-{self.id}", "notebook-accelerate-sampler"):
             self._done.wait()
+            self._released.wait()
 
     def add_done_callback(self, callback: Callable[[Run], None]) -> None:
         """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has."""
@@ -247,22 +237,6 @@ class Run:
         if self._error is not None:
             raise self._error
         return self
-
-    def _prompt(self, question: Question) -> None:
-        label = f"[rank {question.rank}] {question.request.prompt}"
-        if question.request.shown:
-            prefix = f"[rank {question.rank}] "
-            print(prefix + question.request.shown.rstrip("\n").replace("\n", "\n" + prefix))  # noqa: T201 - a dialogue
-        try:
-            if question.request.password:
-                import getpass
-
-                text: str | None = getpass.getpass(label)
-            else:
-                text = input(label)
-        except (EOFError, RuntimeError, NotImplementedError):  # the front end cannot prompt
-            text = None
-        question.answer(text)
 
     # ---- how it looks
 
@@ -298,18 +272,32 @@ class Run:
     def _info(self, rank: int) -> RankInfo:
         return self._ranks[rank - self._ranks[0].rank]
 
+    def _hold(self, status: str, error: WorkerError | None) -> None:
+        """The run has ended, but its ranks are kept for inspection until it is stopped."""
+        self._released.clear()
+        self._finish(status, error)
+        self._board.reopen()
+
+    def _release(self) -> None:
+        self._board.close()
+        self._released.set()
+
     def _finish(self, status: str, error: WorkerError | None) -> None:
         with self._lock:
             self.ended = time.time()
             self._status, self._error = status, error
             callbacks, self._callbacks = self._callbacks, []
             self._done.set()
-        self._mail.put(None)
+        self._board.close()
         for callback in callbacks:
             try:
                 callback(self)
             except Exception as problem:  # noqa: BLE001 - the user's own code, on the supervisor's thread
                 warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
+
+
+def _nobody(_call: GroupCall) -> None:
+    """Take the place of a supervisor where there is none: in an inline run."""
 
 
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
-from notebook_accelerate.errors import RunInterrupted, RunStoppedError, RunTimeoutError, WorkerError
+from notebook_accelerate.errors import RunInterrupted, WorkerError
 from notebook_accelerate.launch import inline, messages, ports, registry
 from notebook_accelerate.launch.backends import process_backend
 from notebook_accelerate.launch.failures import ordered
@@ -20,7 +20,7 @@ from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, ru
 from notebook_accelerate.launch.preflight import fork_hazard
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.stopwatch import Stopwatch
-from notebook_accelerate.launch.supervisor import USER_STOP, Group
+from notebook_accelerate.launch.supervisor import USER_STOP, Group, GroupCall
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
     """
     if not callable(function):
         raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
+    registry.release_held()
     run = Run(config, getattr(function, "__name__", type(function).__name__))
     machine = hardware.detect()
     if runs_inline(config, machine):
@@ -71,9 +72,9 @@ class _Launcher:
         self._problem: BaseException | None = None
         self._group: Group | None = None
         self._watch = Stopwatch()
-        self._stop_lock = threading.Lock()
-        self._stops: list[float] = []
-        run._stopper = self._request_stop
+        self._call_lock = threading.Lock()
+        self._calls: list[GroupCall] = []
+        run._stopper, run._post = self._request_stop, self._post
         name = f"notebook-accelerate-run-{run.id}"
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -99,15 +100,19 @@ class _Launcher:
             except KeyboardInterrupt:
                 self._request_stop(DEFAULT_GRACE)
                 interrupted = True
-        self._thread.join()
+        if self._run._released.is_set():
+            self._thread.join()
         if interrupted and self._run.status == "stopped":
             raise RunInterrupted(self._run) from None
 
     # ---- any thread
 
     def _request_stop(self, grace: float) -> None:
-        with self._stop_lock:
-            self._stops.append(grace)
+        self._post(lambda group: group.stop(grace, USER_STOP))
+
+    def _post(self, call: GroupCall) -> None:
+        with self._call_lock:
+            self._calls.append(call)
         with suppress(OSError):  # the run has just ended
             self._wake_writer.send(b"!")
 
@@ -129,7 +134,10 @@ class _Launcher:
             self._wake_reader.close()
             self._wake_writer.close()
             ports.release(self._run.id)
-            self._run._finish(status, error)
+            if self._run._released.is_set():
+                self._run._finish(status, error)
+            else:
+                self._run._release()
             self._started.set()
 
     def _prepare(self) -> LaunchPlan:
@@ -181,23 +189,32 @@ class _Launcher:
 
     def _start_group(self, launch_plan: LaunchPlan, number: int) -> Group:
         backend = process_backend(launch_plan.start_method)(self._function, self._arguments)
-        group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_stops, self._watch)
+        group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls, self._watch)
+        group.on_hold = lambda: self._hold(group)
         group.start(backend, number)
         self._group = group
         self._started.set()
         return group
 
-    def _take_stops(self) -> list[float]:
-        with self._stop_lock:
-            stops, self._stops = self._stops, []
-        return stops
+    def _take_calls(self) -> list[GroupCall]:
+        with self._call_lock:
+            calls, self._calls = self._calls, []
+        return calls
+
+    def _hold(self, group: Group) -> None:
+        """Tell of the failure while the ranks are kept."""
+        run = self._run
+        run.failures = tuple(ordered(group.failures))
+        run._end_attempt(messages.headline(run.failures))
+        self._publisher.flush(force=True)
+        run._hold("failed", messages.worker_error(run))
 
     def _verdict(self, group: Group) -> tuple[str, WorkerError | None]:
         run = self._run
-        if group.stop_reason:
+        if group.stop_reason and not run.failures:
             run._end_attempt("stopped")
-            kind = RunStoppedError if group.stop_reason == USER_STOP else RunTimeoutError
-            return "stopped", kind(f"run {run.id} ended after {run.elapsed:.1f} s: {group.stop_reason}", run)
+            text = f"run {run.id} ended after {run.elapsed:.1f} s: {group.stop_reason.text}"
+            return "stopped", group.stop_reason.error(text, run)
         if run.failures:
             return "failed", messages.worker_error(run)
         run._end_attempt("succeeded")

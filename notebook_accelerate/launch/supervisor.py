@@ -8,22 +8,37 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debug.protocol import HEARTBEAT_SECONDS, HeartbeatEvent
-from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.debug import flight
+from notebook_accelerate.debug.protocol import (
+    HEARTBEAT_SECONDS,
+    AskReply,
+    DebuggerLeftEvent,
+    DoneReply,
+    DumpReadyEvent,
+    HeartbeatEvent,
+    Reply,
+    StacksReply,
+)
+from notebook_accelerate.errors import ChannelClosedError, RunStoppedError, RunTimeoutError, WorkerError
 from notebook_accelerate.launch import ambient, failures
 from notebook_accelerate.launch.ladder import Ladder
 from notebook_accelerate.launch.output import Label, Publisher, RankOutput
 from notebook_accelerate.launch.payload import load_bytes
 from notebook_accelerate.launch.planner import LaunchPlan, rank_environment
-from notebook_accelerate.launch.run import DEFAULT_GRACE, Question, RankInfo, Run
+from notebook_accelerate.launch.questions import Question
+from notebook_accelerate.launch.run import DEFAULT_GRACE, RankInfo, Run
+from notebook_accelerate.launch.stall import StallWatch
 from notebook_accelerate.launch.stopwatch import Stopwatch
 from notebook_accelerate.launch.worker import WorkerOrder
 from notebook_accelerate.telemetry import (
     DisplayEvent,
     Event,
     FailureEvent,
+    GroupTimeoutEvent,
     InputRequest,
     LogEvent,
     RankFailure,
@@ -35,12 +50,25 @@ from notebook_accelerate.telemetry.store import Record
 if TYPE_CHECKING:
     from notebook_accelerate.launch.backends.base import Exit, ProcessBackend, RankProcess
 
-USER_STOP = "it was stopped"
 READ_BYTES = 1 << 18
 SETTLE_SECONDS = 0.3
 """After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
 FAILURE_GRACE = 2.0
 """Seconds from KeyboardInterrupt to SIGKILL for the ranks that are left after a failure."""
+
+
+GroupCall = Callable[["Group"], None]
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """Why a run is stopped: the error it ends with, and the words for it."""
+
+    error: type[WorkerError]
+    text: str
+
+
+USER_STOP = StopReason(RunStoppedError, "it was stopped")
 
 
 class _Watched:
@@ -60,7 +88,7 @@ class Group:
         plan: What was planned.
         publisher: Where output is shown.
         wake: Becomes readable when a stop was requested.
-        stops: Returns the graces of the stops requested since the last call.
+        calls: Returns what other threads want done with the group since the last call.
         stopwatch: Stands still while a rank waits for the user, and with it the run's limits.
     """
 
@@ -70,10 +98,10 @@ class Group:
         plan: LaunchPlan,
         publisher: Publisher,
         wake: socket.socket,
-        stops: Callable[[], list[float]],
+        calls: Callable[[], list[GroupCall]],
         stopwatch: Stopwatch,
     ) -> None:
-        self._run, self._plan, self._publisher, self._wake, self._stops = run, plan, publisher, wake, stops
+        self._run, self._plan, self._publisher, self._wake, self._calls = run, plan, publisher, wake, calls
         self._selector = selectors.DefaultSelector()
         self._selector.register(wake, selectors.EVENT_READ, self._drain_wake)
         self._label = Label(run.config.log_line_prefix_template)
@@ -84,7 +112,11 @@ class Group:
         self._last_sign_of_life = stopwatch.now()
         self._oom_kills = failures.oom_kill_count()
         self.failures: list[RankFailure] = []
-        self.stop_reason = ""
+        self.stop_reason: StopReason | None = None
+        self._hold_at: float | None = None
+        self._held = False
+        self.on_hold: Callable[[], None] | None = None
+        self._watch_for_stall = StallWatch(run, self._report_stall)
 
     # ---- start
 
@@ -93,15 +125,19 @@ class Group:
         state = ambient.capture()
         try:
             for local_rank in range(self._plan.num_processes):
-                environment = {**_launch_environment(self._run, attempt), **rank_environment(self._plan, local_rank)}
-                environment.update(self._run.config.env or {})
-                rank = self._plan.first_rank + local_rank
-                self._watch(backend.start_rank(WorkerOrder(rank, environment, self._plan.threads, state)), local_rank)
+                self._watch(backend.start_rank(self._order(local_rank, attempt, state)), local_rank)
         except BaseException:
             self.abandon()
             raise
         finally:
             backend.close()
+
+    def _order(self, local_rank: int, attempt: int, state: ambient.Ambient) -> WorkerOrder:
+        config = self._run.config
+        environment = {**_launch_environment(self._run, attempt), **rank_environment(self._plan, local_rank)}
+        environment.update(config.env or {})
+        rank = self._plan.first_rank + local_rank
+        return WorkerOrder(rank, environment, self._plan.threads, state, hold=config.debug)
 
     def _watch(self, process: RankProcess, local_rank: int) -> None:
         info = self._run._info(process.rank)
@@ -114,6 +150,7 @@ class Group:
         }
         watched = _Watched(process, info, outputs)
         self._ranks.append(watched)
+        self._run._desk.open(process.rank, ends.channel, process.send_signal)
         for descriptor in outputs:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, lambda d=descriptor: self._read_output(watched, d)
@@ -148,7 +185,9 @@ class Group:
             waits.append(due - now)
         if (publish := self._publisher.seconds_until_due()) is not None:
             waits.append(publish)
-        if not self.stop_reason and not self._stopwatch.standing:
+        if self._hold_at is not None:
+            waits.append(self._hold_at - now)
+        if self._limits_count():
             waits += [due - self._stopwatch.now() for due, _ in self._limits()]
         if any(watched.process.exit_descriptor is None for watched in self._alive()):
             waits.append(self._run.config.monitor_interval)
@@ -156,6 +195,9 @@ class Group:
 
     def _take_steps(self) -> None:
         self._check_limits()
+        if self._hold_at is not None and time.monotonic() >= self._hold_at and self.on_hold is not None:
+            self._hold_at, self._held = None, True
+            self.on_hold()
         for watched in self._alive():
             if watched.process.exit_descriptor is None:
                 self._look(watched)
@@ -163,12 +205,23 @@ class Group:
             self._ladder.climb(watched.process for watched in self._alive())
 
     def _check_limits(self) -> None:
-        if self.stop_reason or self._stopwatch.standing:
+        if not self._limits_count():
             return
         for due, reason in self._limits():
             if self._stopwatch.now() >= due:
-                self.stop(DEFAULT_GRACE, reason)
+                self._watch_for_stall.diagnose_then(partial(self._give_up, reason))
                 return
+
+    def _limits_count(self) -> bool:
+        """Whether the run's time limits are in force: it runs, nobody is being asked, nobody looks into it already."""
+        return not (self.stop_reason or self._stopwatch.standing or self.failures or self._watch_for_stall.busy)
+
+    def _give_up(self, reason: str, verdict: str) -> None:
+        self.stop(DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {verdict}" if verdict else reason))
+
+    def _report_stall(self, text: str) -> None:
+        self._publisher.line("stderr", text)
+        self._publisher.flush(force=True)
 
     def _limits(self) -> list[tuple[float, str]]:
         """Return when each limit is reached, by the run's stopwatch, and what to say then."""
@@ -179,6 +232,7 @@ class Group:
         if config.hang_timeout is not None:
             reason = f"no rank gave a sign of life for {config.hang_timeout:g} s (hang_timeout)"
             limits.append((self._last_sign_of_life + config.hang_timeout, reason))
+        limits += self._watch_for_stall.limits()
         return limits
 
     # ---- what comes in
@@ -186,8 +240,8 @@ class Group:
     def _drain_wake(self) -> None:
         with suppress(BlockingIOError):
             self._wake.recv(4096)
-        for grace in self._stops():
-            self.stop(grace, USER_STOP)
+        for call in self._calls():
+            call(self)
 
     def _keep_lines(self, rank: int, stream: str, text: str) -> None:
         self._run.store.add([Record(rank, time.time(), LogEvent(stream, text))])
@@ -224,7 +278,20 @@ class Group:
                 handler(self, watched, event)
         return True
 
+    def _on_reply(self, watched: _Watched, event: Reply) -> None:
+        self._run._desk.deliver(watched.process.rank, event)
+
+    def _on_dump_ready(self, watched: _Watched, event: DumpReadyEvent) -> None:
+        self._run._desk.open_dump(watched.process.rank, event.path)
+
+    def _on_group_timeout(self, watched: _Watched, event: GroupTimeoutEvent) -> None:
+        self._watch_for_stall.group_timeout = event.seconds
+
+    def _on_debugger(self, watched: _Watched, event: DebuggerLeftEvent) -> None:
+        self._run._board.drop(watched.process.rank)
+
     def _on_heartbeat(self, watched: _Watched, event: HeartbeatEvent) -> None:
+        self._watch_for_stall.note(watched.process.rank, event, self._stopwatch.now())
         if event.moved > time.time() - 1.5 * HEARTBEAT_SECONDS:
             self._last_sign_of_life = self._stopwatch.now()
 
@@ -245,7 +312,9 @@ class Group:
 
     def _on_failure(self, watched: _Watched, event: FailureEvent) -> None:
         watched.outcome = event
-        if event.kind == "interrupted" and self._ladder is not None:
+        if event.kind == "quit" and self._ladder is None:
+            self.stop(DEFAULT_GRACE, StopReason(RunStoppedError, f"the debugger of rank {watched.info.rank} was quit"))
+        if event.kind in ("interrupted", "quit") and self._ladder is not None:
             watched.info.state = "stopped"
             return
         self._fail(failures.from_event(watched.process.rank, event), watched)
@@ -256,11 +325,12 @@ class Group:
 
     def _on_input(self, watched: _Watched, event: InputRequest) -> None:
         question = Question(watched.process.rank, event, watched.process.ends.channel, self._stopwatch.resume)
-        if not self._run.config.block:
-            self._publisher.line("stderr", f"rank {question.rank} waits for input; run.wait() asks you for it")
+        known = question.of_debugger and question.rank in self._run._board.debugged()
+        if not (self._run.config.block or known):
+            self._publisher.line("stderr", f"rank {question.rank} {_how_to_answer(question)}")
         self._publisher.flush(force=True)
         self._stopwatch.pause(question.rank)
-        self._run._mail.put(question)
+        self._run._board.put(question)
 
     # ---- ends
 
@@ -279,6 +349,8 @@ class Group:
         self._forget(watched)
         watched.info.exit = _exit_text(end)
         self._judge(watched, end)
+        if self._held and self._ladder is None:  # its debugger was quit: the others are let go too
+            self._ladder = Ladder(FAILURE_GRACE)
 
     def _forget(self, watched: _Watched) -> None:
         for descriptor, output in watched.outputs.items():  # held open by something the rank left running
@@ -289,6 +361,8 @@ class Group:
         watched.process.close()
         watched.ended = True
         self._stopwatch.resume(watched.process.rank)
+        self._run._desk.close(watched.process.rank)
+        self._run._board.drop(watched.process.rank)
 
     def _judge(self, watched: _Watched, end: Exit) -> None:
         info = watched.info
@@ -301,22 +375,31 @@ class Group:
             info.state = "stopped"
 
     def _fail(self, failure: RankFailure, watched: _Watched) -> None:
+        if self._held:
+            watched.info.state = "stopped"
+            return
         watched.info.state = "failed"
         self.failures.append(failure)
-        if self._ladder is None:
+        if self._run.config.debug and self._ladder is None:
+            self._hold_at = self._hold_at or time.monotonic() + SETTLE_SECONDS
+        elif self._ladder is None:
             self._ladder = Ladder(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
 
     # ---- stopping
 
-    def stop(self, grace: float, reason: str) -> None:
+    def stop(self, grace: float, reason: StopReason) -> None:
         """Climb the ladder; a second call kills at once."""
         if self._asked_to_stop and self._ladder is not None:
             self._ladder.kill_now()
             return
         self._asked_to_stop = True
         self.stop_reason = reason
-        self._run._set_status("stopping")
+        if not self.failures:
+            self._run._set_status("stopping")
         self._ladder = Ladder(grace)
+        for question in self._run._board.open_questions():
+            if question.of_debugger:
+                question.answer(None)  # a debugger takes a KeyboardInterrupt for itself
 
     def abandon(self) -> None:
         """Kill and reap everything, whatever state it is in."""
@@ -329,6 +412,7 @@ class Group:
                 time.sleep(0.005)
             watched.process.close()
             watched.ended = True
+            self._run._desk.close(watched.process.rank)
         self._selector.close()
 
 
@@ -339,11 +423,21 @@ _HANDLERS: dict[type[Event], Callable[[Group, _Watched, Any], None]] = {
     DisplayEvent: Group._on_display,
     InputRequest: Group._on_input,
     HeartbeatEvent: Group._on_heartbeat,
+    DumpReadyEvent: Group._on_dump_ready,
+    GroupTimeoutEvent: Group._on_group_timeout,
+    DebuggerLeftEvent: Group._on_debugger,
+    **dict.fromkeys((StacksReply, AskReply, DoneReply), Group._on_reply),
 }
 
 
 def _exit_text(end: Exit) -> str:
     return f"exit {end.code}" if end.signal is None else failures._signal_name(end.signal)
+
+
+def _how_to_answer(question: Question) -> str:
+    if question.of_debugger:
+        return f"is stopped at a breakpoint; run.debug(rank={question.rank}) opens it"
+    return "waits for input; run.wait() asks you for it"
 
 
 def _launch_environment(run: Run, attempt: int) -> dict[str, str]:
@@ -354,4 +448,5 @@ def _launch_environment(run: Run, attempt: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{run.id}",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(run.config.max_restarts),
+        **flight.environment(),
     }

@@ -16,9 +16,9 @@ import signal
 import sys
 import threading
 import time
+from bdb import BdbQuit
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from notebook_accelerate.debug.agent import DebugAgent
@@ -47,6 +47,7 @@ class WorkerOrder:
         cwd: Working directory; None when inherited.
         sys_path: Import path; None when inherited.
         sources: Sources of notebook cells by file name; empty when inherited.
+        hold: Whether the frames of a failure are kept for inspection until the kernel lets go.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class WorkerOrder:
     cwd: str | None = None
     sys_path: list[str] | None = None
     sources: dict[str, str] = field(default_factory=dict)
+    hold: bool = False
 
 
 @dataclass
@@ -110,6 +112,7 @@ def isolate(wiring: Wiring, inherited: set[int] | None) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    threading.current_thread().name = "MainThread"  # a rank forked from a run's thread has that thread's name
     asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
     atexit._clear()
     # A fork from the run's daemon thread: threads that the function starts would be daemons too, and not waited for.
@@ -132,13 +135,13 @@ def silence_descriptors(keep: set[int], known: set[int]) -> None:
     Closing them would free their numbers for new files, which the inherited objects' destructors would then close.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    folder = Path("/proc/self/fd")
-    for link in list(folder.iterdir()) if folder.is_dir() else ():
-        descriptor = int(link.name)
+    folder = "/proc/self/fd"
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():  # noqa: PTH112, PTH208 - twice as fast as Path
+        descriptor = int(name)
         if descriptor in keep or descriptor in (0, 1, 2, null):
             continue
         with contextlib.suppress(OSError):
-            target = str(link.readlink())
+            target = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - the same
             shared = target.startswith(("socket:", "anon_inode:[event")) or "history.sqlite" in target
             if shared or descriptor in known:
                 os.dup2(null, descriptor, inheritable=False)
@@ -184,10 +187,16 @@ def run(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
         if stop.code in (None, 0):
             return result(None)
         return failure(stop, "exit")
+    except BdbQuit as stop:
+        return failure(stop, "quit")
     except KeyboardInterrupt as stop:
         return failure(stop, "interrupted")
     except BaseException as error:  # noqa: BLE001 - whatever the user's function raises belongs to the kernel
-        return failure(error, "exception")
+        event = failure(error, "exception")
+        if order.hold and error.__traceback__ is not None:
+            shared_state.require_sink().send(event)
+            debugging.hold(error.__traceback__)
+        return event
     return result(value)
 
 
@@ -239,6 +248,7 @@ def report(outcome: Event, agent: Agent, console: Console) -> int:
     failed = isinstance(outcome, FailureEvent)
     if failed:
         # First of all: that this rank failed, before its closing sockets make others fail.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the function is over: nothing is left to interrupt
         console.flush()
         agent.sink.send(outcome)
     else:
@@ -246,6 +256,7 @@ def report(outcome: Event, agent: Agent, console: Console) -> int:
         leave_process_group()
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     console.flush()
     if not failed:
         agent.sink.send(outcome)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from notebook_accelerate import telemetry
 from notebook_accelerate.state.world import World
 
 # The process that made the default group. A forked child inherits the group's handles, and must never call into them:
@@ -34,6 +36,24 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
         kwargs.setdefault("device_id", device)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
     _maker[:] = [os.getpid()]
+    if telemetry.current_sink() is not None:
+        _leave_timeout_to_kernel(kwargs.get("timeout") or timedelta(minutes=30))
+
+
+NATIVE_TIMEOUT = timedelta(days=7)
+"""Time limit of collectives inside torch, in a rank that a kernel watches."""
+
+
+def _leave_timeout_to_kernel(asked: timedelta) -> None:
+    """Have the kernel enforce the time limit of collectives, so that it can stand still at a breakpoint.
+
+    torch cannot extend an operation that already waits, so its own limit is put far away. Meeting the other ranks was
+    still under the limit that was asked for.
+    """
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(NATIVE_TIMEOUT)
+    telemetry.emit(telemetry.GroupTimeoutEvent(asked.total_seconds()))
 
 
 def end_group(group: Any = None) -> None:

@@ -146,3 +146,15 @@ class ResultEvent(Event):
     field_names: ClassVar[tuple[str, ...]] = ()
 
     payload: bytes
+
+
+@dataclass(slots=True)
+class GroupTimeoutEvent(Event):
+    """The time limit that was asked for of the default process group's collectives, in seconds.
+
+    The kernel enforces it, so that it can stand still at a breakpoint: torch cannot extend a waiting operation.
+    """
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    seconds: float

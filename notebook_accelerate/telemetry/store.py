@@ -365,6 +365,12 @@ class Store:
         with self._lock:
             return sorted(self._metrics.get(name, ()))
 
+    def last_value(self, name: str, rank: int) -> float | None:
+        """Return the last value that ``rank`` logged of ``name``; None when it logged none."""
+        with self._lock:
+            points = self._metrics.get(name, {}).get(rank)
+            return points.values[-1] if points is not None and points.values else None
+
     def tail(self, name: str, rank: int, cursor: tuple[int, int] = (0, 0)) -> Tail:
         """Return what ``rank`` logged of ``name`` since ``cursor``; thinning makes it start again.
 

@@ -1,0 +1,104 @@
+"""The kernel's desk for questions to ranks: sends requests down the channels and matches replies to them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from notebook_accelerate.debug.protocol import Reply, Request
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.telemetry import Channel
+
+
+class Desk:
+    """One per run; safe from any thread but the supervisor's, which delivers the replies."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self._channels: dict[int, Channel] = {}
+        self._signals: dict[int, Callable[[int], None]] = {}
+        self._replies: dict[tuple[int, int], Reply] = {}
+        self._awaited: set[tuple[int, int]] = set()
+        self._dumps: dict[int, int] = {}
+
+    def open(self, rank: int, channel: Channel, send_signal: Callable[[int], None]) -> None:
+        """A rank has started."""
+        with self._changed:
+            self._channels[rank], self._signals[rank] = channel, send_signal
+
+    def close(self, rank: int) -> None:
+        """A rank has ended: nobody waits for it any longer."""
+        with self._changed:
+            self._channels.pop(rank, None)
+            self._signals.pop(rank, None)
+            dump = self._dumps.pop(rank, None)
+            self._changed.notify_all()
+        if dump is not None:
+            os.close(dump)
+
+    def open_dump(self, rank: int, path: str) -> None:
+        """A rank's stacks will appear in ``path``, held open: the rank may end of the signal that asks for them."""
+        with suppress(OSError):
+            self._dumps[rank] = os.open(path, os.O_RDONLY)
+
+    def dump_of(self, rank: int) -> int | None:
+        """Return a descriptor of its own for the file of a rank's stacks; the caller closes it."""
+        with self._changed:
+            dump = self._dumps.get(rank)
+            return None if dump is None else os.dup(dump)
+
+    def open_ranks(self) -> list[int]:
+        """Return the ranks that can be asked, in order."""
+        with self._changed:
+            return sorted(self._channels)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank that is there."""
+        with self._changed:
+            send = self._signals.get(rank)
+        if send is not None:
+            send(number)
+
+    def deliver(self, rank: int, reply: Reply) -> None:
+        """A reply has come; one that nobody waits for any longer is dropped."""
+        with self._changed:
+            if (rank, reply.number) in self._awaited:
+                self._replies[rank, reply.number] = reply
+                self._changed.notify_all()
+
+    def ask(self, ranks: Iterable[int], make: Callable[[int], Request], timeout: float) -> dict[int, Reply]:
+        """Send a request to each rank and return the replies that come within ``timeout`` seconds.
+
+        Args:
+            ranks: Whom to ask.
+            make: Makes the request of a number.
+            timeout: Seconds to wait for all of them.
+        """
+        sent = {rank: number for rank in ranks if (number := self._send(rank, make)) is not None}
+        keys = set(sent.items())
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while self._missing(keys) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._awaited -= keys
+            return {rank: self._replies.pop((rank, number)) for rank, number in keys if (rank, number) in self._replies}
+
+    def _send(self, rank: int, make: Callable[[int], Request]) -> int | None:
+        with self._changed:
+            channel = self._channels.get(rank)
+            number = next(self._numbers)
+            self._awaited.add((rank, number))
+        if channel is not None:
+            with suppress(ChannelClosedError):
+                channel.send(make(number))
+                return number
+        self._awaited.discard((rank, number))
+        return None
+
+    def _missing(self, keys: set[tuple[int, int]]) -> bool:
+        return any(key not in self._replies and key[0] in self._channels for key in keys)

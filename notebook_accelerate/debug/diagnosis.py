@@ -1,0 +1,209 @@
+"""From where every rank is to why the run is stuck, in one sentence. Pure: facts in, words out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from notebook_accelerate.debug.protocol import Collective
+from notebook_accelerate.telemetry import FrameInfo
+
+_LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
+OWN = "notebook_accelerate/"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank is.
+
+    Attributes:
+        rank: Global index.
+        state: "running", "succeeded", "failed", "stopped", ...
+        frames: The main thread's frames, outermost first; empty when it has ended or cannot be seen.
+        moved: When it was last seen to move, in seconds since the epoch; None when not known.
+        waiting: The collectives it has entered and not left.
+        last: By process group, the number of the last collective it entered; empty when not known.
+        note: What else there is to say, as "holds the GIL in native code".
+        answered: Whether its interpreter answered; if not, collectives are not known.
+    """
+
+    rank: int
+    state: str
+    frames: tuple[FrameInfo, ...] = ()
+    moved: float | None = None
+    waiting: tuple[Collective, ...] = ()
+    last: dict[str, int] = field(default_factory=dict)
+    note: str = ""
+    answered: bool = True
+
+    @property
+    def user_frame(self) -> FrameInfo | None:
+        """The innermost frame that is the user's: in a cell, or in a file that is no installed library."""
+        for frame in reversed(self.frames):
+            if not any(part in frame.filename for part in _LIBRARY) and OWN not in frame.filename:
+                return frame
+        return self.frames[-1] if self.frames else None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ``run.diagnose()`` found.
+
+    Attributes:
+        verdict: One sentence.
+        places: Where every rank is, by rank.
+        groups: Ranks that are at the same place, the largest group first.
+        time: When it was made, in seconds since the epoch.
+    """
+
+    verdict: str
+    places: tuple[RankPlace, ...]
+    groups: tuple[tuple[int, ...], ...]
+    time: float
+    name_place: Callable[[FrameInfo], str] = field(
+        repr=False, compare=False, default=lambda f: f"{f.filename}:{f.lineno}"
+    )
+
+    @property
+    def text(self) -> str:
+        """The verdict, and below it where each group of ranks is."""
+        by_rank = {place.rank: place for place in self.places}
+        return "\n".join(
+            [self.verdict, *(f"{_ranks(group)}: {self._line(by_rank[group[0]])}" for group in self.groups)]
+        )
+
+    def _line(self, place: RankPlace) -> str:
+        if place.state not in ("running", "starting", "stopping"):
+            return place.state
+        parts = []
+        frame = place.user_frame
+        if frame is not None:
+            source = f": {frame.source}" if frame.source else ""
+            parts.append(f"{self.name_place(frame)}, in {frame.function}{source}")
+        if place.waiting:
+            oldest = min(place.waiting, key=lambda collective: collective.since)
+            parts.append(f"waits in {oldest.text()} since {_seconds(self.time - oldest.since)}")
+        elif place.moved is not None and self.time - place.moved > 1:
+            parts.append(f"has not moved for {_seconds(self.time - place.moved)}")
+        if place.note:
+            parts.append(place.note)
+        return "; ".join(parts) or place.state
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        head, _, rest = self.text.partition("\n")
+        return f"<p><strong>{escape(head)}</strong></p><pre>{escape(rest)}</pre>"
+
+
+def diagnose(
+    places: Sequence[RankPlace], name_place: Callable[[FrameInfo], str], now: float | None = None
+) -> Diagnosis:
+    """Say why a run is stuck.
+
+    Args:
+        places: Where every rank is.
+        name_place: Names a frame's place, as "Cell In[7], line 12".
+        now: Seconds since the epoch; None means now.
+    """
+    moment = time.time() if now is None else now
+    verdict = _Verdict(places, name_place, moment)
+    return Diagnosis(verdict.sentence(), tuple(places), _groups(places), moment, name_place)
+
+
+def _groups(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], ...]:
+    found: dict[object, list[int]] = {}
+    for place in places:
+        frame = place.user_frame
+        key = (
+            place.state,
+            None if frame is None else (frame.filename, frame.lineno),
+            place.waiting[0].call() if place.waiting else None,
+            place.note,
+        )
+        found.setdefault(key, []).append(place.rank)
+    return tuple(tuple(group) for group in sorted(found.values(), key=lambda group: (-len(group), group)))
+
+
+class _Verdict:
+    def __init__(self, places: Sequence[RankPlace], name_place: Callable[[FrameInfo], str], now: float) -> None:
+        self._places, self._name_place, self._now = places, name_place, now
+        self._running = [place for place in places if place.state in ("running", "starting", "stopping")]
+
+    def sentence(self) -> str:
+        if not self._running:
+            return "no rank is running"
+        waiting = [place for place in self._running if place.waiting]
+        if not waiting:
+            return self._nobody_waits()
+        first = min((c for place in waiting for c in place.waiting), key=lambda c: (c.number, c.since))
+        here = [place for place in waiting if any(_same_spot(c, first) for c in place.waiting)]
+        return self._mismatch(first, here) or self._absent(first, here)
+
+    def _nobody_waits(self) -> str:
+        stuck = [p for p in self._running if (p.moved is not None and self._now - p.moved > 2) or not p.answered]
+        if not stuck:
+            return "no rank waits in a collective, and all are moving"
+        return "no rank waits in a collective; " + "; ".join(self._whereabouts(place) for place in stuck)
+
+    def _mismatch(self, first: Collective, here: Sequence[RankPlace]) -> str:
+        """Name ranks that are at the same number with another operation, shape or type."""
+        calls: dict[object, list[int]] = {}
+        texts: dict[object, str] = {}
+        for place in here:
+            collective = next(c for c in place.waiting if _same_spot(c, first))
+            calls.setdefault(collective.call(), []).append(place.rank)
+            texts[collective.call()] = collective.text()
+        if len(calls) < 2:
+            return ""
+        sides = [f"{_ranks(ranks)} called {texts[call]}" for call, ranks in calls.items()]
+        return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides)
+
+    def _absent(self, first: Collective, here: Sequence[RankPlace]) -> str:
+        present = {place.rank for place in here}
+        absent = [
+            place
+            for place in self._places
+            if place.rank not in present and place.last.get(first.group, 0) < first.number
+        ]
+        waited = _seconds(self._now - min(c.since for place in here for c in place.waiting))
+        who = f"{_ranks(sorted(present))} {'has' if len(present) == 1 else 'have'} waited {waited}"
+        if not absent:
+            passed = sorted(place.rank for place in self._places if place.rank not in present)
+            if passed:
+                return f"{who} in {first.text()}, which {_ranks(passed)} already left"
+            return f"all ranks wait in {first.text()}, for {waited}: the network or a device is the likely cause"
+        ranks = _ranks([place.rank for place in absent])
+        rest = "; ".join(self._whereabouts(place, subject="it" if len(absent) == 1 else "") for place in absent)
+        return f"{ranks} never reached {first.text()}; {rest}; {who}"
+
+    def _whereabouts(self, place: RankPlace, subject: str = "") -> str:
+        name = subject or _ranks([place.rank])
+        if place.state not in ("running", "starting", "stopping"):
+            return f"{name} has already ended ({place.state})"
+        frame = place.user_frame
+        where = f"{name} is at {self._name_place(frame)}" if frame is not None else f"{name} cannot be seen"
+        if frame is not None and frame.source:
+            where += f": {frame.source}"
+        if place.waiting:
+            where += f", in {place.waiting[0].text()}"
+        return f"{where} ({place.note})" if place.note else where
+
+
+def _same_spot(one: Collective, other: Collective) -> bool:
+    return one.group == other.group and one.number == other.number
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 10 else f"{max(value, 0.0):.1f} s"

@@ -1,0 +1,81 @@
+"""Notices that a run has come to a standstill, and has it diagnosed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.debug.protocol import HeartbeatEvent
+
+if TYPE_CHECKING:
+    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.supervisor import Group
+
+STALL_SECONDS = 10.0
+"""No rank has moved for so long while some wait in a collective: the run is diagnosed, once."""
+
+
+class StallWatch:
+    """Belongs to one group; its methods run on the supervisor's thread, the diagnosis on one of its own.
+
+    Args:
+        run: The run.
+        report: Shows a line to the user.
+    """
+
+    def __init__(self, run: Run, report: Callable[[str], None]) -> None:
+        self._run, self._report = run, report
+        self._beats: dict[int, HeartbeatEvent] = {}
+        self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
+        self._reported = False
+        self.busy = False
+        self.group_timeout: float | None = None
+
+    def note(self, rank: int, beat: HeartbeatEvent, now: float) -> None:
+        """A heartbeat has come; ``now`` is the stopwatch's time."""
+        self._beats[rank] = beat
+        collective = beat.waiting
+        if collective is None:
+            self._waiting_since.pop(rank, None)
+        elif self._waiting_since.get(rank, (None, 0.0))[0] != (collective.group, collective.number):
+            waited = time.time() - collective.since
+            self._waiting_since[rank] = ((collective.group, collective.number), now - waited)
+        if self._stalled() and not self._reported and not self.busy:
+            self._reported = True
+            self.diagnose_then(lambda verdict: self._report(f"run {self._run.id} stands still: {verdict}"))
+
+    def limits(self) -> list[tuple[float, str]]:
+        """Return when a collective reaches the process group's time limit, by the stopwatch, and what to say then."""
+        if self.group_timeout is None:
+            return []
+        text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
+        return [(since + self.group_timeout, text) for _, since in self._waiting_since.values()]
+
+    def _stalled(self) -> bool:
+        alive = [info.rank for info in self._run.ranks if info.state in ("starting", "running")]
+        beats = [self._beats[rank] for rank in alive if rank in self._beats]
+        if len(beats) < len(alive) or not any(beat.waiting is not None for beat in beats):
+            return False
+        return all(time.time() - beat.moved > STALL_SECONDS for beat in beats)
+
+    def diagnose_then(self, tell: Callable[[str], None]) -> None:
+        """Have the run diagnosed on another thread, then call ``tell(verdict)`` on the supervisor's."""
+        self.busy = True
+
+        def work() -> None:
+            try:
+                found: Diagnosis | None = self._run.diagnose()
+            except Exception:  # noqa: BLE001 - a failing diagnosis must not keep the run from being ended
+                found = None
+            self._run._post(lambda group: self._tell(group, found, tell))
+
+        threading.Thread(target=work, name="notebook-accelerate-diagnosis", daemon=True).start()
+
+    def _tell(self, _group: Group, found: Diagnosis | None, tell: Callable[[str], None]) -> None:
+        self.busy = False
+        if found is not None:
+            self._run.diagnoses.append(found)
+        tell(found.verdict if found is not None else "")
