@@ -1,0 +1,235 @@
+"""What ranks print, show and ask arrives under the cell that launched them."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import psutil
+import pytest
+
+from tests.notebook.conftest import Answers
+from tests.support.kernel import Kernel
+from tests.support.launching import said
+
+pytestmark = pytest.mark.notebook
+METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
+
+
+@METHODS
+def test_lines_of_a_non_blocking_run_belong_to_the_cell_that_launched_it(kernel: Kernel, method: str) -> None:
+    launching = kernel.check(
+        "def talk():\n    for number in range(10):\n        print('from the rank', number); time.sleep(0.1)\n"
+        f"run = launch(talk, block=False, start_method={method!r})"
+    )
+    assert launching.duration is not None
+    assert launching.duration < 1.0
+    other = kernel.check("print('other'); time.sleep(1.5); print('done')")
+    kernel.wait_for(lambda: launching.stdout.count("from the rank 9") == 2, timeout=10)
+    assert other.stdout == "other\ndone\n"
+    lines = [line for line in launching.stdout.splitlines() if "from the rank" in line]
+    assert len(lines) == 20
+    assert all(re.fullmatch(r"\[rank [01]\] from the rank \d", line) for line in lines)
+    kernel.check("run.wait()")
+
+
+def test_two_runs_speak_under_their_own_cells(kernel: Kernel) -> None:
+    code = "run{0} = launch(lambda: [(print('run {0}'), time.sleep(0.05)) for _ in range(5)] and None, block=False)"
+    first, second = kernel.check(code.format(1)), kernel.check(code.format(2))
+    kernel.check("run1.wait(), run2.wait()")
+    kernel.wait_for(lambda: first.stdout.count("run 1") >= 10 and second.stdout.count("run 2") >= 10, timeout=10)
+    assert "run 2\n" not in first.stdout
+    assert "run 1\n" not in second.stdout
+
+
+@METHODS
+def test_stdout_stderr_and_output_of_c_are_caught_apart(kernel: Kernel, method: str) -> None:
+    cell = kernel.check(
+        "def talk():\n    print('out')\n    print('err', file=sys.stderr)\n    os.system('echo shell; echo bad >&2')\n"
+        "    libc = ctypes.CDLL(None)\n    libc.puts(b'from C'); libc.fflush(None)\n"
+        "    os.write(1, b'raw\\n')\n    import logging, warnings\n    logging.getLogger('x').warning('logged')\n"
+        "    warnings.warn('warned')\n"
+        f"launch(talk, num_processes=1, start_method={method!r});"
+    )
+    out = [line for line in cell.stdout.splitlines() if line.startswith("[rank 0]")]
+    assert out == ["[rank 0] out", "[rank 0] shell", "[rank 0] from C", "[rank 0] raw"]
+    assert "[rank 0] err\n[rank 0] bad\n" in cell.stderr
+    assert "logged" in cell.stderr
+    assert "UserWarning: warned" in cell.stderr
+
+
+@METHODS
+def test_c_output_without_a_flush_is_not_lost(kernel: Kernel, method: str) -> None:
+    cell = kernel.check(
+        f"def talk():\n    ctypes.CDLL(None).puts(b'buffered in C')\nlaunch(talk, start_method={method!r});"
+    )
+    assert cell.stdout.count("] buffered in C\n") == 2
+
+
+@METHODS
+def test_what_the_kernel_had_buffered_is_not_printed_again(kernel: Kernel, method: str) -> None:
+    cell = kernel.check(f"print('once', end='')\nlaunch(rank, start_method={method!r});")
+    assert cell.stdout.count("once") == 1
+
+
+@METHODS
+def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: str) -> None:
+    cell = kernel.check(
+        "def show():\n    from IPython.display import HTML, display\n    import pandas as pd\n"
+        "    handle = display(HTML('<i>first</i>'), display_id=f'own-{rank()}')\n"
+        "    handle.update(HTML('<i>second</i>'))\n"
+        "    display(pd.DataFrame({'a': [rank()]}))\n"
+        f"launch(show, start_method={method!r});",
+        timeout=30,
+    )
+    html = [data.get("text/html", "") for data in cell.displays]
+    assert html.count("<i>second</i>") == 2
+    assert not any("first" in text for text in html)
+    assert sum("<table" in text for text in html) == 2
+    assert cell.stdout.count("<IPython.core.display.HTML") == 0
+
+
+def test_progress_bars_are_drawn_in_one_place(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "def bars():\n    for step in range(30):\n        sys.stderr.write(f'\\r{step:3d}/30'); sys.stderr.flush()\n"
+        "        time.sleep(0.03)\n    sys.stderr.write('\\n')\nlaunch(bars);"
+    )
+    drawings = [o for o in cell.outputs if o["output_type"] in ("display_data", "update_display_data")]
+    assert 2 <= len(drawings) < 15
+    assert len({o["transient"]["display_id"] for o in drawings}) == 1
+    assert any(o["data"]["text/plain"].count("/30") == 2 for o in drawings)
+    assert "[rank 0]  29/30" in cell.stderr
+    assert cell.stderr.count("/30") == 2
+
+
+def test_tqdm(kernel: Kernel) -> None:
+    if kernel.value("__import__('importlib.util', fromlist=['x']).find_spec('tqdm') is None"):
+        pytest.skip("tqdm is not installed")
+    kernel.check("from tqdm.auto import tqdm\ndef bars():\n    for _ in tqdm(range(20)):\n        time.sleep(0.03)")
+    cell = kernel.check("launch(bars);")
+    assert cell.stderr.count("20/20") == 2
+
+
+@METHODS
+def test_input_asks_in_the_cell(kernel: Kernel, answers: Answers, method: str) -> None:
+    answers.waiting[:] = ["seven", "eight"]
+    answers.asked.clear()
+    cell = kernel.check(
+        "def ask():\n    return input('number? ') if rank() == 1 else sys.stdin.readline()\n"
+        f"launch(ask, start_method={method!r}).results",
+        timeout=20,
+    )
+    assert sorted(answers.asked) == ["[rank 0] ", "[rank 1] number? "]
+    assert cell.result_text in ("('seven\\n', 'eight')", "('eight\\n', 'seven')")
+
+
+@METHODS
+def test_getpass_asks_in_the_cell(kernel: Kernel, answers: Answers, method: str) -> None:
+    answers.waiting[:] = ["secret"]
+    cell = kernel.check(
+        "import getpass\ndef ask():\n    return getpass.getpass('key: ') if rank() == 0 else ''\n"
+        f"launch(ask, start_method={method!r}).results",
+        timeout=20,
+    )
+    assert cell.result_text == "('secret', '')"
+
+
+@METHODS
+@pytest.mark.parametrize("call", ["breakpoint()", "import pdb; pdb.set_trace()"])
+def test_a_breakpoint_prompts_in_the_cell(kernel: Kernel, answers: Answers, method: str, call: str) -> None:
+    answers.waiting[:] = ["p secret + 1", "where", "c"]
+    answers.asked.clear()
+    cell = kernel.check(
+        f"def debugged():\n    secret = 41\n    if rank() == 1:\n        {call}\n    return secret\n"
+        f"launch(debugged, start_method={method!r}).results",
+        timeout=20,
+    )
+    assert cell.result_text == "(41, 41)"
+    assert len(answers.asked) == 3
+    assert all("(Pdb)" in prompt and "rank 1" in prompt for prompt in answers.asked)
+    assert "[rank 1] 42" in cell.stdout
+    assert "return secret" in cell.stdout
+
+
+def test_quitting_the_debugger_ends_the_rank_not_the_kernel(kernel: Kernel, answers: Answers) -> None:
+    answers.waiting[:] = ["q"]
+    text = said(
+        kernel.run("def debugged():\n    breakpoint()\n    return 1\nlaunch(debugged, num_processes=1, timeout=20)")
+    )
+    assert "BdbQuit" in text
+    assert kernel.check("1 + 1").result_text == "2"
+
+
+def test_a_rank_that_dies_while_the_cell_asks(kernel: Kernel, answers: Answers) -> None:
+    answers.waiting[:] = ["late"]
+    cell = kernel.run(
+        "def ask():\n    if rank() == 1:\n        time.sleep(0.05)\n        os._exit(5)\n"
+        "    return input('? ')\nlaunch(ask)",
+        timeout=20,
+    )
+    assert cell.ok or "exit status 5" in said(cell)
+
+
+def test_ten_thousand_lines_from_each_of_two_ranks(kernel: Kernel) -> None:
+    kernel.check(
+        "def talk():\n    for number in range(10_000):\n        print(f'line {number} of a rank that talks a lot')"
+    )
+    alone = kernel.value("(t := time.monotonic(), [f'line {n} of' for n in range(10_000)], time.monotonic() - t)[2]")
+    cell = kernel.check("launch(talk);", timeout=30)
+    assert cell.duration is not None
+    assert cell.duration < alone + 3.0  # 1 s on a machine that does nothing else
+    for label in ("[rank 0] ", "[rank 1] "):
+        lines = [line for line in cell.stdout.splitlines() if line.startswith(label)]
+        assert lines == [f"{label}line {number} of a rank that talks a lot" for number in range(10_000)]
+
+
+def test_a_flood_of_100_megabytes_blocks_no_rank_and_does_not_grow_the_kernel(kernel: Kernel) -> None:
+    kernel.check(
+        "def flood():\n    line = 'x' * 99\n    for _ in range(500_000):\n        print(line)\n    return 'through'"
+    )
+    process = psutil.Process(kernel.pid)
+    before, peak = process.memory_info().rss, 0
+    cell = kernel.submit("launch(flood).results")
+    begin = time.monotonic()
+    while not cell.finished:
+        kernel.pump(0.1)
+        peak = max(peak, process.memory_info().rss)
+        assert time.monotonic() - begin < 60
+    assert cell.expect_ok().result_text == "('through', 'through')"
+    assert peak - before < 200 << 20
+    assert "characters not shown here" in cell.stderr
+    assert len(cell.stdout) < 30_000_000
+    assert kernel.value("notebook_accelerate.runs()[-1].logs(0, tail=1)") == ["x" * 99]
+
+
+def test_a_line_of_20_megabytes(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "launch(lambda: print('x' * 20_000_000), num_processes=1, start_method='fork').status", timeout=30
+    )
+    assert cell.result_text == "'succeeded'"
+
+
+def test_output_in_any_encoding(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "def talk():\n    print('ä ☃ 𝄞'); sys.stdout.buffer.write(b'\\xff\\xfe\\n'); print('\\udc80')\n"
+        "launch(talk, num_processes=1, start_method='fork');"
+    )
+    assert "[rank 0] ä ☃ 𝄞\n" in cell.stdout
+    assert "[rank 0] \\udc80\n" in cell.stdout
+
+
+def test_captured_output_of_the_cell_is_captured(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as text:\n"
+        "    launch(lambda: print('caught'))\nprint(text.getvalue().count('caught'))"
+    )
+    assert cell.stdout.splitlines()[-1] == "2"
+    assert "] caught" not in cell.stdout
+
+
+def test_what_is_shown_after_clear_output(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "def show():\n    from IPython.display import clear_output\n    print('a')\n    clear_output(wait=True)\n"
+        "    print('b')\nlaunch(show, num_processes=1, start_method='fork');"
+    )
+    assert "[rank 0] b" in cell.stdout

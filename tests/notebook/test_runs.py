@@ -1,0 +1,144 @@
+"""A run in a notebook: awaited, shown, stopped with the kernel; the kernel's state untouched."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.kernel import Kernel
+from tests.support.launching import alive, children, ready_kernel, said
+
+pytestmark = pytest.mark.notebook
+
+
+def test_top_level_await(kernel: Kernel) -> None:
+    cell = kernel.check("run = launch(lambda: (time.sleep(0.2), rank())[1], block=False)\nawait run\nrun.results")
+    assert cell.result_text == "(0, 1)"
+
+
+def test_awaiting_a_failed_run_shows_the_cell_lines(kernel: Kernel) -> None:
+    kernel.check("def fail():\n    raise KeyError('awaited')")
+    text = said(kernel.run("await launch(fail, block=False)"))
+    assert "KeyError: 'awaited'" in text
+    assert re.search(r"Cell In\[\d+\], line 2, in fail", text)
+    assert "run.py" not in text
+
+
+def test_interrupting_an_await_stops_the_run(kernel: Kernel) -> None:
+    cell = kernel.submit("run = launch(lambda: (print('in', flush=True), time.sleep(60)), block=False)\nawait run")
+    kernel.wait_for(lambda: cell.stdout.count("] in") == 2, timeout=20)
+    kernel.interrupt()
+    kernel.finish(cell, timeout=15)
+    assert "KeyboardInterrupt" in said(cell) or "Cancelled" in said(cell)
+    assert kernel.value("(run.wait(10), run.status)") == [True, "stopped"]
+
+
+def test_a_callback_and_a_wait_in_later_cells(kernel: Kernel) -> None:
+    kernel.check("heard = []\nrun = launch(lambda: time.sleep(0.3), block=False)\nrun.add_done_callback(heard.append)")
+    assert kernel.check("run.wait(), heard == [run], run.status").result_text == "(True, True, 'succeeded')"
+
+
+def test_a_run_is_shown_in_layers(kernel: Kernel) -> None:
+    cell = kernel.check("launch(rank)")
+    assert cell.result is not None
+    assert "succeeded" in cell.result["text/plain"]
+    assert "<table" in cell.result["text/html"]
+
+
+def test_a_failed_cell_shows_no_frame_of_the_supervisor(kernel: Kernel) -> None:
+    kernel.check("def fail():\n    raise ValueError('mine')")
+    text = said(kernel.run("launch(fail)"))
+    for name in ("supervisor", "start.py", "launchers.py", "worker.py", "run.py"):
+        assert name not in text
+    inline = said(kernel.run("launch(fail, num_processes=1)"))
+    assert "ValueError: mine" in inline
+    assert "inline.py" not in inline
+    caught = kernel.check(
+        "try:\n    launch(fail)\nexcept notebook_accelerate.WorkerError as error:\n"
+        "    print(type(error.__cause__).__name__, error.run.status, error.rank in (0, 1))"
+    )
+    assert caught.stdout.splitlines()[-1] == "ValueError failed True"
+
+
+def test_the_kernel_is_a_guest_room(kernel: Kernel) -> None:
+    look = (
+        "[dict(os.environ), os.getcwd(), sorted(t.name for t in threading.enumerate()), os.getpgid(0),"
+        " str(signal.getsignal(2)), str(signal.getsignal(15)), signal.pthread_sigmask(0, []) == set(),"
+        " torch.get_num_threads(), sys.path, list(__import__('warnings').filters).__len__()]"
+    )
+    kernel.check("launch(rank)")
+    before = kernel.value(look)
+    kernel.check("launch(rank, env={'A': 'b'}, start_method='fork', mixed_precision='bf16')")
+    kernel.check("launch(rank, env={'A': 'b'}, start_method='zygote')")
+    kernel.run("launch(lambda: 1 / 0)")
+    assert kernel.value(look) == before
+    assert children(kernel) == []
+
+
+def test_runs_lists_them_and_shutdown_ends_all() -> None:
+    with ready_kernel() as kernel:
+        kernel.check("run = launch(lambda: time.sleep(60), block=False)")
+        pids = [child.pid for child in kernel.process.children(recursive=True)]
+        assert len(pids) == 3
+        assert kernel.value("[r.status for r in notebook_accelerate.runs()][-1]") in ("starting", "running")
+        kernel.check("notebook_accelerate.shutdown()", timeout=10)
+        assert alive(pids) == []
+        assert kernel.process.children(recursive=True) == []
+        assert kernel.value("run.status") == "stopped"
+        assert kernel.check("launch(rank, start_method='zygote').results", timeout=20).result_text == "(0, 1)"
+
+
+def test_the_zygote_has_the_kernels_present(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "import tempfile\nfolder = os.path.realpath(tempfile.mkdtemp()); old = os.getcwd(); os.chdir(folder)\n"
+        "open('fresh.py', 'w').write('VALUE = 7'); sys.path.insert(0, folder); os.environ['NOW'] = 'yes'\n"
+        "def look():\n    import fresh\n    return os.getcwd() == folder, fresh.VALUE, os.environ['NOW']\n"
+        "try:\n    results = launch(look, start_method='zygote').results\n"
+        "finally:\n    os.chdir(old); sys.path.remove(folder); del os.environ['NOW']\nresults"
+    )
+    assert cell.result_text == "((True, 7, 'yes'), (True, 7, 'yes'))"
+
+
+def test_the_same_random_numbers_by_every_method(kernel: Kernel) -> None:
+    kernel.check(
+        "import random, numpy as np\ndef draw():\n"
+        "    return random.random(), float(np.random.rand()), torch.rand(1).item()\n"
+        "random.seed(1); np.random.seed(1); torch.manual_seed(1)"
+    )
+    cell = kernel.check(
+        "drawn = [launch(draw, start_method=m).results for m in ('fork', 'zygote', 'spawn')]", timeout=40
+    )
+    assert cell.ok
+    assert kernel.check("set(sum(drawn, ())) == {draw()}").result_text == "True"
+
+
+def test_tensors_given_to_a_zygote_rank_are_its_own(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "t = torch.zeros(1000)\ndef add(x):\n    x += rank() + 1\n    return float(x.sum())\n"
+        "launch(add, t, start_method='zygote').results, float(t.sum())"
+    )
+    assert cell.result_text == "((1000.0, 2000.0), 0.0)"
+
+
+def test_a_launch_from_a_thread_of_the_kernel(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "got = []\nthread = threading.Thread(target=lambda: got.append(launch(rank).results))\n"
+        "thread.start(); thread.join(20)\ngot"
+    )
+    assert cell.result_text == "[(0, 1)]"
+
+
+def test_a_computing_thread_makes_the_launch_take_the_zygote(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "stop = threading.Event()\ndef spin():\n    while not stop.is_set():\n        sum(range(1000))\n"
+        "thread = threading.Thread(target=spin, name='cruncher'); thread.start()\n"
+        "try:\n    results = launch(rank).results\nfinally:\n    stop.set(); thread.join()\nresults",
+        timeout=30,
+    )
+    assert cell.result_text == "(0, 1)"
+    assert "zygote (thread 'cruncher' is computing in the kernel)" in cell.stdout
+
+
+def test_sixteen_ranks(kernel: Kernel) -> None:
+    assert kernel.value("launch(rank, num_processes=16).results", timeout=30) == list(range(16))
