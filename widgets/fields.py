@@ -384,6 +384,8 @@ def parse(field: Field, text: str) -> Any:
 def _empty(field: Field) -> Any:
     if field.optional:
         return None
+    if field.default is MISSING:
+        raise FieldError(f"{field.name} is required: write {KINDS[field.kind].hint or 'a value'}")
     if field.kind in {"text", "scalar"} and (field.kind == "text" or str in field.scalars):
         return ""
     if field.kind in {"lines", "variables", "mapping"}:

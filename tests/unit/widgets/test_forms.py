@@ -1,0 +1,314 @@
+"""Forms over dataclasses: what stands in them, what they say, what they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import pytest
+
+from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.launch import START_METHODS, LaunchConfig
+from notebook_accelerate.config.training import DataLoaderConfiguration, GradientAccumulationPlugin
+from notebook_accelerate.widgets.draft import Draft, code_of
+from notebook_accelerate.widgets.fields import fields_of, summary
+from notebook_accelerate.widgets.forms import Form
+from notebook_accelerate.widgets.training_options import TrainingOptions
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclasses.dataclass
+class Inner:
+    """What is inside."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size={self.size!r} is not allowed; pass 0 or more")
+
+
+@dataclasses.dataclass
+class Everything:
+    """One field of each kind.
+
+    Args:
+        count: How many there are,
+            over two lines.
+        name: Said twice; the literal after the field wins.
+    """
+
+    required: str
+    flag: bool = False
+    maybe: bool | None = None
+    count: int = 3
+    limit: int | None = None
+    rate: float = 0.5
+    name: str = "a"
+    """What it is ``called``."""
+    folder: Path = Path("out")
+    colour: Colour = Colour.RED
+    mode: Literal["fast", "slow"] | None = None
+    names: list[str] = dataclasses.field(default_factory=list)
+    old: Optional[int] = None  # noqa: UP045 - older code writes it
+    wait: timedelta | None = None
+    env: Mapping[str, str] | None = None
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    port: str | int = "80"
+    inner: Inner | None = None
+    always: Inner = dataclasses.field(default_factory=Inner)
+    made: Unknown | None = None  # type: ignore[name-defined]  # noqa: F821
+    derived: int = dataclasses.field(default=0, init=False)
+
+
+ENTERED = [
+    ("flag", True, True),
+    ("maybe", "no", False),
+    ("count", "1_000", 1000),
+    ("limit", "7", 7),
+    ("rate", "1e-3", 0.001),
+    ("name", "b c", "b c"),
+    ("folder", "a/b", Path("a/b")),
+    ("colour", "blue", Colour.BLUE),
+    ("mode", "slow", "slow"),
+    ("names", "a\n\n b ", ["a", "b"]),
+    ("old", "5", 5),
+    ("wait", "90", timedelta(seconds=90)),
+    ("env", "A=1\nB=x=y", {"A": "1", "B": "x=y"}),
+    ("settings", "depth=3\nname=big", {"depth": 3, "name": "big"}),
+    ("port", "8080", 8080),
+    ("port", "auto", "auto"),
+]
+
+
+@pytest.mark.parametrize(("name", "raw", "value"), ENTERED)
+def test_what_is_entered_becomes_a_value_of_the_fields_type(name: str, raw: Any, value: Any) -> None:
+    form = Form(Everything, Everything("x"))
+    form.input(name).value = raw
+    assert form.errors == {}
+    assert getattr(form.value, name) == value
+    assert type(getattr(form.value, name)) is type(value)
+
+
+@pytest.mark.parametrize(("name", "raw", "value"), ENTERED)
+def test_values_go_in_and_come_out_the_same(name: str, raw: Any, value: Any) -> None:
+    form = Form(Everything, Everything("x"))
+    given = dataclasses.replace(Everything("x"), **{name: value})
+    form.value = given
+    assert form.value == given
+    assert (
+        form.input(name).value == raw.replace("_", "").replace("1e-3", "0.001").replace("\n\n b ", "\nb")
+        if (isinstance(raw, str))
+        else form.input(name).value == raw
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "said"),
+    [
+        ("count", "three", "count='three' is not a whole number"),
+        ("count", "", "count is required"),
+        ("rate", "fast", "rate='fast' is not a number"),
+        ("wait", "soon", "wait='soon' is not a number of seconds"),
+        ("env", "A", "env: 'A' is not NAME=value"),
+    ],
+)
+def test_what_is_no_value_is_said_beside_the_field_and_goes_away(name: str, raw: str, said: str) -> None:
+    form = Form(Everything, Everything("x"))
+    before = form.input(name).value
+    form.input(name).value = raw
+    assert said in form.errors[name]
+    assert 'role="alert"' in form.note(name)
+    assert "na-invalid" in form.input(name)._dom_classes
+    with pytest.raises(ValueError, match=re.escape(said)):
+        _ = form.value
+    form.input(name).value = before
+    assert form.errors == {}
+    assert "alert" not in form.note(name)
+    assert "na-invalid" not in form.input(name)._dom_classes
+
+
+def test_a_required_field_is_asked_for() -> None:
+    form = Form(Everything)
+    assert form.errors == {"required": "required is required"}
+    form.input("required").value = "here"
+    assert form.value == Everything("here")
+
+
+def test_the_dataclass_checks_and_every_wrong_field_is_named() -> None:
+    form = Form(LaunchConfig, choices={"start_method": START_METHODS})
+    form.input("num_processes").value = "0"
+    form.input("max_restarts").value = "-2"
+    form.input("timeout").value = "x"
+    assert set(form.errors) == {"num_processes", "max_restarts", "timeout"}
+    assert form.errors["num_processes"] == _refusal(num_processes=0)
+    assert form.errors["max_restarts"] == _refusal(max_restarts=-2)
+
+
+def test_a_check_over_two_fields_blames_one_that_was_changed() -> None:
+    form = Form(LaunchConfig)
+    form.input("node_rank").value = "1"
+    assert form.errors == {"node_rank": _refusal(node_rank=1)}
+    form.input("num_nodes").value = "2"
+    assert form.value == LaunchConfig(node_rank=1, num_nodes=2)
+
+
+def _refusal(**values: Any) -> str:
+    with pytest.raises(ValueError, match="=") as caught:
+        LaunchConfig(**values)
+    return str(caught.value)
+
+
+def test_help_comes_from_the_literal_after_the_field_and_from_the_docstring() -> None:
+    texts = {field.name: field.help for field in fields_of(Everything)}
+    assert texts["count"] == "How many there are, over two lines."
+    assert texts["name"] == "What it is ``called``."
+    form = Form(Everything, Everything("x"))
+    assert "What it is <code>called</code>." in form.note("name")
+    launch = {field.name: field.help for field in fields_of(LaunchConfig)}
+    assert all(launch.values())
+    assert summary(Inner) == "What is inside."
+
+
+def test_types_that_only_type_checkers_import_do_not_matter() -> None:
+    kinds = {field.name: field.kind for field in fields_of(FullyShardedDataParallelPlugin)}
+    assert kinds["sharding_strategy"] == "text"  # str | ShardingStrategy | None
+    assert kinds["cpu_offload"] == "flag"
+    assert kinds["auto_wrap_policy"] == "choice"
+    assert kinds["param_init_fn"] == "code"
+    assert {field.name: field.kind for field in fields_of(Everything)}["made"] == "code"
+
+
+def test_fields_that_the_constructor_does_not_take_are_left_out() -> None:
+    assert "derived" not in {field.name for field in fields_of(Everything)}
+
+
+def test_a_nested_dataclass_opens_with_its_box_and_is_checked_too() -> None:
+    form = Form(Everything, Everything("x"))
+    with pytest.raises(ValueError, match="tick its box"):
+        form.nested("inner")
+    form.input("inner").value = True
+    form.nested("inner").input("size").value = "-1"
+    assert form.errors == {"inner.size": "size=-1 is not allowed; pass 0 or more"}
+    assert "alert" in form.nested("inner").note("size")
+    form.nested("inner").input("size").value = "4"
+    assert form.value.inner == Inner(4)
+    form.input("inner").value = False
+    assert form.value.inner is None
+    form.nested("always").input("size").value = "2"
+    assert form.value.always == Inner(2)
+
+
+def test_values_of_nested_dataclasses_go_in_and_out() -> None:
+    form = Form(TrainingOptions)
+    given = TrainingOptions(
+        dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4),
+        dynamo_plugin=TorchDynamoPlugin(backend="INDUCTOR", mode="max-autotune"),  # type: ignore[arg-type]
+    )
+    form.value = given
+    assert form.value == given
+    assert form.nested("dataloader_config").input("dispatch_batches").value == "no"
+    form.value = TrainingOptions()
+    assert form.value == TrainingOptions()
+    assert form.input("dataloader_config").value is False
+
+
+def test_what_the_class_fills_in_itself_is_not_shown_as_entered() -> None:
+    draft = Draft(TorchDynamoPlugin, TorchDynamoPlugin(backend="EAGER"))  # type: ignore[arg-type]
+    assert list(draft.changed()) == ["backend"]
+
+
+def test_a_variable_of_the_environment_does_not_hide_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    form = Form(TorchDynamoPlugin)
+    assert form.value.backend == "INDUCTOR"
+    form.input("backend").value = "NO"
+    assert form.value.backend == "NO"
+
+
+def test_objects_set_in_code_are_kept() -> None:
+    marker = object()
+    given = Everything("x", made=marker)
+    form = Form(Everything, given)
+    assert form.input("made").disabled
+    assert form.value.made is marker
+
+
+def test_each_change_is_told_once_and_a_listener_hears_of_errors() -> None:
+    told: list[Any] = []
+    form = Form(LaunchConfig, on_change=told.append)
+    form.input("num_processes").value = "2"
+    form.input("num_processes").value = "x"
+    assert [checked.value.num_processes if checked.value else None for checked in told] == [2, None]
+    form.value = LaunchConfig(num_processes=3, max_restarts=1)
+    assert len(told) == 3
+    assert told[-1].value == LaunchConfig(num_processes=3, max_restarts=1)
+
+
+def test_every_input_has_its_fields_name_as_label() -> None:
+    form = Form(Everything, Everything("x"))
+    for field in form.draft.fields:
+        assert form.input(field.name).description == field.name  # a <label for=...> in the browser
+
+
+def test_folded_groups_say_how_much_is_wrong_in_them() -> None:
+    form = Form(LaunchConfig, groups=[("", ["num_processes"]), ("Limits", ["timeout", "max_restarts"])])
+    assert form._folds.selected_index is None
+    form.input("timeout").value = "-1"
+    assert form._folds.get_title(0) == "Limits (1 to correct)"
+    form.input("timeout").value = ""
+    assert form._folds.get_title(0) == "Limits"
+
+
+def test_the_static_forms_show_what_differs_and_escape_it() -> None:
+    form = Form(LaunchConfig, title="Launch")
+    assert form.text == "defaults"
+    form.input("rdzv_id").value = "<script>alert(1)</script>"
+    form.input("num_processes").value = "2"
+    assert form.text.splitlines()[0].split() == ["num_processes", "2"]
+    assert "<script>" not in form.html
+    assert '<th scope="row">num_processes</th>' in form.html
+    assert "<caption>Launch</caption>" in form.html
+    shown = form._repr_mimebundle_()
+    assert set(shown) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
+
+
+def test_wrong_entries_stand_in_the_static_form_too() -> None:
+    form = Form(LaunchConfig)
+    form.input("num_processes").value = "many<b>"
+    assert "many<b> (not allowed)" in form.text
+    assert "<b>" not in form.html
+    assert "<b>" not in form.note("num_processes").replace("<br>", "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        LaunchConfig(num_processes=2, env={"A": 'quote " and \\'}, cpu=True, use_port=0),
+        TrainingOptions(log_with=["all"], dataloader_config=DataLoaderConfiguration(data_seed=3)),
+        TorchDynamoPlugin(backend="INDUCTOR"),  # type: ignore[arg-type]
+    ],
+)
+def test_the_code_of_a_value_makes_it_again(value: Any) -> None:
+    scope = {cls.__name__: cls for cls in (LaunchConfig, TrainingOptions, TorchDynamoPlugin, DataLoaderConfiguration)}
+    assert eval(code_of(value), scope) == value
+
+
+def test_only_dataclasses_have_forms() -> None:
+    with pytest.raises(ValueError, match="not a dataclass"):
+        Form(int)
+    with pytest.raises(ValueError, match="pass one"):
+        Form(LaunchConfig).value = 3
+    with pytest.raises(ValueError, match="no field 'nodes'"):
+        fields_of(LaunchConfig, names=["nodes"])
