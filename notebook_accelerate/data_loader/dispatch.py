@@ -51,8 +51,6 @@ class DataLoaderDispatcher(PreparedDataLoader):
         **kwargs: What torch's DataLoader takes.
     """
 
-    _steps_back = False
-
     def __init__(
         self,
         dataset: Any,
@@ -78,26 +76,29 @@ class DataLoaderDispatcher(PreparedDataLoader):
         self.iteration = iteration
         place = data_parallel_place(torch_device_mesh, self.state.num_processes, self.state.process_index)
         self.count, self.place = place
+        self.device = self.state.device
         self._reads = self.state.process_index == 0
+        self._steps_back = self.state.num_processes == 1
         self._opening: list[torch.Tensor] | None = None  # the first samples of this epoch, to fill up its last round
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._in_turn() if self.state.num_processes == 1 else self._dispatched()
+
+    def _dispatched(self) -> Iterator[Any]:
+        """Hand out this rank's part of every round."""
         try:
             self.begin()
             self.set_epoch(self.iteration)
             for batch, size, last in self._sent() if self._reads else self._received():
-                self.gradient_state._add_dataloader(self)
                 if last:
                     self.remainder = -1 if self._drop_last else size
                     self._note_last()
+                else:
+                    self.gradient_state._add_dataloader(self)
                 yield self._part(batch)
             self._finish_pass()
         finally:
             self.end()
-
-    def _note_last(self) -> None:
-        """Say that the batch handed out next is the last one."""
-        self.end_of_dataloader = True
 
     def _part(self, batch: Any) -> Any:
         """Cut this rank's part out of a round."""
@@ -116,7 +117,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
             A round on the device, how many of its samples are no padding (-1: not known), and whether it is the last.
         """
         form = b""
-        rounds = self._told(self._open)
+        rounds = self._told(self._open_rounds)
         upcoming = self._told(next, rounds, NOTHING)
         if upcoming is NOTHING:
             self._announce(_END)
@@ -125,14 +126,12 @@ class DataLoaderDispatcher(PreparedDataLoader):
             batch = send_to_device(batch, self.state.device, non_blocking=self._non_blocking)
             upcoming = self._told(next, rounds, NOTHING)
             last = upcoming is NOTHING
-            if self.state.num_processes > 1:
-                described = self._told(_described, batch)
-                self._announce(_SAME_FORM if described == form else _NEW_FORM, size, last)
-                if described != form:
-                    broadcast_object_list([described])
-                form = described
-                batch = _shared(batch)
-            yield batch, size, last
+            described = self._told(_described, batch)
+            self._announce(_SAME_FORM if described == form else _NEW_FORM, size, last)
+            if described != form:
+                broadcast_object_list([described])
+            form = described
+            yield _shared(batch), size, last
 
     def _received(self) -> Iterator[tuple[Any, int, bool]]:
         """Receive the rounds that rank 0 sends.
@@ -153,8 +152,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
             yield _shared(initialize_tensors(pickle.loads(form))), size, bool(last)
 
     def _announce(self, kind: int, size: int = 0, last: bool = False) -> None:
-        if self.state.num_processes > 1:
-            broadcast(torch.tensor([kind, size, int(last)], device=self.state.device))
+        broadcast(torch.tensor([kind, size, int(last)], device=self.state.device))
 
     def _told(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call what may fail on rank 0 only; if it does, tell the ranks that wait."""
@@ -162,13 +160,12 @@ class DataLoaderDispatcher(PreparedDataLoader):
             return function(*args)
         except Exception as error:
             self._announce(_FAILED)
-            if self.state.num_processes > 1:
-                broadcast_object_list([f"{type(error).__name__}: {error}"])
+            broadcast_object_list([f"{type(error).__name__}: {error}"])
             raise
 
     # ---- reading, on rank 0
 
-    def _open(self) -> Iterator[tuple[Any, int]]:
+    def _open_rounds(self) -> Iterator[tuple[Any, int]]:
         """Start reading."""
         rounds = self._watched(self._filled(self._rounds(self._read())))
         return advance(rounds, self.skip_batches)

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.collectives import send_to_device
-from notebook_accelerate.data_loader.advancing import advance
-from notebook_accelerate.data_loader.base import NOTHING, PreparedDataLoader
+from notebook_accelerate.data_loader.base import PreparedDataLoader
 from notebook_accelerate.data_loader.iterable import IterableDatasetShard
 from notebook_accelerate.data_loader.rng import synchronize_rng_states
 from notebook_accelerate.data_loader.samplers import BatchSamplerShard, SkipBatchSampler, index_source
@@ -58,64 +56,17 @@ class DataLoaderShard(PreparedDataLoader):
         self.iteration = iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self._moved() if _moves(self.device) else self._in_place()
+        return self._in_turn()
 
     def _open(self) -> Iterator[Any]:
-        """Start a pass: agree on the random numbers, tell the gradient state, and iterate as torch does."""
+        """Start a pass, after the ranks have agreed on the random numbers."""
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self.begin()
-        self.set_epoch(self.iteration)
-        batches = self._watched(self._read())
-        return advance(batches, self.skip_batches) if self.skip_batches else batches
-
-    def _in_place(self) -> Iterator[Any]:
-        """Hand out batches one behind what is read. The loop is all that a batch costs: 0.1 microseconds."""
-        try:
-            batches = self._open()
-            reading = self.gradient_state.dataloader_references
-            depth = len(reading)
-            current = next(batches, NOTHING)
-            for upcoming in batches:
-                # Another loader that is still open, such as one of which a single batch was taken, must not answer for
-                # this one (https://github.com/huggingface/accelerate/issues/1050). Comparing lengths takes half the
-                # time of reading[-1].
-                if len(reading) != depth:
-                    self.gradient_state._add_dataloader(self)
-                    depth = len(reading)
-                yield current
-                current = upcoming
-            if current is not NOTHING:
-                self._note_last()
-                yield current
-            self._finish_pass()
-        finally:
-            self.end()
-
-    def _moved(self) -> Iterator[Any]:
-        """Hand out batches on the device; a copy is started before the next batch is read."""
-        try:
-            batches = self._open()
-            reading = self.gradient_state.dataloader_references
-            depth = len(reading)
-            upcoming = next(batches, NOTHING)
-            while upcoming is not NOTHING:
-                current = send_to_device(upcoming, self.device, non_blocking=self._non_blocking)
-                upcoming = next(batches, NOTHING)
-                if upcoming is NOTHING:
-                    self._note_last()
-                elif len(reading) != depth:
-                    self.gradient_state._add_dataloader(self)
-                    depth = len(reading)
-                yield current
-            self._finish_pass()
-        finally:
-            self.end()
+        return super()._open()
 
     def _note_last(self) -> None:
         """Say that the batch handed out next is the last one, and how much of its round is real."""
-        self.gradient_state._add_dataloader(self)
-        self.end_of_dataloader = True
+        super()._note_last()
         shard = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batch_shard()
         # A shard that is iterated in this process has met the end; one in a worker process cannot tell.
         if isinstance(shard, IterableDatasetShard | BatchSamplerShard) and shard.last_round is not None:
@@ -137,10 +88,3 @@ class DataLoaderShard(PreparedDataLoader):
         if not isinstance(shard, BatchSamplerShard):
             return int(getattr(shard, "batch_size", 1))
         return int(shard.batch_size) * (1 if shard.split_batches else shard.num_processes)
-
-
-def _moves(device: torch.device | None) -> bool:
-    """Whether batches may have to be moved: not to the CPU where there is nothing else they could be on."""
-    if device is None:
-        return False
-    return torch.device(device).type != "cpu" or torch.accelerator.is_available()

@@ -94,7 +94,7 @@ class _Stateful(PreparedDataLoader):
                 yield item
 
     def _note_last(self) -> None:
-        super()._note_last()  # type: ignore[misc]
+        super()._note_last()
         if self._read_ahead is not None:
             self._read_ahead = 0
 

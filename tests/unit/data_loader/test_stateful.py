@@ -48,16 +48,13 @@ def test_it_is_torchdatas_loader() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
     "options",
     [{}, {"shuffle": True}, {"shuffle": True, "use_seedable_sampler": True, "data_seed": 3}],
     ids=["in order", "shuffled", "seeded"],
 )
-@pytest.mark.parametrize("consumed", [1, 3])
-def test_resuming_gives_exactly_the_remaining_samples(
-    workers: int, ranks: int, options: dict[str, Any], consumed: int
-) -> None:
+def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, options: dict[str, Any]) -> None:
     for rank in range(ranks):
         torch.manual_seed(5)
         original = loader(ranks, rank, workers, **options)
@@ -68,15 +65,15 @@ def test_resuming_gives_exactly_the_remaining_samples(
             states.append(pickle.dumps((original.state_dict(), torch.get_rng_state())))
         third = read(original)
 
-        torch.manual_seed(99)  # nothing may depend on the numbers of the new process
-        resumed = loader(ranks, rank, workers, **options)
-        torch.manual_seed(99)
-        state, numbers = pickle.loads(states[consumed - 1])
-        resumed.load_state_dict(state)
-        torch.set_rng_state(numbers)
-        assert read(resumed) == second[consumed:]
-        assert read(resumed) == third
-        assert resumed.iteration == 3
+        for consumed in (1, 3):
+            torch.manual_seed(99)  # nothing may depend on the numbers of the new process
+            resumed = loader(ranks, rank, workers, **options)
+            state, numbers = pickle.loads(states[consumed - 1])
+            resumed.load_state_dict(state)
+            torch.set_rng_state(numbers)
+            assert read(resumed) == second[consumed:]
+            assert read(resumed) == third
+            assert resumed.iteration == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
