@@ -65,7 +65,8 @@ def extract_model_from_parallel(
     if compiled is not None and keep_torch_compile:
         if compiled._orig_mod is inner:
             return compiled
-        again: Any = torch.compile(inner, backend=_backend_of(compiled))
+        # The same compiler with the same settings around the inner model; the prepared one stays as it is.
+        again: Any = type(compiled)(inner, compiled.dynamo_ctx)
         return again  # type: ignore[no-any-return]
     return inner
 
@@ -74,10 +75,3 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
     while isinstance(model, _WRAPPERS) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module  # type: ignore[assignment]
     return model
-
-
-def _backend_of(compiled: torch.nn.Module) -> Any:
-    """Return the back end of a compiled module, so that the unwrapped one is compiled alike."""
-    context: Any = getattr(compiled, "dynamo_ctx", None)
-    callback: Any = getattr(context, "_torchdynamo_orig_backend", None) or getattr(context, "callback", None)
-    return getattr(callback, "_torchdynamo_orig_backend", None) or "inductor"

@@ -262,14 +262,7 @@ def comm_hook(name: str, wrapper: str) -> Any:
         ("fp16", "no"),
         ("power_sgd", "no"),
         ("power_sgd", "fp16"),
-        pytest.param(
-            "batched_power_sgd",
-            "no",
-            marks=pytest.mark.xfail(
-                reason="torch 2.13: the batched hook fails an assertion of its own (a matrix where it wants a batch)",
-                strict=False,
-            ),
-        ),
+        ("batched_power_sgd", "no"),
     ],
 )
 def test_communication_hooks(name: str, wrapper: str) -> None:
