@@ -98,6 +98,8 @@ class Draft:
     def check(self) -> Checked:
         """Make the object, with the checks of the dataclass itself, and say what is wrong by field."""
         given, errors = self._parsed()
+        if any(entry.default is MISSING and entry.name not in given for entry in self.fields):
+            return Checked(errors=errors)
         value = None
         for _ in range(len(given) + 1):
             try:
