@@ -230,7 +230,9 @@ class Run(Inspection):
 
     async def _awaited(self, future: asyncio.Future[Run]) -> Run:
         try:
-            await future
+            # ipykernel sees an interrupt of an await only when its loop wakes up for another reason.
+            while not future.done():
+                await asyncio.wait([future], timeout=0.2)
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.stop()
             raise
