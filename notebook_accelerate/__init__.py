@@ -124,10 +124,12 @@ _SUBMODULES = (
     "accelerator",
     "data_loader",
     "launchers",
+    "local_sgd",
     "logging",
     "optimizer",
     "scheduler",
     "state",
+    "tracking",
     "utils",
     "widgets",
 )
