@@ -19,7 +19,8 @@ from notebook_accelerate.hardware import detect, gpus
 from notebook_accelerate.utils import check_cuda_fp8_capability, get_gpu_info, is_cuda_available
 found = detect()
 gpu = gpus.visible_gpu(0)
-report = {"accelerator": found.accelerator, "count": found.count, "names": get_gpu_info()[0], "cuda": is_cuda_available(),
+report = {"accelerator": found.accelerator, "count": found.count, "names": get_gpu_info()[0],
+          "cuda": is_cuda_available(),
           "fp8": check_cuda_fp8_capability(), "first": gpu and gpu.name, "memory": gpu and gpu.memory_bytes,
           "capability": gpu and gpu.capability, "torch": "torch" in sys.modules}
 number = ctypes.c_int()
