@@ -1,0 +1,389 @@
+"""The config panel without a browser: its widgets are set as a browser would set them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import notebook_accelerate
+from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+from notebook_accelerate.config.files import ClusterConfig
+from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
+from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.config.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from notebook_accelerate.hardware import HardwareInfo
+from notebook_accelerate.launch import KernelFacts
+from notebook_accelerate.launchers import _merged
+from notebook_accelerate.widgets import ConfigPanel, TrainingOptions
+
+CPU = HardwareInfo(accelerator="cpu", count=0, cpu_count=8, memory_bytes=2**34, host="jupyter", loopback="lo")
+GPUS = HardwareInfo(accelerator="cuda", count=4, cpu_count=16, memory_bytes=2**36, host="colab", loopback="lo")
+SAFE = KernelFacts(environment={})
+
+
+def _panel(machine: HardwareInfo = CPU, facts: KernelFacts = SAFE, **values: Any) -> ConfigPanel:
+    return ConfigPanel(machine=machine, facts=lambda: facts, **values)
+
+
+def _set(panel: ConfigPanel, **values: Any) -> ConfigPanel:
+    for name, value in values.items():
+        form = panel.launch_form if name in LaunchConfig.__dataclass_fields__ else panel.training_form
+        form.input(name).value = value
+    return panel
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def fail() -> None:
+    raise KeyError("lost")
+
+
+# ---- what will happen
+
+
+def test_the_sentence_says_what_will_happen() -> None:
+    panel = _set(_panel(), num_processes="2", mixed_precision="bf16", batch_size="8", gradient_accumulation_steps="4")
+    assert panel.sentence == "2 processes on cpu, fork, gloo, bf16; effective batch 64"
+    assert panel.sentence in panel._outlook.value
+    assert "8 per process × 2 processes × 4 accumulation steps" in panel._outlook.value
+
+
+def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
+    assert _panel(GPUS).sentence == "4 processes on cuda, fork, nccl, fp32; effective batch 4 × your loader's"
+    busy = KernelFacts(environment={}, fork_hazard="CUDA is initialised in the kernel")
+    panel = _panel(GPUS, busy)
+    assert panel.sentence.startswith("4 processes on cuda, zygote, nccl")
+    assert "zygote: CUDA is initialised in the kernel" in panel._outlook.value
+    assert _set(panel, cpu=True).sentence.startswith("1 process on cpu, zygote, fp32")
+    assert _set(panel, num_nodes="2", num_processes="3").sentence.startswith("3 processes of 6 on cpu, zygote, gloo")
+
+
+def test_split_batches_are_not_multiplied_by_the_processes() -> None:
+    panel = _set(_panel(), num_processes="2", batch_size="8", dataloader_config=True)
+    assert panel.sentence.endswith("effective batch 16")
+    panel.training_form.nested("dataloader_config").input("split_batches").value = True
+    assert panel.sentence.endswith("effective batch 8")
+
+
+def test_one_blocking_process_runs_inline() -> None:
+    assert _set(_panel(), block=True).sentence.startswith("1 process on cpu, inline, fp32")
+
+
+def test_what_does_not_fit_the_machine_is_said_and_cannot_be_launched() -> None:
+    panel = _set(_panel(GPUS), num_processes="5")
+    assert "this machine has 4 cuda devices" in panel.errors[""]
+    assert 'role="alert"' in panel._outlook.value
+    assert panel._go.disabled
+    assert panel.code.startswith("# num_processes=5")
+    _set(panel, num_processes="4")
+    assert panel.errors == {}
+    assert not panel._go.disabled
+
+
+def test_the_hardware_is_shown() -> None:
+    for fact in ("4 × cuda", "16 CPU cores", "64.0 GB memory", "Colab"):
+        assert f"<li>{fact}</li>" in _panel(GPUS)._title.value
+    assert "no accelerator" in _panel().text
+
+
+def test_the_real_machine_and_kernel_are_asked_by_default() -> None:
+    panel = _set(ConfigPanel(), num_processes="2", cpu=True)
+    assert panel.errors == {}
+    assert panel.sentence.startswith("2 processes on cpu, ")
+
+
+# ---- values in and out
+
+
+def test_the_config_is_what_the_form_says_and_comes_back_the_same() -> None:
+    panel = _set(_panel(), num_processes="2", timeout="60", env="A=1", gradient_accumulation_steps="4")
+    assert panel.config == LaunchConfig(
+        num_processes=2, timeout=60.0, block=False, env={"A": "1", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    )
+    other = _panel()
+    other.config = panel.config
+    assert other.config == panel.config
+    assert other.training.gradient_accumulation_steps == 4
+    assert other.launch_form.value.env == {"A": "1"}
+
+
+def test_options_that_variables_carry_need_no_line_in_the_training_function() -> None:
+    plugin = TorchDynamoPlugin(backend="INDUCTOR", fullgraph=True)  # type: ignore[arg-type]
+    panel = _panel(training=TrainingOptions(dynamo_plugin=plugin))
+    variables = panel.config.env or {}
+    assert variables["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+    assert panel.accelerator_options == {}
+    before = dict(os.environ)
+    try:
+        os.environ.update(variables)
+        assert TorchDynamoPlugin() == plugin
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_options_that_no_variable_carries_are_named_until_the_function_gets_them() -> None:
+    loader = DataLoaderConfiguration(split_batches=True)
+    handler = InitProcessGroupKwargs(backend="gloo")
+    panel = _panel(training=TrainingOptions(dataloader_config=loader, process_group_kwargs=handler))
+    assert panel.accelerator_options == {"dataloader_config": loader, "kwargs_handlers": [handler]}
+    assert "has to pass on dataloader_config, kwargs_handlers" in panel._outlook.value
+    panel._args.value = "(accelerator_options,)"
+    assert "has to pass on" not in panel._outlook.value
+
+
+def test_accumulation_in_detail_keeps_the_number_of_steps() -> None:
+    options = TrainingOptions(
+        gradient_accumulation_steps=4, gradient_accumulation_plugin=GradientAccumulationPlugin(adjust_scheduler=False)
+    )
+    given = options.accelerator_options()["gradient_accumulation_plugin"]
+    assert given == GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False)
+    with pytest.raises(ValueError, match="clear one of them"):
+        TrainingOptions(gradient_accumulation_steps=4, gradient_accumulation_plugin=GradientAccumulationPlugin(2))
+
+
+def test_the_accelerator_takes_every_option() -> None:
+    import inspect
+
+    from notebook_accelerate import Accelerator
+
+    options = TrainingOptions(
+        dataloader_config=DataLoaderConfiguration(),
+        project_config=ProjectConfiguration(),
+        log_with=["all"],
+        step_scheduler_with_optimizer=False,
+        process_group_kwargs=InitProcessGroupKwargs(),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=True),
+        dynamo_plugin=TorchDynamoPlugin(disable=True),
+    ).accelerator_options()
+    assert len(options) == 7
+    inspect.signature(Accelerator).bind(**options)
+
+
+# ---- the cell
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"num_processes": "2", "mixed_precision": "bf16", "start_method": "fork", "block": True},
+        {"cpu": True, "num_processes": "2", "env": "A=a 'quoted' \"text\"", "timeout": "1.5", "use_port": "0"},
+        {"num_nodes": "2", "node_rank": "1", "master_addr": "10.0.0.1", "gradient_accumulation_steps": "2"},
+    ],
+)
+def test_the_cell_launches_what_is_set(entries: dict[str, Any]) -> None:
+    panel = _set(_panel(), **entries)
+    panel._name.value, panel._args.value = "train", "(3,)"
+    called: dict[str, Any] = {}
+
+    def notebook_launcher(function: Any, args: Any = (), **values: Any) -> str:
+        called.update(function=function, args=args, config=_merged(values.pop("config", None), values))
+        return "the run"
+
+    scope: dict[str, Any] = {"train": double}
+    imports, _, call = panel.code.partition("\n\n")
+    exec(imports, scope)
+    scope["notebook_launcher"] = notebook_launcher
+    exec(call, scope)
+    assert scope["run"] == "the run"
+    assert called == {"function": double, "args": (3,), "config": panel.config}
+
+
+def test_the_cell_brings_the_options_of_the_training_along() -> None:
+    training = TrainingOptions(
+        dataloader_config=DataLoaderConfiguration(even_batches=False),
+        process_group_kwargs=InitProcessGroupKwargs(backend="gloo"),
+    )
+    panel = _panel(training=training)
+    scope: dict[str, Any] = {}
+    exec(panel.code.partition("run = ")[0], scope)
+    assert scope["accelerator_options"] == panel.accelerator_options
+
+
+def test_the_copied_text_is_the_cell() -> None:
+    panel = _set(_panel(), num_processes="2")
+    assert panel._copy.text == panel.code
+    assert "num_processes=2" in panel._code.value
+
+
+# ---- configuration files
+
+
+def test_a_configuration_file_goes_out_and_in(tmp_path: Path) -> None:
+    plugin = TorchDynamoPlugin(backend="INDUCTOR", mode="max-autotune")  # type: ignore[arg-type]
+    panel = _set(
+        _panel(GPUS, training=TrainingOptions(dynamo_plugin=plugin)), num_processes="2", mixed_precision="fp16"
+    )
+    _set(panel, num_nodes="2", node_rank="1", master_addr="10.0.0.1", use_port="1234")
+    file = panel.save(tmp_path / "config.yaml")
+    written = ClusterConfig.from_yaml_file(file)
+    assert (written.num_processes, written.num_machines, written.machine_rank) == (4, 2, 1)
+    assert (written.main_process_ip, written.main_process_port) == ("10.0.0.1", 1234)
+    assert (written.mixed_precision, written.distributed_type, written.use_cpu) == ("fp16", "MULTI_GPU", False)
+    other = _panel(GPUS)
+    other.load(file)
+    assert other.config == panel.config
+    assert other.training == panel.training
+
+
+def test_what_the_forms_have_no_place_for_stays_in_the_file_and_reaches_the_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    values = {"num_processes": 4, "distributed_type": "FSDP", "mixed_precision": "bf16", "main_training_function": "go"}
+    values["fsdp_config"] = {"fsdp_version": 2, "fsdp_offload_params": True}
+    file.write_text(yaml.safe_dump(values))
+    panel = _panel(GPUS)
+    panel.load(file)
+    assert (panel.config.env or {})["ACCELERATE_USE_FSDP"] == "true"
+    assert (panel.config.env or {})["FSDP_OFFLOAD_PARAMS"] == "true"
+    assert panel.config.num_processes == 4
+    _set(panel, num_processes="2")
+    written = yaml.safe_load(panel.save(tmp_path / "other.yaml").read_text())
+    assert written["fsdp_config"] == values["fsdp_config"]
+    assert (written["distributed_type"], written["num_processes"]) == ("FSDP", 2)
+    assert written["main_training_function"] == "go"
+
+
+def test_chosen_gpus_of_a_file_are_what_the_ranks_see(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"num_processes": 2, "distributed_type": "MULTI_GPU", "gpu_ids": "1,3"}))
+    panel = _panel(GPUS)
+    panel.load(file)
+    assert panel.config.env == {"CUDA_VISIBLE_DEVICES": "1,3"}
+
+
+def test_files_that_cannot_be_loaded_are_refused_where_the_user_clicked(tmp_path: Path) -> None:
+    panel = _set(_panel(), num_processes="3")
+    file = tmp_path / "config.yaml"
+    panel._file.value = str(file)
+    panel._load.click()
+    assert "FileNotFoundError" in panel._file_note.value
+    file.write_text(yaml.safe_dump({"num_process": 2}))
+    panel._load.click()
+    assert "keys that are not known: num_process" in panel._file_note.value
+    assert panel.config.num_processes == 3
+    with pytest.raises(ValueError, match="not known"):
+        panel.load(file)
+
+
+def test_saving_over_a_strangers_file_asks_first(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("mine: true\n")
+    panel = _set(_panel(), num_processes="2", timeout="5")
+    panel._file.value = str(file)
+    panel._save.click()
+    assert "click Save again" in panel._file_note.value
+    assert file.read_text() == "mine: true\n"
+    panel._save.click()
+    assert "saved" in panel._file_note.value
+    assert "no place for block, timeout" in panel._file_note.value
+    assert ClusterConfig.from_yaml_file(file).num_processes == 2
+
+
+# ---- launching
+
+
+def test_a_launch_from_code_returns_the_run() -> None:
+    panel = _set(ConfigPanel(), num_processes="2", cpu=True, use_port="0")
+    run = panel.launch(double, (4,))
+    run.wait()
+    assert run.results == (8, 8)
+    assert panel.runs == [run]
+    assert run.config == panel.config
+
+
+def test_the_button_launches_without_blocking_and_says_how_it_went() -> None:
+    panel = _set(ConfigPanel(double, (5,)), num_processes="2", cpu=True, use_port="0", block=True)
+    panel._go.click()
+    run = panel.runs[-1]
+    assert run.config.block is False
+    run.wait()
+    assert run.results == (10, 10)
+    assert f"run {run.id} succeeded" in panel._run_note.value
+
+
+def test_a_failing_run_is_told_in_the_panel_and_throws_nothing() -> None:
+    panel = _set(ConfigPanel(fail), num_processes="2", cpu=True, use_port="0")
+    panel._go.click()
+    panel.runs[-1].wait()
+    assert panel.runs[-1].status == "failed"
+    assert "KeyError" in panel._run_note.value
+    assert 'role="alert"' in panel._run_note.value
+
+
+def test_functions_and_arguments_are_taken_from_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "twice", double, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "number", 21, raising=False)
+    panel = _set(ConfigPanel(), cpu=True)
+    panel._name.value, panel._args.value = "twice", "(number,)"
+    panel._go.click()
+    panel.runs[-1].wait()
+    assert panel.runs[-1].results == (42,)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("", "", "there is no function to run"),
+        ("nothing_here", "", "is not a function of this notebook"),
+        ("double", "(1", "SyntaxError"),
+        ("double", "1", "is not a tuple; write (1,)"),
+        ("double", "(missing,)", "NameError"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_where_the_user_clicked(
+    name: str, arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "double", double, raising=False)
+    panel = _panel()
+    panel._name.value, panel._args.value = name, arguments
+    panel._go.click()
+    assert said in panel._run_note.value
+    assert panel.runs == []
+
+
+def test_a_wrong_form_cannot_be_launched_from_code_either() -> None:
+    panel = _set(_panel(), num_processes="none")
+    with pytest.raises(ValueError, match="num_processes='none' is not a whole number"):
+        panel.launch(double, (1,))
+    with pytest.raises(ValueError, match="num_processes"):
+        _ = panel.config
+
+
+# ---- how it looks without widgets
+
+
+def test_the_static_forms_hold_everything_and_no_script() -> None:
+    panel = _set(_panel(), num_processes="2", rdzv_id="<script>1</script>", batch_size="4")
+    assert "<script" not in panel.html
+    for part in ("2 processes on cpu, fork, gloo, fp32; effective batch 8", "num_processes", "8 CPU cores"):
+        assert part in panel.html
+        assert part in panel.text
+    shown = panel._repr_mimebundle_()
+    assert shown["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.widget.model_id
+
+
+def test_a_broken_listener_leaves_the_form_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = _panel()
+    monkeypatch.setattr(ConfigPanel, "_outlook_html", lambda *_: 1 / 0)
+    _set(panel, num_processes="2")
+    assert "ZeroDivisionError" in panel._run_note.value
+    assert panel.config.num_processes == 2
+
+
+def test_configure_is_a_public_name() -> None:
+    panel = notebook_accelerate.configure(double, (3,), config=LaunchConfig(num_processes=2, cpu=True))
+    assert isinstance(panel, ConfigPanel)
+    assert panel._name.value == "double"
+    assert panel.config == LaunchConfig(num_processes=2, cpu=True)
