@@ -8,8 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-
 from notebook_accelerate.tracking.base import VendorTracker, on_main_process
 from notebook_accelerate.tracking.values import kind_of
 
@@ -56,6 +54,8 @@ class TensorBoardTracker(VendorTracker):
         self.tracker.flush()
         folder = self.logging_dir / str(time.time())
         folder.mkdir(parents=True)
+        import yaml  # a tenth of a second, which only this tracker should cost
+
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
     @on_main_process
