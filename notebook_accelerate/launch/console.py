@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import functools
 import getpass
 import io
 import sys
@@ -113,16 +114,21 @@ def _text(value: object) -> object:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
-def _install_bare_display(functions: Any) -> None:
+@functools.cache
+def _bare_formatter() -> Any:
+    """Return what turns an object into MIME bundles; made at the first display, for it takes longer than a fork."""
     from IPython.core.formatters import DisplayFormatter
 
     formatter: Any = DisplayFormatter()
     formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _figure_png)
+    return formatter
 
+
+def _install_bare_display(functions: Any) -> None:
     def display(*objects: object, display_id: object = None, update: bool = False, **_: object) -> object:
         identity = _display_identity(functions, display_id)
         for value in objects:
-            data, metadata = formatter.format(value)
+            data, metadata = _bare_formatter().format(value)
             publish(data, metadata, transient={"display_id": identity}, update=update)
         return functions.DisplayHandle(identity) if identity and not update else None
 
