@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
         known = sorted({entry.area for entry in ROWS} | {entry.name for entry in ROWS})
         print(f"no row is called {' or '.join(arguments)}; there are: {', '.join(known)}")
         return 2
-    print(_machine())
+    print(f"{_machine()}\nmedians; the peer is Accelerate where nothing else is said")
     figures: list[tuple[Row, Figure]] = []
     for entry in rows:
         begin = time.monotonic()
@@ -150,9 +150,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _machine() -> str:
     parts = [f"{len(os.sched_getaffinity(0))} cores", f"Python {platform.python_version()}"]
-    for name in ("torch", "ipykernel", "accelerate"):
-        parts.append(f"{name} {_version(name)}")
-    return f"{' · '.join(parts)}, load {os.getloadavg()[0]:.1f}\nmedians; the peer is Accelerate where nothing else is said"
+    parts += [f"{name} {_version(name)}" for name in ("torch", "ipykernel", "accelerate")]
+    return f"{' · '.join(parts)}, load {os.getloadavg()[0]:.1f}"
 
 
 def _version(name: str) -> str:
