@@ -9,10 +9,28 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch import worker
 from notebook_accelerate.launch.backends.base import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
+from notebook_accelerate.launch.backends.zygote import running_zygote
 from notebook_accelerate.launch.preflight import fork_quietly
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder
+
+
+class ForkedRank(OwnChild):
+    """A rank whose process group the zygote, where there is one, ends with the kernel."""
+
+    def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
+        super().__init__(rank, pid, ends, exit_descriptor)
+        self._guardian = running_zygote()
+        if self._guardian is not None:
+            self._guardian.guard(pid)
+
+    def close(self) -> None:
+        """See ``RankProcess.close``."""
+        super().close()
+        if self._guardian is not None:
+            self._guardian.guard(self.pid)
+            self._guardian = None
 
 
 class ForkBackend(ProcessBackend):
@@ -34,4 +52,4 @@ class ForkBackend(ProcessBackend):
         with suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(pid, pid)
         ends.close_rank_side()
-        return OwnChild(order.rank, pid, ends, pidfd_of(pid))
+        return ForkedRank(order.rank, pid, ends, pidfd_of(pid))

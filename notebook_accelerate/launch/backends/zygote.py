@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!qq")
 """What the server writes when a rank has ended: its wait status, its peak resident memory in KiB."""
+GUARD = 1 << 31
+"""Set in a request's length: it is no length but a process group to end, or no longer to end, with the kernel."""
 START_SECONDS = 120.0
 """How long the server may take to import torch."""
 
@@ -77,6 +79,14 @@ class Zygote:
                 raise LaunchError(f"the server process has ended{self.last_words()}")
             return int(LENGTH.unpack(answer)[0])
 
+    def guard(self, pid: int) -> None:
+        """Have the server end the process group ``pid`` when this process dies; a second call takes that back.
+
+        The system ends a rank with its kernel, but not what the rank has started.
+        """
+        with self._lock, suppress(OSError):  # a server that is gone guards nobody
+            self._control.sendall(LENGTH.pack(GUARD | pid))
+
     def last_words(self) -> str:
         """Return the end of what the server printed, for an error message."""
         self._log.seek(0)
@@ -109,6 +119,11 @@ def ensure_zygote() -> Zygote:
                 _zygote.close()
             _zygote = Zygote()
         return _zygote
+
+
+def running_zygote() -> Zygote | None:
+    """Return the server, if there is one."""
+    return _zygote if _zygote is not None and _zygote.alive() else None
 
 
 def close_zygote() -> None:

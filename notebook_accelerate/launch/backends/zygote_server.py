@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.launch import worker
-from notebook_accelerate.launch.backends.zygote import LENGTH, STATUS
+from notebook_accelerate.launch.backends.zygote import GUARD, LENGTH, STATUS
 from notebook_accelerate.launch.payload import loader
 
 PRELOADED = (
@@ -47,6 +47,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: dict[int, _Child] = {}
+        self._guarded: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         for descriptor in (self._wake_reader, self._wake_writer):
@@ -74,7 +75,11 @@ class _Server:
         header, descriptors, _, _ = socket.recv_fds(self._control, LENGTH.size, 5)
         if len(header) < LENGTH.size:
             return False
-        body = self._control.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
+        length = LENGTH.unpack(header)[0]
+        if length & GUARD:
+            self._guarded ^= {length - GUARD}
+            return True
+        body = self._control.recv(length, socket.MSG_WAITALL)
         channel, stdout, stderr, payload, status = descriptors
         parent = os.getpid()
         pid = os.fork()
@@ -108,7 +113,7 @@ class _Server:
                 del self._children[pid]
 
     def _end_all(self) -> None:
-        for pid in self._children:
+        for pid in (*self._children, *self._guarded):
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
