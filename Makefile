@@ -6,13 +6,19 @@ BENCH_VENV := .venv-bench
 PY ?= $(VENV)/bin/python
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
+COLAB_VENV := .venv-colab
+COLAB_READY := $(COLAB_VENV)/.ready
+KERNELS := 6.31.0 7.3.0 7.4.0
+KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-gpu lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-gpu lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
 	@echo "make test           lint and all tests that this machine can run"
 	@echo "make test-notebook  the tests that start Jupyter kernels"
+	@echo "make test-colab     launch and panels with the versions of Colab's kernel image"
+	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          launch times, side by side with Accelerate's launcher"
@@ -37,6 +43,19 @@ $(BENCH_READY): $(READY) requirements/bench.txt
 	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
 	touch $@
 
+# Colab's versions come first on the path; torch and the test tools are the development environment's.
+$(COLAB_READY): $(READY) requirements/colab.txt
+	test -x $(COLAB_VENV)/bin/python || $(PYTHON) -m venv $(COLAB_VENV)
+	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(COLAB_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(COLAB_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/colab.txt
+	touch $@
+
+$(KERNELS_BUILD)/%/.ready: $(READY)
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+		--target $(@D) ipykernel==$* nest-asyncio==1.6.0
+	touch $@
+
 demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb
 
@@ -45,6 +64,18 @@ test: lint
 
 test-notebook: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m notebook tests
+
+test-colab: $(COLAB_READY)
+	OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 $(COLAB_VENV)/bin/python -m pytest -m "not benchmark" \
+		-o cache_dir=.build/pytest-colab tests/unit/launch tests/unit/telemetry tests/unit/widgets tests/unit/support \
+		tests/notebook
+
+test-kernels: $(KERNELS:%=$(KERNELS_BUILD)/%/.ready)
+	for version in $(KERNELS); do \
+		echo "ipykernel $$version"; \
+		OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=$$version TEST_KERNEL_PATH=$(CURDIR)/$(KERNELS_BUILD)/$$version \
+			$(PY) -m pytest -m notebook -o cache_dir=.build/pytest-kernels tests || exit 1; \
+	done
 
 test-gpu: $(SETUP)
 	$(PY) -m pytest -m gpu -rs tests
@@ -63,5 +94,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(COLAB_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -326,7 +326,9 @@ class Kernel:
         )
 
     def _start(self, changes: dict[str, str | None]) -> None:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        # TEST_KERNEL_PATH: a folder with another ipykernel, for the tests with several versions.
+        path = os.pathsep.join(filter(None, (os.environ.get("TEST_KERNEL_PATH"), str(ROOT))))
+        env = {**os.environ, "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
             env[name] = str(self.folder / name.lower())
         env.update({name: value for name, value in changes.items() if value is not None})
