@@ -178,7 +178,7 @@ class NotebookPublisher(Publisher):
     def __init__(self, kernel: Any, run_id: int) -> None:
         super().__init__()
         self._kernel = kernel
-        self._parent = _parent_message(kernel)
+        self._parent = parent_message(kernel)
         self._bars_id: str | None = None
         self._bars_name = f"notebook-accelerate-{run_id}-progress"
         self._budget, self._budget_time = float(BURST_BYTES), time.monotonic()
@@ -245,7 +245,7 @@ def published_under(message: Any) -> Iterator[None]:
         _published_under.reset(token)
 
 
-def _parent_message(kernel: Any) -> Any:
+def parent_message(kernel: Any) -> Any:
     """Return the message of the cell that runs now; ipykernel 6 and 7 both have ``get_parent``."""
     return _published_under.get() or kernel.get_parent()
 

@@ -15,6 +15,7 @@ from notebook_accelerate.debug.desk import Desk
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
 from notebook_accelerate.launch.inspection import Inspection, prompt
 from notebook_accelerate.launch.questions import Board
+from notebook_accelerate.launch.views import Viewed
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Attempt:
     outcome: str = "running"
 
 
-class Run(Inspection):
+class Run(Inspection, Viewed):
     """A launch in progress, or what is left of it.
 
     Made by ``notebook_launcher``; nothing here starts anything.
@@ -246,9 +247,6 @@ class Run(Inspection):
         count = len(self._ranks) or self.config.num_processes or 1
         ranks = "1 rank" if count == 1 else f"{count} ranks"
         return f"<Run {self.id}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
-
-    def _repr_html_(self) -> str:
-        return self.report().html
 
     # ---- what the launch room writes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
 from notebook_accelerate.errors import RunInterrupted, WorkerError
-from notebook_accelerate.launch import inline, messages, ports, registry
+from notebook_accelerate.launch import inline, messages, ports, registry, views
 from notebook_accelerate.launch.backends import process_backend
 from notebook_accelerate.launch.failures import ordered
 from notebook_accelerate.launch.output import Publisher, publisher_for, running_kernel
@@ -49,6 +49,7 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
         run._planned(plan(config, machine, facts))
         registry.add(run)
         _announce(run, publisher_for(run.id))
+        views.show(run)
         inline.execute(run, function, arguments)
     else:
         launcher = _Launcher(run, function, arguments)
@@ -83,6 +84,8 @@ class _Launcher:
         try:
             self._thread.start()
             self._started.wait()
+            if self._problem is None:
+                views.show(self._run)  # once the ranks are off: making widgets takes as long as starting them
         except KeyboardInterrupt:
             self._request_stop(DEFAULT_GRACE)
             self._thread.join()

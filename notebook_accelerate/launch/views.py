@@ -1,0 +1,97 @@
+"""How a run shows itself. The panels live in a higher room: they are named here, and loaded on first use."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.output import parent_message, running_kernel
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.run import Run
+
+VIEWS = {"panel": "notebook_accelerate.widgets.run_panel:RunPanel"}
+"""What a run can show, by name: module and class, called with the run."""
+
+STOP_GRACE = 5.0
+
+
+class Viewed:
+    """What a run can do to be seen."""
+
+    _view: Any = None
+    _launched_under: str = ""
+
+    def panel(self) -> Any:
+        """Return the run's live panel; as the last line of a cell it shows itself, in any cell, as often as wanted.
+
+        When the run ends, every place where the panel is shown keeps the static report; calling this again then opens
+        the panel on what the run left.
+
+        Raises:
+            ImportError: ipywidgets or anywidget is not installed.
+        """
+        if self._view is None or self._view.closed:
+            self._view = load("panel")(self)
+        return self._view
+
+    def request_stop(self, grace: float = STOP_GRACE) -> None:
+        """Ask for the run's end and return at once; from any thread. A second call kills.
+
+        Args:
+            grace: Seconds the ranks have to end by themselves.
+        """
+        stopper = getattr(self, "_stopper", None)
+        if stopper is not None:
+            stopper(grace)
+
+    def _repr_html_(self) -> str | None:
+        if _cell() and _cell() == self._launched_under:  # its panel stands above already
+            return None
+        return str(self.report().html)  # type: ignore[attr-defined]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        html = self._repr_html_()
+        if html is None:
+            return {"text/plain": repr(self)}
+        return {"text/html": html, "text/plain": self.report().text}  # type: ignore[attr-defined]
+
+    def _ipython_display_(self) -> None:
+        """Show the live panel while there is something to watch; otherwise leave it to the static form."""
+        live = getattr(self, "ended", None) is None and _cell() != self._launched_under
+        if not live or running_kernel() is None or not _try(lambda: self.panel().show()):
+            raise NotImplementedError  # IPython then asks for the MIME bundle
+
+
+def load(name: str) -> Any:
+    """Return the class of a view."""
+    module, _, attribute = VIEWS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def show(run: Run) -> None:
+    """Show the panel of a run under the cell that launches it; a panel that fails never keeps a run from going on."""
+    if running_kernel() is None or run.config.panel is False:
+        return
+    if _try(lambda: run.panel().show()):
+        run._launched_under = _cell()
+
+
+def _try(action: Any) -> bool:
+    try:
+        return action() is not None
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the panel, the run is not
+        text = f"the panel cannot be shown: {type(error).__name__}: {error}; print(run.report()) tells of the run"
+        warnings.warn(text, stacklevel=3)
+        return False
+
+
+def _cell() -> str:
+    """Return the id of the request that is executed now; "" outside a kernel."""
+    kernel = running_kernel()
+    header = (parent_message(kernel) or {}).get("header") if kernel is not None else None
+    return str((header or {}).get("msg_id", ""))
+
+
+__all__ = ["VIEWS", "Viewed", "load", "show"]

@@ -1,0 +1,164 @@
+"""Between a run and its views: many changes, few renders; and outputs of a cell that are replaced later.
+
+Views never run on the thread that supervises a run: its events set a flag, and one thread of this room, which lives as
+long as there are live views, renders what is due. A view that fails is closed and says so; the run never notices.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.output import parent_message, running_kernel
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry import Store
+
+PERIOD = 0.2
+"""Least seconds between two renders of a view: at most five a second."""
+IDLE_PERIOD = 1.0
+"""Seconds between two renders when nothing happens: clocks and silences go on."""
+
+
+class Binding:
+    """Renders a view when its store has changed, at most five times a second.
+
+    Args:
+        store: What is watched.
+        render: Called with the time, on the views' thread, never twice at once.
+        failed: Called once with the error that ended the binding.
+        clock: Seconds; a fake one in tests.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        render: Callable[[float], None],
+        failed: Callable[[Exception], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._render, self._failed, self._clock = render, failed, clock
+        self._dirty = True
+        self._last = float("-inf")
+        self._lock = threading.RLock()
+        self.closed = False
+        self._leave = store.subscribe(self.touch)
+
+    def touch(self, *_: Any) -> None:
+        """Note that something has changed; from any thread, at the price of one assignment."""
+        self._dirty = True
+
+    def tick(self) -> bool:
+        """Render if it is time to; return whether it was."""
+        with self._lock:
+            now = self._clock()
+            waited = now - self._last
+            if self.closed or 0 <= waited < (PERIOD if self._dirty else IDLE_PERIOD) * 0.95:
+                return False
+            self._dirty = False
+            self._last = now
+            try:
+                self._render(now)
+            except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
+                self._fail(error)
+            return True
+
+    def _fail(self, error: Exception) -> None:
+        self.close()
+        with suppress(Exception):  # the view is broken already; the warning below tells of it
+            self._failed(error)
+        text = f"a panel stopped updating: {type(error).__name__}: {error}; the run goes on"
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn(text, stacklevel=2)
+
+    def close(self) -> None:
+        """Render no more; returns when a render that is under way has ended, unless that is the caller."""
+        with self._lock:
+            self.closed = True
+            self._leave()
+
+
+class Ticker:
+    """The thread that ticks all open bindings; it exists only while there are some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bindings: list[Binding] = []
+        self._thread: threading.Thread | None = None
+
+    def add(self, binding: Binding) -> None:
+        """Tick ``binding`` until it is closed."""
+        with self._lock:
+            self._bindings.append(binding)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="notebook-accelerate-panels", daemon=True)
+                self._thread.start()
+
+    def _main(self) -> None:
+        while bindings := self._open():
+            begin = time.monotonic()
+            for binding in bindings:
+                binding.tick()
+            # A slow front end or a busy machine gets at least as much rest as a round has taken.
+            spent = time.monotonic() - begin
+            time.sleep(max(PERIOD - spent, spent, 0.01))
+
+    def _open(self) -> list[Binding]:
+        with self._lock:
+            self._bindings = [binding for binding in self._bindings if not binding.closed]
+            if not self._bindings:
+                self._thread = None
+            return list(self._bindings)
+
+
+ticker = Ticker()
+
+
+class Shown:
+    """An output under the cell that runs now, which any thread may replace later, also after the cell has ended."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._parent = parent_message(kernel)
+        self._transient = {"display_id": f"notebook-accelerate-{uuid.uuid4().hex}"}
+
+    @property
+    def cell(self) -> str:
+        """The id of the request that the output belongs to."""
+        return str(((self._parent or {}).get("header") or {}).get("msg_id", ""))
+
+    def show(self, data: dict[str, Any]) -> None:
+        """Show a MIME bundle."""
+        self._send("display_data", data)
+
+    def replace(self, data: dict[str, Any]) -> None:
+        """Put another MIME bundle in its place."""
+        self._send("update_display_data", data)
+
+    def _send(self, kind: str, data: dict[str, Any]) -> None:
+        # Straight to the session: display() would file it under the cell that runs when it is called.
+        content = {"data": data, "metadata": {}, "transient": self._transient}
+        self._kernel.session.send(
+            self._kernel.iopub_socket, kind, content, parent=self._parent, ident=f"display.{kind}".encode()
+        )
+
+
+def place() -> Shown | None:
+    """Return an output under the cell that runs now; None where there is no notebook."""
+    kernel = running_kernel()
+    return Shown(kernel) if kernel is not None else None
+
+
+def live_bundle(widget: Any, text: str) -> dict[str, Any]:
+    """Return the MIME bundle that shows a live widget."""
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    return {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
+
+
+__all__ = ["IDLE_PERIOD", "PERIOD", "Binding", "Shown", "Ticker", "live_bundle", "place", "ticker"]

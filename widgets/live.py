@@ -1,0 +1,126 @@
+"""What all panels over a run share: they render while it lasts, and leave their static form when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.widgets.binding import Binding, Shown, live_bundle, place, ticker
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch import Run
+
+
+class LivePanel(ABC):
+    """A live view of a run.
+
+    While the run lasts, every place it is displayed at shows the same widget. When the run ends, each place keeps the
+    panel's static form, so that the saved notebook needs neither kernel nor widgets.
+
+    Args:
+        run: The run to watch.
+        clock: Seconds since the epoch; a fake one in tests.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
+        self.run = run
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._places: list[Shown] = []
+        self.closed = False
+        self.widget: Any = self._build()
+        self.binding = Binding(run.store, self._render, self._broke, clock)
+        self.binding.tick()
+        run.add_done_callback(self._ended)
+
+    # ---- what each panel says
+
+    @abstractmethod
+    def _build(self) -> Any:
+        """Make the widget."""
+
+    @abstractmethod
+    def _render(self, now: float) -> None:
+        """Bring the widget up to date."""
+
+    @abstractmethod
+    def _say(self, text: str) -> None:
+        """Show a sentence in place of what cannot be shown."""
+
+    @property
+    @abstractmethod
+    def html(self) -> str:
+        """The panel as static HTML."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The panel as plain text."""
+
+    # ---- being displayed
+
+    def show(self) -> Shown | None:
+        """Show the panel under the cell that runs now; return the place, None where there is no notebook."""
+        where = place()
+        if where is None:
+            return None
+        self.binding.touch()
+        self.binding.tick()
+        with self._lock:
+            where.show(live_bundle(self.widget, self.text) if not self.closed else self._static())
+            self._places.append(where)
+        if not self.closed and self.run.ended is None:
+            ticker.add(self.binding)
+        return where
+
+    def _ipython_display_(self) -> None:
+        if self.show() is None:
+            print(self.text)  # noqa: T201 - a terminal's IPython: printing is displaying
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self._static()
+
+    def _static(self) -> dict[str, Any]:
+        return {"text/html": self.html, "text/plain": self.text}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of run {self.run.id}: {self.run.status}>"
+
+    # ---- the end
+
+    def _broke(self, error: Exception) -> None:
+        self._say(
+            f"This panel stopped updating ({type(error).__name__}: {error}). The run goes on: see print(run.report())."
+        )
+
+    def _ended(self, _: Run) -> None:
+        """Leave the static form; on the supervisor's thread, which must not hear of any problem."""
+        with suppress(Exception):
+            if self._places:
+                self.close()
+
+    def close(self) -> None:
+        """Stop updating; every place where the panel is displayed keeps its static form."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self.binding.close()
+            static = self._static()
+            for where in self._places:
+                where.replace(static)
+            _close_all(self.widget)
+
+
+def _close_all(widget: Any) -> None:
+    """Let go of a widget and all below it, in the kernel and in the browser."""
+    for child in getattr(widget, "children", ()):
+        _close_all(child)
+    widget.close()
+
+
+__all__ = ["LivePanel"]

@@ -1,0 +1,133 @@
+"""The panel of one run: what displaying a run shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from notebook_accelerate.widgets import sections
+from notebook_accelerate.widgets.binding import live_bundle
+from notebook_accelerate.widgets.live import LivePanel
+from notebook_accelerate.widgets.logs import LogView
+from notebook_accelerate.widgets.plot import Plot, sources_of
+from notebook_accelerate.widgets.resources import strip
+from notebook_accelerate.widgets.stopping import hint, look_at_kernel
+from notebook_accelerate.widgets.styles import style_sheet
+from notebook_accelerate.widgets.watching import Watcher, loss_name
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch import Run
+
+TABS = ("Curves", "Ranks", "Step time", "Logs", "Errors", "Setup")
+
+
+class RunPanel(LivePanel):
+    """Header with a stop button, progress, resources, curves, ranks, step times, logs, errors and setup of a run.
+
+    Args:
+        run: The run to watch.
+        clock: Seconds since the epoch; a fake one in tests.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
+        self._watcher = Watcher(run)
+        self._titles: dict[int, str] = {}
+        super().__init__(run, clock)
+
+    # ---- the widget
+
+    def _build(self) -> Any:
+        self._head, self._progress, self._strip = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._ranks, self._times, self._errors = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._setup, self._problem = ipywidgets.HTML(), ipywidgets.HTML()
+        self.plot = Plot(
+            sources_of(self.run), "No metric has been logged yet: accelerator.log({...}) draws curves here."
+        )
+        self.logs = LogView(self.run)
+        self.stop_button = ipywidgets.Button(description="Stop", tooltip="Stop the run")
+        self.stop_button.add_class("na-stop")
+        self.stop_button.on_click(self._stop_clicked)
+        for asking in (self.plot, self.logs):
+            asking.on_msg(self._asked)
+        self.plot.observe(self._asked, "wanted")
+        headline = ipywidgets.HBox([self._head, self.stop_button])
+        headline.add_class("na-headline")
+        pages = [self.plot, self._ranks, self._times, self.logs, self._errors, self._setup]
+        self._tabs = ipywidgets.Tab(children=pages)
+        self._tabs.add_class("na-tabs")
+        for index, title in enumerate(TABS):
+            self._title(index, title)
+        parts = [ipywidgets.HTML(style_sheet()), headline, self._problem, self._progress, self._strip, self._tabs]
+        parts[0].layout.display = "none"
+        box = ipywidgets.VBox(parts)
+        for name in ("na-run", "na-card"):
+            box.add_class(name)
+        return box
+
+    def _title(self, index: int, title: str) -> None:
+        if self._titles.get(index) != title:
+            self._titles[index] = title
+            self._tabs.set_title(index, title)
+
+    def _render(self, now: float) -> None:
+        run, seen = self.run, self._watcher.look(now)
+        self._head.value = sections.head(run, seen, hint(run, look_at_kernel()))
+        self._progress.value = sections.progress(seen)
+        self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
+        self._ranks.value = sections.ranks(seen, loss_name(run))
+        self._times.value = sections.step_times(seen)
+        self._errors.value = sections.errors(run)
+        self._setup.value = self._setup.value or sections.setup(run)
+        self._title(1, "Ranks ⚠" if seen.warned else "Ranks")
+        self._title(4, f"Errors ({len(run.failures)})" if run.failures else "Errors")
+        self._show_stop_button()
+        self.plot.update(now)
+        self.logs.update(now)
+
+    def _show_stop_button(self) -> None:
+        run, button = self.run, self.stop_button
+        inline = run.plan is not None and run.plan.start_method == "inline"
+        stopping = run.status == "stopping"
+        button.layout.display = "none" if run.ended is not None else ""
+        button.disabled = inline or run.ended is not None
+        button.description = "Kill" if stopping else "Stop"
+        button.tooltip = "End every rank at once" if stopping else "Ask every rank to stop"
+        button.button_style = "danger" if stopping else ""
+
+    # ---- what comes back; on any thread
+
+    def _stop_clicked(self, _: Any) -> None:
+        self.run.request_stop()
+        self.binding.touch()
+
+    def _asked(self, *_: Any) -> None:
+        self.binding.touch()
+        if self.run.ended is not None:  # nobody else renders any more
+            self.binding.tick()
+
+    def _say(self, text: str) -> None:
+        self._problem.value = f'<p class="na-problem" role="alert">{escape(text)}</p>'
+
+    # ---- without a browser
+
+    @property
+    def html(self) -> str:
+        """The run's report as static HTML."""
+        return self.run.report().html
+
+    @property
+    def text(self) -> str:
+        """The run's report as plain text."""
+        return self.run.report().text
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        if self.closed:
+            return self._static()
+        return {**self._static(), **live_bundle(self.widget, self.text)}
+
+
+__all__ = ["TABS", "RunPanel"]

@@ -1,0 +1,154 @@
+"""Past runs side by side: what was different, what came out, and their curves over each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from html import escape
+from typing import Any
+
+import ipywidgets
+
+from notebook_accelerate.launch import Run, curves, runs
+from notebook_accelerate.widgets import sections
+from notebook_accelerate.widgets.binding import live_bundle
+from notebook_accelerate.widgets.plot import Plot, Source
+from notebook_accelerate.widgets.styles import style_sheet
+from notebook_accelerate.widgets.watching import duration
+
+MAX_COLUMNS = 8
+"""Metrics that have a column."""
+MAX_OVERLAID = 8
+"""Runs whose curves are drawn: as many as there are colours."""
+
+
+class RunsTable:
+    """The runs of this kernel, with their differences and final metrics, and their curves in one plot.
+
+    Args:
+        chosen: The runs to show, or their ids; None: all that this kernel remembers. The plot overlays the latest eight
+            of them, each of which its button hides or shows.
+        clock: Seconds since the epoch; a fake one in tests.
+
+    Raises:
+        ValueError: An id that no run has.
+    """
+
+    def __init__(self, chosen: Sequence[Run | int] | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.runs = _picked(chosen)
+        self.plot = Plot(
+            [Source(run.store, run.started, f"run {run.id}", ranks=False) for run in self.runs[-MAX_OVERLAID:]],
+            "None of these runs has logged a metric.",
+        )
+        self._table = ipywidgets.HTML()
+        refresh = ipywidgets.Button(description="Refresh", tooltip="Read the runs again")
+        refresh.add_class("na-stop")
+        refresh.on_click(lambda _: self.refresh())
+        self.plot.on_msg(lambda *_: self.refresh())
+        self.widget = ipywidgets.VBox([ipywidgets.HTML(style_sheet()), self._table, refresh, self.plot])
+        for name in ("na-run", "na-card"):
+            self.widget.add_class(name)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the runs again: those that go on have come further."""
+        self._table.value = self._html_table(sections.state, 'class="na-table"')
+        self.plot.update(self._clock())
+
+    # ---- contents
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The table: a head, then a row per run, the latest first; settings that all share are left out."""
+        settings, metrics = self._differences(), self._metric_names()
+        head = ["run", "function", "state", "started", "took", "ranks", *settings, *metrics]
+        return [head, *(self._row(run, settings, metrics) for run in reversed(self.runs))]
+
+    def _row(self, run: Run, settings: Sequence[str], metrics: Sequence[str]) -> list[str]:
+        started = datetime.fromtimestamp(run.started).strftime("%H:%M:%S")
+        ranks = str(run.plan.world_size if run.plan is not None else run.config.num_processes or "")
+        cells = [str(run.id), run.function_name, run.status, started, duration(run.elapsed), ranks]
+        cells += [repr(getattr(run.config, name)) for name in settings]
+        return [*cells, *(_final(run, name) for name in metrics)]
+
+    def _differences(self) -> list[str]:
+        """Return the settings that are not the same in all runs; those of the ranks' environment are not shown."""
+        names = [name for name in _fields(self.runs) if name not in ("env", "num_processes")]
+        return [name for name in names if len({repr(getattr(run.config, name)) for run in self.runs}) > 1]
+
+    def _metric_names(self) -> list[str]:
+        return list(dict.fromkeys(name for run in self.runs for name in run.store.metric_names()))[:MAX_COLUMNS]
+
+    def _html_table(self, state: Callable[[str], str], attributes: str) -> str:
+        head, *rows = self.rows
+        columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+        body = "".join(_html_row(row, state) for row in rows)
+        if not rows:
+            return '<p class="na-empty">No run has been launched from this kernel yet.</p>'
+        return (
+            f'<div class="na-scroll"><table {attributes}><caption>Runs of this kernel; metrics are the last values '
+            f"of the lowest rank</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
+
+    @property
+    def html(self) -> str:
+        """Table and curves as static HTML."""
+        return self._html_table(escape, "") + _overlay(self.runs[-MAX_OVERLAID:])
+
+    @property
+    def text(self) -> str:
+        """The table as plain text."""
+        rows = self.rows
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {**live_bundle(self.widget, self.text), "text/html": self.html}
+
+    def __repr__(self) -> str:
+        return f"<RunsTable: {len(self.runs)} runs>"
+
+
+def _picked(chosen: Sequence[Run | int] | None) -> list[Run]:
+    known = {run.id: run for run in runs()}
+    if chosen is None:
+        return list(known.values())
+    missing = [one for one in chosen if not isinstance(one, Run) and one not in known]
+    if missing:
+        raise ValueError(f"no run {missing[0]!r} in this kernel; there are {', '.join(map(str, known)) or 'none yet'}")
+    return [one if isinstance(one, Run) else known[one] for one in chosen]
+
+
+def _fields(chosen: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in chosen for name in run.config.non_default()))
+
+
+def _final(run: Run, name: str) -> str:
+    ranks = run.store.ranks_of(name)
+    value = run.store.last_value(name, ranks[0]) if ranks else None
+    return "–" if value is None else curves.number(value)
+
+
+def _html_row(row: list[str], state: Callable[[str], str]) -> str:
+    cells = "".join(f"<td>{state(cell) if column == 1 else escape(cell)}</td>" for column, cell in enumerate(row[1:]))
+    return f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>'
+
+
+def _overlay(chosen: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(name for run in chosen for name in run.store.metric_names()))
+    pictures = []
+    for name in names[:24]:
+        tracks, words = [], []
+        for run in chosen:
+            if name in run.store.metric_names():
+                first = curves.tracks_of(run.store, name)[0]
+                tracks.append(curves.Track(f"run {run.id}", first.x, first.y))
+                words.append(f"run {run.id}: {curves.description(run.store.series(name))}")
+        pictures.append(curves.image(name, tracks, "; ".join(words)))
+    return f"<div>{' '.join(pictures)}</div>" if pictures else ""
+
+
+__all__ = ["RunsTable"]

@@ -1,0 +1,145 @@
+/* What the ranks wrote: tabs per rank and a search that work while the kernel is busy.
+ *
+ * `full` and `delta` hold {seq, prev, lines: [[rank, seconds, stream, text], ...], skipped: {rank: count}}; a delta
+ * continues the message `prev`. Text is set as text, never as markup.
+ */
+const KEPT = 2000;
+const SHOWN = 1000;
+const ANSI = /\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*(?:\x07|\x1b\\)/g;
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") node.className = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+class Logs {
+  constructor(model, el) {
+    this.model = model;
+    this.seq = -1;
+    this.lines = [];
+    this.counts = new Map();
+    this.skipped = new Map();
+    this.rank = "all";
+    this.key = `na-${Math.random().toString(36).slice(2)}`;
+    this.tabs = make("div", { class: "na-segments", role: "tablist", "aria-label": "Rank" });
+    this.tabs.addEventListener("keydown", (event) => this.arrow(event));
+    this.search = make("input", { type: "search", placeholder: "Search lines", "aria-label": "Search the lines", oninput: () => this.schedule() });
+    this.errors = make("input", { type: "checkbox", onchange: () => this.schedule() });
+    this.follow = make("input", { type: "checkbox", onchange: () => this.schedule() });
+    this.follow.checked = true;
+    this.count = make("span", { class: "na-count", role: "status" });
+    this.body = make("div", { class: "na-log", role: "log", tabindex: "0", "aria-label": "Output of the ranks", "aria-live": "off", id: this.key });
+    el.append(make("div", { class: "na-logs" },
+      make("div", { class: "na-tools" }, this.tabs, this.search,
+        make("label", { class: "na-check" }, this.errors, " stderr only"),
+        make("label", { class: "na-check" }, this.follow, " Follow"), this.count),
+      this.body));
+    const full = () => this.full(), delta = () => this.delta();
+    model.on("change:full", full);
+    model.on("change:delta", delta);
+    this.stop = () => { model.off("change:full", full); model.off("change:delta", delta); };
+    this.full();
+    this.delta();
+    this.schedule();
+  }
+  full() {
+    const message = this.model.get("full");
+    if (!message || !message.lines || message.seq < this.seq) return;
+    this.lines = [];
+    this.counts = new Map();
+    this.skipped = new Map();
+    this.take(message);
+  }
+  delta() {
+    const message = this.model.get("delta");
+    if (!message || !message.lines || message.seq <= this.seq) return;
+    if (message.prev === this.seq) this.take(message);
+    else if (performance.now() - (this.asked || -1e9) > 2000) { this.asked = performance.now(); this.model.send({ kind: "hello" }); }
+  }
+  take(message) {
+    this.seq = message.seq;
+    for (const [rank, time, stream, text] of message.lines) {
+      this.lines.push({ rank, time, stream, text: text.replace(ANSI, "") });
+      this.counts.set(rank, (this.counts.get(rank) || 0) + 1);
+    }
+    for (const [rank, count] of Object.entries(message.skipped)) this.skipped.set(Number(rank), (this.skipped.get(Number(rank)) || 0) + count);
+    const ranks = Math.max(1, this.counts.size);
+    if (this.lines.length > KEPT * ranks) this.lines.splice(0, this.lines.length - KEPT * ranks);
+    this.schedule();
+  }
+  paintTabs() {
+    const names = ["all", ...[...this.counts.keys()].sort((a, b) => a - b)];
+    const key = JSON.stringify([names, this.rank]);
+    if (key === this.tabKey) return;
+    this.tabKey = key;
+    const focused = this.tabs.contains(document.activeElement);
+    this.tabs.replaceChildren(...names.map((name) => {
+      const on = name === this.rank;
+      return make("button", { type: "button", role: "tab", "aria-selected": String(on), "aria-controls": this.key, tabindex: on ? "0" : "-1",
+        onclick: () => { this.rank = name; this.schedule(); } }, name === "all" ? "All" : `Rank ${name}`);
+    }));
+    if (focused) this.tabs.querySelector("[aria-selected=true]").focus();
+  }
+  arrow(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const all = [...this.tabs.children];
+    const next = all[(all.findIndex((tab) => tab.getAttribute("aria-selected") === "true") + move + all.length) % all.length];
+    next.focus();
+    next.click();
+  }
+  schedule() {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame(() => { this.frame = 0; this.paint(); });
+  }
+  paint() {
+    this.paintTabs();
+    const word = this.search.value.toLowerCase();
+    const found = this.lines.filter((line) => (this.rank === "all" || line.rank === this.rank)
+      && (!this.errors.checked || line.stream === "stderr") && (!word || line.text.toLowerCase().includes(word)));
+    const shown = found.slice(-SHOWN);
+    const lost = [...this.skipped].reduce((sum, [rank, n]) => sum + (this.rank === "all" || rank === this.rank ? n : 0), 0);
+    this.count.textContent = word ? `${found.length.toLocaleString("en")} found`
+      : `${found.length.toLocaleString("en")} lines` + (lost ? `, ${lost.toLocaleString("en")} more in run.logs()` : "");
+    if (!this.follow.checked && this.painted === `${this.rank} ${word} ${this.errors.checked}`) return;
+    this.painted = `${this.rank} ${word} ${this.errors.checked}`;
+    const fragment = document.createDocumentFragment();
+    if (!shown.length) fragment.append(make("p", { class: "na-empty" }, word ? "Nothing found." : "Nothing written yet."));
+    for (const line of shown) {
+      const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });
+      if (this.rank === "all") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
+      row.append(this.marked(line.text, word));
+      fragment.append(row);
+    }
+    const at = this.body.scrollTop;
+    this.body.replaceChildren(fragment);
+    this.body.scrollTop = this.follow.checked && !word ? this.body.scrollHeight : at;
+  }
+  marked(text, word) {
+    const node = make("span", { class: "na-line-text" });
+    if (!word) { node.textContent = text; return node; }
+    const lower = text.toLowerCase();
+    let from = 0;
+    for (let at = lower.indexOf(word); at >= 0 && from < text.length; at = lower.indexOf(word, from)) {
+      node.append(text.slice(from, at), make("mark", {}, text.slice(at, at + word.length)));
+      from = at + word.length;
+    }
+    node.append(text.slice(from));
+    return node;
+  }
+}
+
+export default {
+  render({ model, el }) {
+    const logs = new Logs(model, el);
+    return () => logs.stop();
+  },
+};

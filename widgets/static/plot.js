@@ -1,0 +1,430 @@
+/* Curves of a run: one uPlot chart per metric, controls that work while the kernel is busy.
+ *
+ * The model's traits `full` and `delta` hold {seq, prev, series: [[metric, label, count], ...], data}: little-endian
+ * float64, for each series its steps, then its seconds, then its values. A delta continues the message `prev`; a view
+ * that missed one says "hello" and waits for the next full. All text is set as text, never as markup.
+ */
+const MAX_CHARTS = 60;
+const MAX_POINTS = 6000;
+const PALETTE = {
+  light: ["#2563c9", "#c9541a", "#1c8558", "#8f47bd", "#9a6a06", "#0f7f8d", "#c23a73", "#5f6672"],
+  dark: ["#6aa5f8", "#f29560", "#5cc795", "#c796ea", "#dbb04f", "#52c3d1", "#f083ad", "#a7aebb"],
+};
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") node.className = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+function isDark(node) {
+  for (let at = node; at; at = at.parentElement) {
+    const parts = getComputedStyle(at).backgroundColor.match(/[\d.]+/g);
+    if (parts && (parts.length < 4 || Number(parts[3]) > 0.5))
+      return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] < 128;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function format(value) {
+  if (value == null) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  if (size && (size >= 1e6 || size < 1e-3)) return value.toExponential(2).replace("e+", "e");
+  return String(Number(value.toPrecision(4)));
+}
+
+function duration(seconds) {
+  const whole = Math.round(Math.abs(seconds));
+  const two = (n) => String(n).padStart(2, "0");
+  if (Math.abs(seconds) < 10 && seconds % 1) return `${Number(seconds.toFixed(2))} s`;
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}:${two(whole % 60)}`;
+  return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
+}
+
+/* Exponential moving average without the bias of its first value (Kingma and Ba, 2015, section 3). */
+function smooth(values, weight) {
+  let sum = 0, scale = 0;
+  return values.map((value) => {
+    if (value == null || !Number.isFinite(value)) return value;
+    sum = weight * sum + (1 - weight) * value;
+    scale = weight * scale + (1 - weight);
+    return sum / scale;
+  });
+}
+
+class Series {
+  constructor() { this.step = []; this.time = []; this.value = []; }
+  add(data, at, count) {
+    for (let i = 0; i < count; i++) {
+      this.step.push(data[at + i]);
+      this.time.push(data[at + count + i]);
+      this.value.push(data[at + 2 * count + i]);
+    }
+    if (this.value.length > MAX_POINTS) this.thin();
+  }
+  /* M4 over groups of eight: first, last, smallest, largest. */
+  thin() {
+    const keep = [];
+    for (let i = 0; i < this.value.length; i += 8) {
+      const end = Math.min(i + 8, this.value.length);
+      let low = i, high = i;
+      for (let j = i; j < end; j++) {
+        if (this.value[j] < this.value[low]) low = j;
+        if (this.value[j] > this.value[high]) high = j;
+      }
+      keep.push(...[...new Set([i, low, high, end - 1])].sort((a, b) => a - b));
+    }
+    for (const name of ["step", "time", "value"]) this[name] = keep.map((i) => this[name][i]);
+  }
+}
+
+class Data {
+  constructor() { this.metrics = new Map(); this.labels = []; this.seq = -1; }
+  take(message) {
+    const view = message.data;
+    const data = new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+    const changed = new Set();
+    let at = 0;
+    for (const [metric, label, count] of message.series) {
+      if (!this.metrics.has(metric)) this.metrics.set(metric, new Map());
+      const ranks = this.metrics.get(metric);
+      if (!ranks.has(label)) ranks.set(label, new Series());
+      if (!this.labels.includes(label)) this.labels.push(label);
+      ranks.get(label).add(data, at, count);
+      at += 3 * count;
+      changed.add(metric);
+    }
+    this.seq = message.seq;
+    return changed;
+  }
+  full(message) {
+    this.metrics = new Map();
+    this.labels = [];
+    const changed = this.take(message);
+    this.labels.sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
+    return changed;
+  }
+}
+
+class Chart {
+  constructor(panel, metric) {
+    this.panel = panel;
+    this.metric = metric;
+    this.title = make("span", { class: "na-chart-name" }, metric);
+    this.title.title = metric;
+    this.readout = make("span", { class: "na-chart-value" });
+    this.plot = make("div", { class: "na-chart-plot" });
+    this.node = make("figure", { class: "na-chart", tabindex: "0", role: "img" },
+      make("figcaption", {}, this.title, this.readout), this.plot);
+    this.node.addEventListener("keydown", (event) => this.key(event));
+    this.node.addEventListener("blur", () => this.u && this.u.setCursor({ left: -10, top: -10 }));
+    this.visible = false;
+    this.stale = true;
+    this.zoomed = false;
+    this.shape = "";
+  }
+  columns() {
+    const { panel } = this, tables = [], labels = [];
+    for (const [label, series] of panel.data.metrics.get(this.metric) || []) {
+      if (panel.hidden.has(label) || !series.value.length) continue;
+      const x = panel.axis === "time" ? series.time : series.step;
+      const order = [...x.keys()];
+      let sorted = true;
+      for (let i = 1; i < x.length; i++) if (x[i] < x[i - 1]) { sorted = false; break; }
+      if (!sorted) order.sort((a, b) => x[a] - x[b]);
+      const xs = [], ys = [];
+      for (const i of order) {
+        const value = series.value[i];
+        const shown = Number.isFinite(value) && !(panel.log && value <= 0) ? value : null;
+        if (xs.length && xs[xs.length - 1] === x[i]) { if (shown != null) ys[ys.length - 1] = shown; }
+        else { xs.push(x[i]); ys.push(shown); }
+      }
+      tables.push(panel.smoothing > 0 ? [xs, smooth(ys, panel.smoothing), ys] : [xs, ys]);
+      labels.push(label);
+    }
+    return { tables, labels };
+  }
+  draw() {
+    this.stale = false;
+    const { tables, labels } = this.columns(), { panel } = this;
+    const width = Math.max(160, this.plot.clientWidth);
+    const shape = JSON.stringify([labels, panel.axis, panel.log, panel.smoothing > 0, panel.dark, width]);
+    const joined = tables.length ? uPlot.join(tables, tables.map((table) => table.map((_, i) => (i ? 1 : 0)))) : [[]];
+    this.labels = labels;
+    this.joined = joined;
+    if (this.u && shape === this.shape) this.u.setData(joined, !this.zoomed);
+    else this.build(shape, labels, joined, width);
+    this.describe();
+  }
+  build(shape, labels, joined, width) {
+    const { panel } = this;
+    if (this.u) this.u.destroy();
+    this.shape = shape;
+    this.zoomed = false;
+    if (!labels.length) { this.u = null; this.plot.replaceChildren(make("p", { class: "na-empty" }, "no rank selected")); return; }
+    const style = getComputedStyle(panel.root);
+    const ink = style.getPropertyValue("--na-muted-ink").trim() || "#888";
+    const grid = style.getPropertyValue("--na-grid").trim() || "#8883";
+    const time = panel.axis === "time";
+    const series = [{}];
+    for (const label of labels) {
+      const colour = panel.colour(label);
+      const line = { label, stroke: colour, width: labels.length > 6 ? 1.2 : 1.6, spanGaps: false, points: { show: joined[0].length < 3 } };
+      if (panel.smoothing > 0) {
+        series.push({ ...line, width: 1.9 });
+        series.push({ ...line, label: label + " raw", alpha: 0.25, width: 1 });
+      } else series.push(line);
+    }
+    const axis = { stroke: ink, font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: grid, width: 1 } };
+    const options = {
+      width, height: 170, legend: { show: false }, padding: [8, 10, 0, 0],
+      cursor: { sync: { key: panel.key }, drag: { x: true, y: false, setScale: true }, points: { size: 6 }, focus: { prox: -1 } },
+      scales: { x: { time: false }, y: { distr: panel.log ? 3 : 1, range: panel.log ? undefined : this.range } },
+      axes: [
+        { ...axis, grid: { show: false }, size: 26, space: 60,
+          values: (u, splits) => splits.map((v) => (time ? duration(v) : format(v).replace(/^(-?\d+)$/, (n) => Number(n).toLocaleString("en")))) },
+        { ...axis, size: 52, space: 34, values: (u, splits) => splits.map((v) => (v == null ? "" : format(v))) },
+      ],
+      series,
+      hooks: {
+        setCursor: [() => this.read()],
+        setSelect: [(u) => { if (u.select.width > 2) { this.zoomed = true; panel.zoomChanged(); } }],
+      },
+    };
+    this.plot.replaceChildren();
+    this.u = new uPlot(options, joined, this.plot);
+    this.u.over.addEventListener("dblclick", () => this.reset());
+  }
+  /* A little air above and below; a flat line in the middle. */
+  range(u, low, high) {
+    if (low == null) return [0, 1];
+    if (low === high) { const spread = Math.abs(low) * 0.1 || 1; return [low - spread, high + spread]; }
+    const air = (high - low) * 0.06;
+    return [low - air, high + air];
+  }
+  reset() {
+    this.zoomed = false;
+    if (this.u) this.u.setData(this.joined, true);
+    this.panel.zoomChanged();
+  }
+  /* The value under the cursor, or the last one. */
+  read() {
+    if (!this.u) { this.readout.replaceChildren(); return; }
+    const index = this.u.cursor.idx;
+    const stride = this.panel.smoothing > 0 ? 2 : 1;
+    const parts = [];
+    const many = this.labels.length > 4;
+    this.labels.forEach((label, i) => {
+      const column = this.joined[1 + i * stride];
+      let at = index == null ? column.length - 1 : index;
+      while (at > 0 && column[at] == null) at--;
+      if (parts.length >= 4) return;
+      const value = make("span", {}, make("i", { style: `background:${this.panel.colour(label)}` }), format(column[at]));
+      value.title = label;
+      parts.push(value);
+    });
+    const x = index == null ? null : this.joined[0][index];
+    const place = x == null ? [] : [make("b", {}, this.panel.axis === "time" ? duration(x) : `step ${x.toLocaleString("en")}`)];
+    this.readout.replaceChildren(...place, ...parts, ...(many ? ["…"] : []));
+  }
+  describe() {
+    this.read();
+    const last = [...this.readout.querySelectorAll("span")].map((node) => `${node.title} ${node.textContent}`).join(", ");
+    this.node.setAttribute("aria-label", `Curve of ${this.metric} over ${this.panel.axis}; latest: ${last || "nothing yet"}. Arrow keys move along it.`);
+  }
+  key(event) {
+    if (!this.u || !this.joined[0].length) return;
+    const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
+    if (event.key === "Escape") { this.reset(); return; }
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const last = this.joined[0].length - 1;
+    const from = this.u.cursor.idx == null ? last : this.u.cursor.idx;
+    const to = Math.max(0, Math.min(last, from + moves[event.key]));
+    this.u.setCursor({ left: this.u.valToPos(this.joined[0][to], "x"), top: 10 });
+    this.panel.say(`${this.metric}: ${this.readout.textContent}`);
+  }
+}
+
+class Panel {
+  constructor(model, el) {
+    this.model = model;
+    this.key = `na-${Math.random().toString(36).slice(2)}`;
+    this.data = new Data();
+    this.charts = new Map();
+    this.hidden = new Set();
+    this.axis = "step";
+    this.log = false;
+    this.smoothing = 0;
+    this.filter = "";
+    this.frame = 0;
+    this.root = make("div", { class: "na-plots" });
+    el.append(this.root);
+    this.build();
+    this.watch();
+    this.full();
+    this.delta();
+  }
+  build() {
+    const radio = (value, text) => {
+      const input = make("input", { type: "radio", name: `${this.key}-x`, value, onchange: () => { this.axis = value; this.redraw(); } });
+      input.checked = value === this.axis;
+      return make("label", {}, input, make("span", {}, text));
+    };
+    this.amount = make("output", {}, "off");
+    this.slider = make("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", "aria-label": "Smoothing",
+      oninput: () => { this.smoothing = Number(this.slider.value); this.amount.textContent = this.smoothing ? this.smoothing.toFixed(2) : "off"; this.redraw(); } });
+    const log = make("input", { type: "checkbox", onchange: () => { this.log = log.checked; this.redraw(); } });
+    this.search = make("input", { type: "search", placeholder: "Filter metrics", "aria-label": "Filter metrics by name",
+      oninput: () => { this.filter = this.search.value.trim().toLowerCase(); this.layout(); this.ask(); } });
+    this.resetZoom = make("button", { type: "button", class: "na-tool", onclick: () => this.charts.forEach((chart) => chart.reset()) }, "Reset zoom");
+    this.resetZoom.hidden = true;
+    this.chips = make("div", { class: "na-chips", role: "group", "aria-label": "Shown curves" });
+    this.bar = make("div", { class: "na-tools", role: "group", "aria-label": "How curves are drawn" },
+      this.search,
+      make("span", { class: "na-segments", role: "radiogroup", "aria-label": "Horizontal axis" }, radio("step", "Step"), radio("time", "Time")),
+      make("label", { class: "na-check" }, log, " Log scale"),
+      make("label", { class: "na-slide" }, "Smoothing ", this.slider, this.amount),
+      this.resetZoom);
+    this.grid = make("div", { class: "na-charts" });
+    this.note = make("p", { class: "na-note" });
+    this.live = make("div", { class: "na-hidden", "aria-live": "polite" });
+    this.root.append(this.bar, this.chips, this.grid, this.note, this.live);
+  }
+  watch() {
+    this.dark = isDark(this.root);
+    const theme = () => requestAnimationFrame(() => { this.dark = isDark(this.root); this.paintChips(); this.redraw(true); });
+    const themes = new MutationObserver(theme);
+    for (const node of [document.documentElement, document.body])
+      themes.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind"] });
+    const media = matchMedia("(prefers-color-scheme: dark)");
+    media.addEventListener("change", theme);
+    const sizes = new ResizeObserver(() => this.redraw());
+    sizes.observe(this.root);
+    this.seen = new IntersectionObserver((entries) => {
+      for (const entry of entries) {
+        const chart = this.charts.get(entry.target.dataset.metric);
+        if (!chart) continue;
+        chart.visible = entry.isIntersecting;
+        if (chart.visible && chart.stale) this.schedule();
+      }
+    }, { rootMargin: "200px" });
+    const full = () => this.full(), delta = () => this.delta(), hidden = () => this.layout();
+    this.model.on("change:full", full);
+    this.model.on("change:delta", delta);
+    this.model.on("change:hidden_metrics", hidden);
+    this.stop = () => {
+      themes.disconnect(); sizes.disconnect(); this.seen.disconnect();
+      media.removeEventListener("change", theme);
+      this.model.off("change:full", full);
+      this.model.off("change:delta", delta);
+      this.model.off("change:hidden_metrics", hidden);
+      this.charts.forEach((chart) => chart.u && chart.u.destroy());
+    };
+  }
+  full() {
+    const message = this.model.get("full");
+    if (!message || !message.data || message.seq < this.data.seq) return;
+    this.mark(this.data.full(message));
+  }
+  delta() {
+    const message = this.model.get("delta");
+    if (!message || !message.data || message.seq <= this.data.seq) return;
+    if (message.prev === this.data.seq) this.mark(this.data.take(message));
+    else this.hello();
+  }
+  hello() {
+    if (performance.now() - (this.asked || -1e9) < 2000) return;
+    this.asked = performance.now();
+    this.model.send({ kind: "hello" });
+  }
+  ask() {
+    if (!this.model.get("hidden_metrics") && this.model.get("wanted") === "") return;
+    clearTimeout(this.asking);
+    this.asking = setTimeout(() => { this.model.set("wanted", this.filter); this.model.save_changes(); }, 400);
+  }
+  mark(changed) {
+    for (const metric of changed) {
+      const chart = this.charts.get(metric);
+      if (chart) chart.stale = true;
+    }
+    this.layout();
+    this.paintChips();
+    this.schedule();
+  }
+  layout() {
+    const all = [...this.data.metrics.keys()];
+    const names = all.filter((name) => name.toLowerCase().includes(this.filter));
+    const shown = names.slice(0, MAX_CHARTS);
+    const key = JSON.stringify(shown);
+    this.bar.hidden = !all.length;
+    this.search.hidden = all.length < 5 && !this.filter;
+    const unseen = names.length - shown.length + (this.model.get("hidden_metrics") || 0);
+    this.note.textContent = !all.length ? this.model.get("empty_text")
+      : !names.length ? "No metric has this in its name."
+      : unseen > 0 ? `${unseen.toLocaleString("en")} more metrics: filter by name to see them.` : "";
+    if (key === this.shown) return;
+    this.shown = key;
+    const wanted = new Set(shown);
+    for (const [name, chart] of this.charts)
+      if (!wanted.has(name)) { this.seen.unobserve(chart.node); chart.node.remove(); if (chart.u) chart.u.destroy(); this.charts.delete(name); }
+    shown.forEach((name, index) => {
+      let chart = this.charts.get(name);
+      if (!chart) {
+        chart = new Chart(this, name);
+        chart.node.dataset.metric = name;
+        this.charts.set(name, chart);
+        this.seen.observe(chart.node);
+      }
+      if (this.grid.children[index] !== chart.node) this.grid.insertBefore(chart.node, this.grid.children[index] || null);
+    });
+  }
+  colour(label) {
+    const colours = PALETTE[this.dark ? "dark" : "light"];
+    return colours[Math.max(0, this.data.labels.indexOf(label)) % colours.length];
+  }
+  paintChips() {
+    const key = JSON.stringify([this.data.labels, [...this.hidden], this.dark]);
+    if (key === this.chipKey) return;
+    this.chipKey = key;
+    this.chips.hidden = this.data.labels.length < 2;
+    const focused = this.chips.contains(document.activeElement) ? document.activeElement.dataset.label : null;
+    this.chips.replaceChildren(...this.data.labels.map((label) => {
+      const on = !this.hidden.has(label);
+      const chip = make("button", { type: "button", class: "na-chip", "aria-pressed": String(on),
+        title: "Click: show or hide. Double-click: only this one." },
+      make("i", { style: `background:${this.colour(label)}` }), label);
+      chip.dataset.label = label;
+      chip.addEventListener("click", () => { on ? this.hidden.add(label) : this.hidden.delete(label); this.paintChips(); this.redraw(); });
+      chip.addEventListener("dblclick", () => { this.hidden = new Set(this.data.labels.filter((other) => other !== label)); this.paintChips(); this.redraw(); });
+      return chip;
+    }));
+    if (focused != null) [...this.chips.children].find((chip) => chip.dataset.label === focused)?.focus();
+  }
+  zoomChanged() { this.resetZoom.hidden = ![...this.charts.values()].some((chart) => chart.zoomed); }
+  redraw() { this.charts.forEach((chart) => { chart.stale = true; }); this.schedule(); }
+  schedule() {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      if (!this.root.isConnected) return;
+      for (const chart of this.charts.values()) if (chart.visible && chart.stale) chart.draw();
+    });
+  }
+  say(text) { this.live.textContent = text; }
+}
+
+export default {
+  render({ model, el }) {
+    const panel = new Panel(model, el);
+    return () => panel.stop();
+  },
+};

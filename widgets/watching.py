@@ -1,0 +1,253 @@
+"""What a panel says of a run at one moment: numbers and sentences, without any markup."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.launch.report import step_time
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch import Run
+    from notebook_accelerate.telemetry import ResourceEvent
+
+RATE_SECONDS = 10.0
+"""Rates are over so many last seconds."""
+HISTORY = 60
+"""Samples of a rank's processor use that the strip draws: a minute."""
+SILENT_SECONDS = 10.0
+"""A running rank that was not heard of for longer is said to be silent."""
+SLOW = 1.25
+"""A rank whose own work takes this many times the others' median holds them up."""
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """One rank at one moment; None where nothing is known."""
+
+    rank: int
+    state: str
+    pid: int | None
+    step: int | None
+    behind: int
+    rate: float | None
+    loss: float | None
+    cpu: float | None
+    memory: int | None
+    gpu: float | None
+    gpu_memory: int | None
+    silence: float | None
+    parts: dict[str, float]
+    step_seconds: float | None
+    own_seconds: float | None
+    late: bool
+    exit: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far all ranks have come.
+
+    Attributes:
+        share: From 0 to 1; None where no total is known.
+        step: The step that every rank has reached.
+        total: Steps in all; None where not known.
+        rate: Steps per second.
+        left: Seconds to the end.
+        label: What is counted.
+    """
+
+    share: float | None
+    step: int | None
+    total: int | None
+    rate: float | None
+    left: float | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Now:
+    """A run at one moment."""
+
+    status: str
+    elapsed: float
+    ranks: list[RankNow]
+    progress: Progress
+    verdict: str
+    warned: bool
+    dropped: int
+
+
+@dataclass
+class _Counter:
+    """The latest readings of a rising number, for its rate."""
+
+    readings: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def rate(self, now: float, count: int | None) -> float | None:
+        if count is None:
+            return None
+        if self.readings and count < self.readings[-1][1]:  # a new epoch, a new attempt
+            self.readings.clear()
+        self.readings.append((now, count))
+        while len(self.readings) > 2 and self.readings[1][0] < now - RATE_SECONDS:
+            self.readings.popleft()
+        begin, first = self.readings[0]
+        return (count - first) / (now - begin) if now - begin >= 0.5 and count > first else None
+
+
+class Watcher:
+    """Turns a run's store into what panels show; keeps a few readings per rank and nothing else.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.processor: dict[int, deque[float]] = {}
+        self._sampled: dict[int, ResourceEvent] = {}
+        self._steps: dict[int, _Counter] = {}
+        self._loop = _Counter()
+
+    def look(self, now: float) -> Now:
+        """Return the run as it is ``now``, in seconds since the epoch."""
+        run = self.run
+        infos = run.ranks
+        steps = [info.last_step for info in infos if info.last_step is not None and info.last_step >= 0]
+        ahead = max(steps, default=None)
+        self._sample()
+        ranks = [self._rank(info.rank, now, ahead) for info in infos]
+        late, verdict = _verdict(ranks, active=run.ended is None)
+        ranks = [_marked(rank) if rank.rank in late else rank for rank in ranks]
+        elapsed = (run.ended or now) - run.started
+        dropped = sum(run.store.dropped.values())
+        return Now(run.status, max(0.0, elapsed), ranks, self._progress(now, ranks), verdict, bool(late), dropped)
+
+    def _sample(self) -> None:
+        for rank, event in list(self.run.store.resources.items()):
+            if self._sampled.get(rank) is not event:
+                self._sampled[rank] = event
+                self.processor.setdefault(rank, deque(maxlen=HISTORY)).append(event.cpu_percent)
+
+    def _rank(self, rank: int, now: float, ahead: int | None) -> RankNow:
+        store = self.run.store
+        info = self.run._info(rank)
+        step = info.last_step if info.last_step is not None and info.last_step >= 0 else None
+        used = store.resources.get(rank)
+        heard = store.last_activity.get(rank)
+        parts, counted = step_time(store, rank)
+        total = sum(parts.values())
+        alive = self.run.ended is None and info.state in ("starting", "running")
+        rate = self._steps.setdefault(rank, _Counter()).rate(now, step) if alive else self._whole_rate(step)
+        return RankNow(
+            rank=rank,
+            state=info.state,
+            pid=info.pid,
+            step=step,
+            behind=ahead - step if ahead is not None and step is not None else 0,
+            rate=rate,
+            loss=self._loss(rank),
+            cpu=used.cpu_percent if used is not None and alive else None,
+            memory=used.memory_bytes if used is not None and alive else store.peak_memory.get(rank),
+            gpu=used.gpu_percent if used is not None and alive else None,
+            gpu_memory=used.gpu_memory_bytes if used is not None else None,
+            silence=max(0.0, now - heard) if heard is not None and alive else None,
+            parts=parts,
+            step_seconds=total / counted if counted else None,
+            own_seconds=(total - parts["collectives"]) / counted if counted else None,
+            late=False,
+            exit=info.exit,
+        )
+
+    def _whole_rate(self, step: int | None) -> float | None:
+        lasted = self.run.elapsed
+        return step / lasted if step and lasted > 0 else None
+
+    def _loss(self, rank: int) -> float | None:
+        return last_value(self.run, loss_name(self.run), rank)
+
+    def _progress(self, now: float, ranks: list[RankNow]) -> Progress:
+        loops = list(self.run.store.loops.values())
+        steps = [rank.step for rank in ranks if rank.step is not None]
+        reached = min(steps, default=None)
+        if not loops:
+            rates = [rank.rate for rank in ranks if rank.rate is not None]
+            return Progress(None, reached, None, min(rates, default=None), None, "step")
+        total = max(loop.total or 0 for loop in loops)
+        step = min(loop.step for loop in loops)
+        rate = self._loop.rate(now, step) if self.run.ended is None else self._whole_rate(step)
+        left = (total - step) / rate if rate and self.run.ended is None else None
+        share = min(1.0, max(0.0, step / total)) if total > 0 else None
+        label = next((loop.label for loop in loops if loop.label), "step")
+        return Progress(share, step, total or None, rate, left, label)
+
+
+def loss_name(run: Run) -> str:
+    """Return the metric that is most likely the training loss; the first one where none says so; "" without any."""
+    names = run.store.metric_names()
+    likely = [name for name in names if "loss" in name.lower()]
+    training = [name for name in likely if "val" not in name.lower() and "test" not in name.lower()]
+    return (training or likely or names or [""])[0]
+
+
+def last_value(run: Run, name: str, rank: int) -> float | None:
+    """Return the last value that ``rank`` logged of ``name``."""
+    return run.store.last_value(name, rank) if name else None
+
+
+def _marked(rank: RankNow) -> RankNow:
+    from dataclasses import replace
+
+    return replace(rank, late=True)
+
+
+def _verdict(ranks: list[RankNow], *, active: bool) -> tuple[set[int], str]:
+    """Say which ranks keep the others waiting, and how that is known."""
+    if len(ranks) < 2:
+        return set(), ""
+    behind = {rank.rank: rank.behind for rank in ranks if rank.step is not None}
+    far = {rank: by for rank, by in behind.items() if by >= max(3, 0.02 * max(r.step or 0 for r in ranks))}
+    if far and len(far) < len(ranks):
+        worst = max(far, key=lambda rank: far[rank])
+        return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
+    own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
+    if len(own) == len(ranks):
+        worst = max(own, key=lambda rank: own[rank])
+        others = sorted(seconds for rank, seconds in own.items() if rank != worst)
+        usual = others[len(others) // 2]
+        if own[worst] > SLOW * usual and own[worst] - usual > 1e-3:
+            mine, theirs = 1000 * own[worst], 1000 * usual
+            return {
+                worst
+            }, f"Rank {worst} holds the others up: {mine:,.0f} ms of its own work per step, they {theirs:,.0f} ms."
+    silent = [rank.rank for rank in ranks if rank.silence is not None and rank.silence > SILENT_SECONDS]
+    if active and silent and len(silent) < len(ranks):
+        return set(silent), f"Rank {silent[0]} has been silent while others go on."
+    return set(), "No rank is behind." if any(rank.step is not None for rank in ranks) else ""
+
+
+def duration(seconds: float) -> str:
+    """Return "4.2 s", "1:05" or "26:00:05"."""
+    if not math.isfinite(seconds):
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(count: int | None) -> str:
+    """Return bytes as "312 MiB" or "2.4 GiB"; "–" for None."""
+    if count is None:
+        return "–"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
+
+
+__all__ = ["Now", "Progress", "RankNow", "Watcher", "duration", "last_value", "loss_name", "size"]
