@@ -6,7 +6,7 @@ loads no torch: kernels, planners and panels import this package long before any
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate._lazy import attach
 
@@ -135,3 +135,10 @@ _SUBMODULES = (
 )
 
 __getattr__, __dir__, _ = attach(__name__, _NAMES_OF_MODULE, _SUBMODULES)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register ``%%ranks`` and its kin: ``%load_ext notebook_accelerate``."""
+    from notebook_accelerate.magics import load
+
+    load(shell)

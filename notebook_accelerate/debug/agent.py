@@ -60,6 +60,15 @@ class Host(Protocol):
         """Have the user answer."""
 
 
+_hosts: list[Host] = []
+
+
+def current() -> Host:
+    """Return this rank's agent."""
+    assert _hosts, "only a launched worker has an agent"
+    return _hosts[0]
+
+
 class _Pending:
     """A request on its way to the main thread."""
 
@@ -105,6 +114,7 @@ class DebugAgent:
         }
         for kind, handler in handlers.items():
             host.on(kind, handler)
+        _hosts[:] = [host]
         host.every_tick(self._tick)
 
     def install(self, function: Callable[..., Any]) -> None:
@@ -270,12 +280,13 @@ def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
         value = eval(request.expression, frame.f_globals, frame.f_locals)  # noqa: S307 - the user's own expression
     except BaseException as error:  # noqa: BLE001 - it must not reach the function that is being watched
         return AskReply(request.number, f"{type(error).__name__}: {error}")
-    shown = _shown(value)
+    text = shown(value)
     payload = dump_answer(value)
-    return AskReply(request.number, "", f"{shown}  ({note})" if note else shown, payload)
+    return AskReply(request.number, "", f"{text}  ({note})" if note else text, payload)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return what a value looks like, at most 2,000 characters of it."""
     try:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - a broken __repr__

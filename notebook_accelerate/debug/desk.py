@@ -79,14 +79,26 @@ class Desk:
             make: Makes the request of a number.
             timeout: Seconds to wait for all of them.
         """
-        sent = {rank: number for rank in ranks if (number := self._send(rank, make)) is not None}
-        keys = set(sent.items())
+        keys = set(self.send(ranks, make).items())
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._missing(keys) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._awaited -= keys
             return {rank: self._replies.pop((rank, number)) for rank, number in keys if (rank, number) in self._replies}
+
+    def send(self, ranks: Iterable[int], make: Callable[[int], Request]) -> dict[int, int]:
+        """Send a request to each rank that is there and return the numbers to ``collect`` by."""
+        return {rank: number for rank in ranks if (number := self._send(rank, make)) is not None}
+
+    def collect(self, sent: dict[int, int], timeout: float) -> dict[int, Reply]:
+        """Wait up to ``timeout`` seconds for one more reply to what was ``sent``, and take those that are there."""
+        with self._changed:
+            if not any(key in self._replies for key in sent.items()):
+                self._changed.wait(timeout)
+            found = {rank: self._replies.pop((rank, n)) for rank, n in sent.items() if (rank, n) in self._replies}
+            self._awaited -= {(rank, sent[rank]) for rank in found}
+            return found
 
     def _send(self, rank: int, make: Callable[[int], Request]) -> int | None:
         with self._changed:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from notebook_accelerate.telemetry.events import Event
-from notebook_accelerate.telemetry.failure import FrameInfo
+from notebook_accelerate.telemetry.failure import ExceptionInfo, FrameInfo, to_chain
 
 HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats of a rank."""
@@ -187,3 +187,30 @@ class DebuggerLeftEvent(Event):
     """The debugger has let the rank go."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
+class CellRequest(Request):
+    """Run a cell in a warm rank; ``payload`` holds variables to set first, ``fetch`` names those to send back."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    source: str
+    filename: str
+    fetch: list[str] = field(default_factory=list)
+    payload: bytes = b""
+
+
+@dataclass(slots=True)
+class CellReply(Reply):
+    """A cell has ended: the ``repr`` of its value, or the exceptions; ``payload`` holds what was fetched."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    shown: str = ""
+    chain: tuple[ExceptionInfo, ...] = ()
+    time: float = 0.0
+    payload: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.chain = to_chain(self.chain)

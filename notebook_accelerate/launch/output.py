@@ -100,6 +100,10 @@ class Publisher(ABC):
     def _write(self, stream: str, text: str) -> None:
         """Send text on "stdout" or "stderr"."""
 
+    def show_under(self, cell: Any) -> None:
+        """Show what comes from now on under the cell whose message is ``cell``, where there are cells."""
+        return
+
     @abstractmethod
     def display(self, event: DisplayEvent, label: str) -> None:
         """Show a rich output."""
@@ -183,6 +187,11 @@ class NotebookPublisher(Publisher):
         self._bars_name = f"notebook-accelerate-{run_id}-progress"
         self._budget, self._budget_time = float(BURST_BYTES), time.monotonic()
         self._withheld = 0
+
+    def show_under(self, cell: Any) -> None:
+        """See ``Publisher.show_under``."""
+        self._parent = cell
+        self._bars_id = None
 
     def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
         # Straight to the session: OutStream would file it under the cell that runs now.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from notebook_accelerate.debug import flight
 from notebook_accelerate.debug.protocol import (
     HEARTBEAT_SECONDS,
     AskReply,
+    CellReply,
     DebuggerLeftEvent,
     DoneReply,
     DumpReadyEvent,
@@ -159,6 +161,17 @@ class Group:
         if process.exit_descriptor is not None:
             self._selector.register(process.exit_descriptor, selectors.EVENT_READ, lambda: self._look(watched))
 
+    def show_under(self, cell: object) -> None:
+        """Show what comes from now on under another cell: the one whose message is ``cell``."""
+        self._publisher.flush(force=True)
+        self._publisher.show_under(cell)
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Send a KeyboardInterrupt to ranks that are to live on."""
+        for watched in self._alive():
+            if watched.process.rank in ranks:
+                watched.process.send_signal(signal.SIGINT)
+
     def pids(self) -> dict[int, int]:
         """Return the process ids by rank."""
         return {watched.process.rank: watched.process.pid for watched in self._ranks}
@@ -260,6 +273,12 @@ class Group:
         watched.outputs.pop(descriptor).finish()
         return False
 
+    def _read_outputs(self, watched: _Watched) -> None:
+        """Read all that there is."""
+        for descriptor in list(watched.outputs):
+            while self._read_output(watched, descriptor):
+                pass
+
     def _read_channel(self, watched: _Watched) -> bool:
         try:
             messages = watched.process.ends.channel.receive_available()
@@ -279,6 +298,9 @@ class Group:
         return True
 
     def _on_reply(self, watched: _Watched, event: Reply) -> None:
+        if isinstance(event, CellReply):  # what the cell printed comes before its end
+            self._read_outputs(watched)
+            self._publisher.flush(force=True)
         self._run._desk.deliver(watched.process.rank, event)
 
     def _on_dump_ready(self, watched: _Watched, event: DumpReadyEvent) -> None:
@@ -341,9 +363,7 @@ class Group:
             return
         if watched.process.exit_descriptor is not None:
             self._selector.unregister(watched.process.exit_descriptor)
-        for descriptor in list(watched.outputs):
-            while self._read_output(watched, descriptor):
-                pass
+        self._read_outputs(watched)
         while self._read_channel(watched):
             pass
         self._forget(watched)
@@ -426,7 +446,7 @@ _HANDLERS: dict[type[Event], Callable[[Group, _Watched, Any], None]] = {
     DumpReadyEvent: Group._on_dump_ready,
     GroupTimeoutEvent: Group._on_group_timeout,
     DebuggerLeftEvent: Group._on_debugger,
-    **dict.fromkeys((StacksReply, AskReply, DoneReply), Group._on_reply),
+    **dict.fromkeys((StacksReply, AskReply, DoneReply, CellReply), Group._on_reply),
 }
 
 

@@ -14,7 +14,7 @@ from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
 """Frames kept of one exception: the first and the last half of a deeper one."""
-_OWN = str(Path(__file__).parent)
+_OWN = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "debug"))
 
 
 def chain_of(error: BaseException) -> tuple[ExceptionInfo, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from notebook_accelerate.telemetry.events import Event
 
@@ -26,6 +27,14 @@ class ExceptionInfo(NamedTuple):
     link: str = ""
 
 
+def to_chain(rows: Iterable[Any]) -> tuple[ExceptionInfo, ...]:
+    """Make exceptions again of the lists that JSON made of them."""
+    return tuple(
+        ExceptionInfo(type_, message, tuple(FrameInfo(*frame) for frame in frames), link)
+        for type_, message, frames, link in rows
+    )
+
+
 @dataclass(slots=True)
 class FailureEvent(Event):
     """The function raised; ``chain`` ends with the exception that left it, ``payload`` is that exception pickled.
@@ -42,11 +51,7 @@ class FailureEvent(Event):
     payload: bytes = b""
 
     def __post_init__(self) -> None:
-        # JSON turns the tuples into lists.
-        self.chain = tuple(
-            ExceptionInfo(type_, message, tuple(FrameInfo(*frame) for frame in frames), link)
-            for type_, message, frames, link in self.chain
-        )
+        self.chain = to_chain(self.chain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""Warm ranks: a function that keeps its variables and runs one notebook cell after another."""
+
+from __future__ import annotations
+
+import ast
+import queue
+import sys
+import time
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from notebook_accelerate.debug import agent
+from notebook_accelerate.debug.protocol import CellReply, CellRequest
+from notebook_accelerate.telemetry import ExceptionInfo, StatusEvent, current_sink
+from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+
+ChainOf = Callable[[BaseException], tuple[ExceptionInfo, ...]]
+
+
+def serve(chain_of: ChainOf, install_sources: Callable[[dict[str, str]], None]) -> None:
+    """Be a warm rank until the kernel ends it; every rank of the group runs this.
+
+    The process group is open from the start, so that collectives work in the first cell.
+
+    Args:
+        chain_of: Turns an exception into what the kernel shows.
+        install_sources: Makes the source of a cell known to tracebacks.
+    """
+    requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
+    host = agent.current()
+    host.on(CellRequest, requests.put)
+    from notebook_accelerate.state import PartialState
+
+    state = PartialState()
+    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    namespace |= {"rank": state.process_index, "world_size": state.num_processes, "device": state.device}
+    sys.modules["__main__"].__dict__.update(namespace)
+    namespace = sys.modules["__main__"].__dict__
+    sink = current_sink()
+    assert sink is not None, "a warm rank is a launched worker"
+    sink.send(StatusEvent("running", "warm"))
+    while True:
+        try:
+            request = requests.get()
+            install_sources({request.filename: request.source})
+            reply = _run(request, namespace, chain_of)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sink.send(reply)
+        except KeyboardInterrupt:
+            continue  # it came between two cells
+
+
+def _run(request: CellRequest, namespace: dict[str, Any], chain_of: ChainOf) -> CellReply:
+    try:
+        if request.payload:
+            namespace.update(load_bytes(request.payload))
+        value = run_cell(request.source, request.filename, namespace)
+        fetched = {name: namespace[name] for name in request.fetch}
+        payload = dump_bytes(fetched, f"one of {', '.join(request.fetch)}") if fetched else b""
+        return CellReply(request.number, agent.shown(value) if value is not None else "", payload=payload)
+    except BaseException as error:  # noqa: BLE001 - a cell's error is an answer, and the rank lives on
+        return CellReply(request.number, "", chain_of(error), time.time())
+
+
+def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
+    """Run a cell and return the value of its last expression; None when it ends with a statement or a semicolon."""
+    tree = ast.parse(source, filename)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, filename, "exec"), namespace)  # noqa: S102 - the user's own cell
+    if not isinstance(last, ast.Expr):
+        return None
+    code: CodeType = compile(ast.Expression(last.value), filename, "eval")
+    value = eval(code, namespace)  # noqa: S307 - the same
+    return None if source.rstrip().endswith(";") else value

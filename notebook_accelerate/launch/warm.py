@@ -1,0 +1,192 @@
+"""A persistent group of ranks that runs notebook cells and keeps its variables."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.debug import cells
+from notebook_accelerate.debug.protocol import CellReply, CellRequest
+from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError
+from notebook_accelerate.launch import messages, tracebacks
+from notebook_accelerate.launch.failures import ordered
+from notebook_accelerate.launch.inspection import prompt
+from notebook_accelerate.launch.output import running_kernel
+from notebook_accelerate.launch.payload import install_sources
+from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
+from notebook_accelerate.launch.start import start
+from notebook_accelerate.launch.supervisor import Group
+from notebook_accelerate.telemetry import RankFailure
+from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+
+LOOK_SECONDS = 0.05
+"""How often a waiting cell looks for questions of its ranks."""
+READY_SECONDS = 120.0
+
+
+def warm_rank() -> None:
+    """What every warm rank runs."""
+    cells.serve(tracebacks.chain_of, install_sources)
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What a cell left on the ranks it ran on.
+
+    Attributes:
+        shown: The ``repr`` of its last expression, by rank; "" where there is none.
+        fetched: The variables asked for, by rank.
+    """
+
+    shown: dict[int, str]
+    fetched: dict[int, dict[str, Any]]
+
+
+class WarmRanks:
+    """A group of ranks that lives between cells.
+
+    Args:
+        config: How to launch it; it never blocks.
+
+    Raises:
+        LaunchError: The group did not come up.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config.changed(block=False, panel=False)
+        self._numbers = itertools.count(1)
+        self.run = self._start()
+
+    def _start(self) -> Run:
+        run = start(self._config, warm_rank)
+        deadline = time.monotonic() + READY_SECONDS
+        while run.status == "starting" and time.monotonic() < deadline:
+            run.wait(LOOK_SECONDS)
+        if run.status != "running":
+            raise LaunchError(f"the warm ranks did not come up: {run.error or run.status}")
+        return run
+
+    @property
+    def alive(self) -> bool:
+        """Whether the group can run a cell."""
+        return self.run.status == "running"
+
+    def restart(self) -> None:
+        """End the group and start it anew; its variables are gone."""
+        self.stop()
+        self.run = self._start()
+
+    def stop(self) -> None:
+        """End the group."""
+        self.run.stop(grace=1.0)
+
+    def execute(
+        self,
+        source: str,
+        filename: str,
+        ranks: Iterable[int] | None = None,
+        send: Mapping[str, Any] | None = None,
+        fetch: Iterable[str] = (),
+    ) -> CellResult:
+        """Run a cell on ranks and wait for its end, however long it takes.
+
+        Args:
+            source: The cell.
+            filename: What its tracebacks call it.
+            ranks: Global indices; None means all.
+            send: Variables to set first.
+            fetch: Names of variables to bring back.
+
+        Raises:
+            ValueError: No such rank.
+            WorkerError: The cell failed on a rank; the group lives on.
+            WorkerDiedError: A rank ended, and the group with it.
+            KeyboardInterrupt: The cell was interrupted; ``RunInterrupted`` when that ended the group.
+        """
+        wanted = self._wanted(ranks)
+        names = list(fetch)
+        payload = dump_bytes(dict(send), f"one of {', '.join(send)}") if send else b""
+        kernel = running_kernel()
+        if kernel is not None:
+            cell = kernel.get_parent()
+            self.run._post(lambda group: group.show_under(cell))
+        desk = self.run._desk
+        waiting = desk.send(wanted, lambda number: CellRequest(number, source, filename, names, payload))
+        replies, interrupted = self._collect(waiting)
+        if interrupted and all(reply.chain for reply in replies.values()):
+            raise CellInterrupt
+        return self._result(wanted, replies)
+
+    def _collect(self, waiting: dict[int, int]) -> tuple[dict[int, CellReply], bool]:
+        """Wait for the replies; an interrupt goes to the ranks, a second one ends the group."""
+        replies: dict[int, CellReply] = {}
+        interrupted: float | None = None
+        while len(replies) < len(waiting) and self.alive:
+            try:
+                self._look(waiting, replies)
+            except KeyboardInterrupt:
+                if interrupted is not None:
+                    self.run.stop(grace=0.0)
+                    raise RunInterrupted(self.run) from None
+                interrupted = time.monotonic()
+                busy = [rank for rank in waiting if rank not in replies]
+                self.run._post(partial(Group.interrupt, ranks=busy))
+            if interrupted is not None and time.monotonic() - interrupted > DEFAULT_GRACE:
+                self.run.stop(grace=0.0)
+                raise RunInterrupted(self.run)
+        return replies, interrupted is not None
+
+    def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
+        question = self.run._board.take(LOOK_SECONDS / 10)
+        if question is not None:
+            prompt(question)
+        for rank, reply in self.run._desk.collect(waiting, LOOK_SECONDS).items():
+            assert isinstance(reply, CellReply), "a cell's request is answered by a cell's reply"
+            replies[rank] = reply
+
+    def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:
+        if not self.alive:
+            raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
+        found = [
+            RankFailure(rank, "exception", reply.time, _headline(reply), reply.chain)
+            for rank, reply in replies.items()
+            if reply.chain
+        ]
+        if found:
+            raise CellError(self.run, tuple(ordered(found)))
+        fetched = {rank: load_bytes(reply.payload) for rank, reply in replies.items() if reply.payload}
+        return CellResult({rank: replies[rank].shown for rank in wanted}, fetched)
+
+    def _wanted(self, ranks: Iterable[int] | None) -> list[int]:
+        known = [info.rank for info in self.run.ranks]
+        wanted = known if ranks is None else list(ranks)
+        if unknown := [rank for rank in wanted if rank not in known]:
+            raise ValueError(f"ranks={unknown} are not ranks of this group; there are {known}")
+        return wanted
+
+
+def _headline(reply: CellReply) -> str:
+    last = reply.chain[-1]
+    return f"{last.type}: {last.message}".rstrip(": ")
+
+
+class CellInterrupt(KeyboardInterrupt):
+    """The user interrupted a cell on warm ranks; the ranks and their variables are still there."""
+
+    def _render_traceback_(self) -> list[str]:
+        return ["KeyboardInterrupt: the cell was interrupted on its ranks; the ranks live on"]
+
+
+class CellError(WorkerError):
+    """A cell failed on warm ranks; the ranks and their variables are still there."""
+
+    def __init__(self, run: Run, found: tuple[RankFailure, ...]) -> None:
+        super().__init__(messages.headline(found), run, found)
+
+    def _render_traceback_(self) -> list[str]:
+        return [*messages.failure_lines(self.failures), "", f"WorkerError: {self}"]

@@ -1,0 +1,142 @@
+"""Warm ranks from cells, after ``%load_ext notebook_accelerate``: ``%%ranks``, ``%%rank`` and ``%rank_status``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any, NoReturn
+
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.launch.warm import CellResult, WarmRanks
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of ending the kernel."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; {self.format_usage().strip()}")
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if bad := [name for name in names if not name.isidentifier()]:
+        raise ValueError(f"{', '.join(bad)} are not names of variables")
+    return names
+
+
+def _ranks_parser() -> _Parser:
+    parser = _Parser("%%ranks", add_help=False)
+    parser.add_argument("-n", "--num-processes", type=int, default=None)
+    parser.add_argument("-i", "--input", type=_names, default=[])
+    parser.add_argument("-o", "--output", type=_names, default=[])
+    parser.add_argument("-s", "--start-method", default="auto")
+    parser.add_argument("-p", "--mixed-precision", default="no")
+    return parser
+
+
+@magics_class
+class RankMagics(Magics):
+    """Cells that run in a persistent group of ranks."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.group: WarmRanks | None = None
+
+    @cell_magic
+    def ranks(self, line: str, cell: str) -> None:
+        """Run the cell on every warm rank, starting the ranks at first use.
+
+        ``%%ranks [-n N] [-i a,b] [-o c] [-s START_METHOD] [-p PRECISION]``: ``-i`` sends variables of the kernel,
+        ``-o`` brings variables back, as a list with one value per rank.
+        """
+        options = _ranks_parser().parse_args(shlex.split(line))
+        group = self._group(options)
+        self._execute(group, cell, None, options.input, options.output)
+
+    @cell_magic
+    def rank(self, line: str, cell: str) -> None:
+        """Run the cell on some warm ranks: ``%%rank 0,1 [-i a,b] [-o c]``."""
+        parser = _Parser("%%rank", add_help=False)
+        parser.add_argument("ranks")
+        parser.add_argument("-i", "--input", type=_names, default=[])
+        parser.add_argument("-o", "--output", type=_names, default=[])
+        options = parser.parse_args(shlex.split(line))
+        try:
+            ranks = [int(rank) for rank in options.ranks.split(",")]
+        except ValueError:
+            raise ValueError(f"{options.ranks!r} are not ranks; write %%rank 0,1") from None
+        self._execute(self._running(), cell, ranks, options.input, options.output)
+
+    @line_magic
+    def rank_status(self, line: str) -> None:
+        """Say what the warm ranks are doing."""
+        if self.group is None:
+            print("no warm ranks; %%ranks -n 2 starts them")  # noqa: T201 - the answer to a command typed in a cell
+            return
+        print(self.group.run)  # noqa: T201 - the same
+        for info in self.group.run.ranks:
+            print(f"  rank {info.rank}: pid {info.pid}, {info.state}")  # noqa: T201 - the same
+
+    @line_magic
+    def rank_restart(self, line: str) -> None:
+        """End the warm ranks and start as many anew; their variables are gone."""
+        if self.group is None:
+            raise ValueError("there are no warm ranks; write %%ranks -n 2")
+        self.group.restart()
+
+    @line_magic
+    def rank_stop(self, line: str) -> None:
+        """End the warm ranks."""
+        if self.group is not None:
+            self.group.stop()
+            self.group = None
+
+    def _group(self, options: argparse.Namespace) -> WarmRanks:
+        asked = options.num_processes
+        if self.group is not None and self.group.alive:
+            have = len(self.group.run.ranks)
+            if asked not in (None, have):
+                raise ValueError(f"-n {asked}: {have} warm ranks are running; end them first with %rank_stop")
+            return self.group
+        config = LaunchConfig(
+            num_processes=asked,
+            use_port=0,
+            start_method=options.start_method,
+            mixed_precision=options.mixed_precision,
+            block=False,
+        )
+        self.group = WarmRanks(config)
+        return self.group
+
+    def _running(self) -> WarmRanks:
+        if self.group is None or not self.group.alive:
+            raise ValueError("there are no warm ranks; start them with %%ranks -n 2")
+        return self.group
+
+    def _execute(
+        self, group: WarmRanks, cell: str, ranks: list[int] | None, inputs: list[str], outputs: list[str]
+    ) -> None:
+        shell: Any = self.shell
+        user = shell.user_ns
+        if missing := [name for name in inputs if name not in user]:
+            raise ValueError(f"-i {','.join(missing)}: the kernel has no such variables")
+        source = "\n" + cell  # the magic's own line is the cell's first
+        filename = shell.compile.cache(source, shell.execution_count)
+        result = group.execute(source, filename, ranks, {name: user[name] for name in inputs}, outputs)
+        for name in outputs:
+            user[name] = [values[name] for _, values in sorted(result.fetched.items())]
+        _show(result)
+
+
+def _show(result: CellResult) -> None:
+    for rank, text in sorted(result.shown.items()):
+        if text:
+            label = f"[rank {rank}] "
+            print(label + text.replace("\n", "\n" + " " * len(label)))  # noqa: T201 - a cell's value
+
+
+def load(shell: Any) -> None:
+    """Register the magics with an IPython shell."""
+    shell.register_magics(RankMagics)
