@@ -147,7 +147,7 @@ def test_timeout_and_hang_timeout(kernel: Kernel, method: str) -> None:
 
 @METHODS
 def test_a_kernel_killed_takes_all_ranks_and_grandchildren_along(method: str) -> None:
-    with ready_kernel(zygote=method == "zygote") as kernel:
+    with ready_kernel() as kernel:  # the server process, which guards what forked ranks start, is up
         cell = kernel.check(
             "def train():\n    child = subprocess.Popen(['sleep', '300'])\n    print('in', child.pid, flush=True)\n"
             "    ctypes.PyDLL(None).sleep(60) if rank() == 1 else time.sleep(60)\n"
