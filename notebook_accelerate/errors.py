@@ -40,6 +40,10 @@ class NotebookAccelerateError(Exception):
 class LaunchError(NotebookAccelerateError):
     """A launch could not be planned or its processes could not be started."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the one line that IPython shows: where in the launcher it was noticed helps nobody."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class PortInUseError(LaunchError):
     """The fixed port of a multi-node launch is taken on this machine."""
