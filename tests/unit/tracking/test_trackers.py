@@ -1,0 +1,257 @@
+"""What trackers are, how they are asked for, and that none of them stops a training."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from notebook_accelerate import Accelerator, telemetry, tracking
+from notebook_accelerate.config.enums import LoggerType
+from notebook_accelerate.telemetry.events import Event, MetricEvent
+from notebook_accelerate.tracking import GeneralTracker, LogValueError, on_main_process, table
+
+
+class Memory(GeneralTracker):
+    """Keeps everything."""
+
+    name = "memory"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str = "", fails_in: str = "", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name, self.kwargs, self.fails_in = run_name, kwargs, fails_in
+        self.calls: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.calls
+
+    def _note(self, what: str, *details: Any) -> None:
+        self.calls.append((what, *details))
+        if what == self.fails_in:
+            raise ConnectionError(f"call {len(self.calls)}: the vendor is away")
+
+    def start(self) -> None:
+        self._note("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._note("store_init_configuration", values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._note("log", values, step, kwargs)
+
+    def finish(self) -> None:
+        self._note("finish")
+
+
+@pytest.fixture(autouse=True)
+def builtin_trackers() -> Iterator[None]:
+    """Forget what a test registers."""
+    before = dict(table.TRACKERS)
+    yield
+    table.TRACKERS.clear()
+    table.TRACKERS.update(before)
+
+
+class Channel:
+    """Stands where a worker's sink stands."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """Make this process look like a launched rank."""
+    sink = Channel()
+    telemetry.install_sink(sink)  # type: ignore[arg-type]
+    yield sink
+    telemetry.install_sink(None)
+
+
+def test_a_class_must_say_what_it_is() -> None:
+    class Bare(GeneralTracker):
+        pass
+
+    class Named(GeneralTracker):
+        name = "named"
+
+    with pytest.raises(NotImplementedError, match=r"`name`, `requires_logging_directory`, `tracker`"):
+        Bare()
+    with pytest.raises(NotImplementedError, match=r"class definition: `requires_logging_directory`, `tracker`"):
+        Named()
+    blank = GeneralTracker(_blank=True)
+    blank.start()
+    blank.log({"a": 1}, step=1)
+    blank.finish()
+
+
+def test_an_instance_is_started_fed_and_closed() -> None:
+    memory = Memory()
+    accelerator = Accelerator(cpu=True, log_with=memory)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 1.5, "text": "x"}, step=3, log_kwargs={"memory": {"z": 1}, "wandb": {"commit": False}})
+    assert accelerator.get_tracker("memory") is memory
+    assert accelerator.get_tracker("memory", unwrap=True) is memory.calls
+    accelerator.end_training()
+    assert memory.calls == [
+        ("start",),
+        ("store_init_configuration", {"lr": 0.1}),
+        ("log", {"loss": 1.5, "text": "x"}, 3, {"z": 1}),
+        ("finish",),
+    ]
+
+
+def test_a_registered_class_is_made_with_the_projects_name() -> None:
+    tracking.register_tracker_class(Memory)
+    accelerator = Accelerator(cpu=True, log_with=["memory"])
+    accelerator.init_trackers("project", init_kwargs={"memory": {"color": "red"}, "wandb": {"entity": "me"}})
+    memory = accelerator.get_tracker("memory")
+    assert (memory.run_name, memory.kwargs) == ("project", {"color": "red"})
+    assert "memory" in tracking.get_available_trackers()
+
+
+def test_what_is_no_tracker_is_refused() -> None:
+    with pytest.raises(ValueError, match="subclass of `GeneralTracker`, but got <class 'int'>"):
+        tracking.register_tracker_class(int)  # type: ignore[arg-type]
+
+    class Nameless(Memory):
+        name = ""
+
+    with pytest.raises(ValueError, match="needs a name"):
+        tracking.register_tracker_class(Nameless)
+
+    class Other(Memory):
+        pass
+
+    tracking.register_tracker_class(Memory)
+    with pytest.warns(UserWarning, match="'memory' is replaced by Other"):
+        tracking.register_tracker_class(Other)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"Unsupported logging capability: wanbd.*all, aim, .*tensorboard.*wandb"):
+        Accelerator(cpu=True, log_with="wanbd")
+    with pytest.raises(ValueError, match="Unsupported logging capability: 3"):
+        tracking.filter_trackers([3])  # type: ignore[list-item]
+    accelerator = Accelerator(cpu=True, log_with=Memory())
+    with pytest.raises(ValueError, match=r"unknown trackers \['wanbd'\]"):
+        accelerator.init_trackers("p", init_kwargs={"wanbd": {}})
+    accelerator.init_trackers("p")
+    with pytest.raises(ValueError, match=r"tensorboard is not an available tracker.*It has memory"):
+        accelerator.get_tracker("tensorboard")
+
+
+def test_filtering(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, row in table.TRACKERS.items():
+        there = name in {"tensorboard", "mlflow"}
+        monkeypatch.setitem(table.TRACKERS, name, table.TrackerRow(row.tracker_class, lambda there=there: there, name))
+    memory = Memory()
+    assert tracking.filter_trackers(None) == []
+    assert tracking.filter_trackers([memory, "mlflow", LoggerType.MLFLOW]) == [memory, LoggerType.MLFLOW]
+    assert tracking.filter_trackers("all", "logs") == [LoggerType.TENSORBOARD, LoggerType.MLFLOW]
+    assert tracking.filter_trackers("all") == [LoggerType.MLFLOW]
+    with pytest.raises(ValueError, match=r"`tensorboard` requires a `logging_dir`.*project_dir"):
+        tracking.filter_trackers(["tensorboard"])
+    with pytest.warns(UserWarning, match="pip install wandb"):
+        assert tracking.filter_trackers("wandb") == []
+
+
+def test_an_entry_point_adds_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "foreign_tracker.py").write_text(
+        textwrap.dedent("""
+        from notebook_accelerate.tracking import GeneralTracker
+        class Foreign(GeneralTracker):
+            name = "foreign"
+            requires_logging_directory = False
+            tracker = None
+            def __init__(self, run_name):
+                super().__init__()
+                self.run_name = run_name
+        """)
+    )
+    info = tmp_path / "foreign_tracker-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-tracker\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{table.ENTRY_POINTS}]\nforeign = foreign_tracker:Foreign\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    accelerator = Accelerator(cpu=True, log_with="foreign")
+    accelerator.init_trackers("project")
+    assert accelerator.get_tracker("foreign").run_name == "project"
+    assert "foreign" in table.known_trackers()
+
+
+@pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
+def test_a_failing_tracker_warns_once_and_stops_nothing(method: str) -> None:
+    broken, sound = Memory(fails_in=method), Memory()
+    sound.name = "sound"  # type: ignore[misc]
+    accelerator = Accelerator(cpu=True, log_with=[broken, sound])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerator.init_trackers("p", config={})
+        for step in range(3):
+            accelerator.log({"loss": step}, step=step)
+        accelerator.get_tracker("memory")
+        accelerator.end_training()
+    (message,) = [str(warning.message) for warning in said]
+    assert f"'memory' failed in {method} (ConnectionError: call" in message
+    assert "Training goes on" in message
+    assert [call[0] for call in sound.calls] == ["start", "store_init_configuration", "log", "log", "log", "finish"]
+
+
+def test_logging_without_trackers_does_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.init_trackers("p")
+    accelerator.log({"a": 1, "b": object()})
+    accelerator.get_tracker("tensorboard").log({"a": 1})
+    with pytest.raises(ValueError, match=r"log\(\) takes a dictionary"):
+        accelerator.log(3)  # type: ignore[arg-type]
+
+
+def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
+    accelerator = Accelerator(cpu=True)
+    values = {"a": 1, "b": torch.tensor([2.5]), "c": np.float32(0.5), "d": True, "e": {"x": 3}}
+    accelerator.log(values, step=7)
+    accelerator.get_tracker("live").log({"by hand": 1})
+    assert channel.events == [
+        MetricEvent({"a": 1.0, "b": 2.5, "c": 0.5, "d": 1.0, "e/x": 3.0}, 7),
+        MetricEvent({"by hand": 1.0}, None),
+    ]
+    assert accelerator.get_tracker("live", unwrap=True) is channel
+    with pytest.warns(UserWarning, match=r"live panel shows numbers: 'text' \(str\)"):
+        accelerator.log({"text": "x", "loss": 1.0})
+    accelerator.log({"text": "y"})
+    assert channel.events[2:] == [MetricEvent({"loss": 1.0}, None)]
+
+
+@pytest.mark.parametrize("value", [object(), None, torch.ones(2), [1, 2], {"a": "x"}])
+def test_what_no_tracker_can_record_is_an_error_of_the_caller(value: Any) -> None:
+    from notebook_accelerate.tracking.values import numbers_only
+
+    class Numbers(Memory):
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            numbers_only(values, "Numbers")
+
+    accelerator = Accelerator(cpu=True, log_with=Numbers())
+    accelerator.init_trackers("p")
+    with pytest.raises(LogValueError, match=r"log\(\) got 'train/loss' = .*loss\.mean\(\)\.item\(\)"):
+        accelerator.log({"train/loss": value})
+
+
+def test_the_config_may_be_none_and_trackers_start_anew() -> None:
+    memory = Memory()
+    accelerator = Accelerator(cpu=True, log_with=memory)
+    for _ in range(2):
+        accelerator.init_trackers("p")
+    assert accelerator.trackers == [memory]
