@@ -13,14 +13,23 @@ import torch.distributed as dist
 from notebook_accelerate import telemetry
 from notebook_accelerate.state.world import World
 
-# The process that made the default group. A forked child inherits the group's handles, and must never call into them:
-# its sockets and threads belong to the parent.
-_maker: list[int] = []
+# Whether the default group came through a fork. The child then has the group's handles, and must never call into them:
+# their sockets and threads belong to the parent.
+_inherited = False
+
+
+def _note_fork() -> None:
+    global _inherited  # noqa: PLW0603 - a fact about this process
+    _inherited = dist.is_available() and dist.is_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 def group_exists() -> bool:
     """Tell whether this process has a usable default process group."""
-    return dist.is_available() and dist.is_initialized() and not _is_inherited()
+    return dist.is_available() and dist.is_initialized() and not _inherited
 
 
 def start_group(backend: str, world: World, device: torch.device, **kwargs: Any) -> None:
@@ -35,7 +44,6 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     if device.type == "cuda":
         kwargs.setdefault("device_id", device)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
-    _maker[:] = [os.getpid()]
     if telemetry.current_sink() is not None:
         _leave_timeout_to_kernel(kwargs.get("timeout") or timedelta(minutes=30))
 
@@ -65,8 +73,6 @@ def end_group(group: Any = None) -> None:
     if not group_exists():
         return
     dist.destroy_process_group(group)
-    if group is None:
-        _maker.clear()
 
 
 def forget_group() -> None:
@@ -75,18 +81,12 @@ def forget_group() -> None:
     Destroying an inherited group would wait for threads that the fork did not copy, and shut sockets down that the
     parent still uses.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    if not _is_inherited():
-        end_group()
-        return
-    _keep_alive.append(dist.group.WORLD)  # its destructor would join threads that do not exist here
-    _drop_bookkeeping()
-    _maker.clear()
-
-
-def _is_inherited() -> bool:
-    return bool(_maker) and _maker[0] != os.getpid()
+    global _inherited  # noqa: PLW0603 - a fact about this process
+    if _inherited and dist.is_initialized():
+        _keep_alive.append(dist.group.WORLD)  # its destructor would join threads that do not exist here
+        _drop_bookkeeping()
+    _inherited = False
+    end_group()
 
 
 _keep_alive: list[Any] = []

@@ -92,12 +92,19 @@ def test_process_group_settings_are_for_the_first() -> None:
     assert run_ranks(other_settings) == [(2, 2, "bf16", [1, 1])] * 2
 
 
-def leave_and_come_back() -> Any:
+def leave() -> Any:
     accelerator = Accelerator()
+    group = dist.new_group([0, 1])
+    accelerator.state.destroy_process_group(group)
+    kept = dist.is_initialized()
     accelerator.end_training()
-    assert not dist.is_initialized()
-    reset_shared_state()
-    return PartialState()._shared_state["num_processes"]
+    return kept, dist.is_initialized()
+
+
+def test_the_end_of_training_ends_the_group() -> None:
+    assert run_ranks(leave) == [(True, False)] * 2
+    # A notebook launch ends the group of its ranks itself.
+    assert run_ranks(leave, env={"FORK_LAUNCHED": "1"}) == [(True, True)] * 2
 
 
 def adopt_a_group() -> Any:
@@ -131,8 +138,9 @@ def forked_child_forgets(folder: str) -> Any:
     return os.waitstatus_to_exitcode(status), Accelerator().gather(torch.tensor([rank])).tolist()
 
 
-def test_a_forked_child_forgets_an_inherited_group(tmp_path: Path) -> None:
-    assert run_ranks(forked_child_forgets, str(tmp_path)) == [(0, [0, 1])] * 2
+@pytest.mark.parametrize("own", [False, True], ids=["made by the state", "made by the user"])
+def test_a_forked_child_forgets_an_inherited_group(tmp_path: Path, own: bool) -> None:
+    assert run_ranks(forked_child_forgets, str(tmp_path), process_group=own) == [(0, [0, 1])] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["child0", "child1"]
 
 
