@@ -27,6 +27,7 @@ class Console:
         """Replace what the interpreter, and IPython where it is loaded, would use."""
         streams = {"stdin": StandardInput(self._agent), "stdout": _stream(1), "stderr": _stream(2)}
         for name, stream in streams.items():
+            _divert(getattr(sys, name), stream)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         builtins.input = self._input
@@ -50,6 +51,15 @@ class Console:
     def _getpass(self, prompt: str = "Password: ", stream: object = None) -> str:
         self.flush()
         return self._agent.ask(prompt, password=True)
+
+
+def _divert(old: Any, new: Any) -> None:
+    """Let whoever kept the kernel's stream (a logging handler, a default argument) write to the rank's.
+
+    In a forked rank ipykernel's own would open a socket for each write and publish it without a label.
+    """
+    if type(old).__module__.startswith("ipykernel") and hasattr(old, "write"):
+        old.write, old.flush = new.write, new.flush
 
 
 def _stream(descriptor: int) -> io.TextIOWrapper:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import RankFailure
 
 
+HEADLINE_CHARACTERS = 1000
+"""A longer first line of a message is cut in a headline; the report has it whole."""
+
+
 def rank_names(ranks: Sequence[int]) -> str:
     """Return "rank 1", "ranks 0, 2" or "ranks 0–5"."""
     if len(ranks) == 1:
@@ -29,6 +33,7 @@ def headline(found: Sequence[RankFailure]) -> str:
     group = failures.grouped(list(found))[0]
     first = group[0]
     text = first.message.split("\n")[0]
+    text = text if len(text) <= HEADLINE_CHARACTERS else text[:HEADLINE_CHARACTERS] + " …"
     where = ""
     if first.chain and first.chain[-1].frames:
         where = f" at {tracebacks.place(first.chain[-1].frames[-1])}"

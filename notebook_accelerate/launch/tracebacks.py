@@ -14,7 +14,7 @@ from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
 """Frames kept of one exception: the first and the last half of a deeper one."""
-_OWN = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "debug"))
+_OWN = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "debug", "telemetry"))
 
 
 def chain_of(error: BaseException) -> tuple[ExceptionInfo, ...]:
@@ -46,7 +46,9 @@ def _message(error: BaseException) -> str:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 - a broken __str__ must not hide the error
         text = f"<its message cannot be shown: {type(problem).__name__}>"
-    return "\n".join([text, *getattr(error, "__notes__", [])])
+    parts = getattr(error, "exceptions", ())  # of an exception group
+    inside = [f"  {_type_name(part)}: {_message(part)}" for part in parts if isinstance(part, BaseException)]
+    return "\n".join([text, *inside, *getattr(error, "__notes__", [])])
 
 
 def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
