@@ -6,6 +6,7 @@ import atexit
 import os
 import uuid
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -209,15 +210,20 @@ def _copy(files: list[StateFile]) -> tuple[list[StateFile], Snapshot, list[Any]]
 
 
 def _manifest(accelerator: Any) -> Manifest:
-    from notebook_accelerate import __version__  # the version alone; rooms take no other name from the root
-
     strategy = accelerator.strategy
     return Manifest(
         world_size=accelerator.num_processes,
         layout=getattr(strategy, "checkpoint_layout", "whole"),
         strategy=getattr(strategy, "name", type(strategy).__name__),
-        producer=f"notebook_accelerate {__version__}",
+        producer=f"notebook_accelerate {_version()}",
     )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("notebook-accelerate")
+    except metadata.PackageNotFoundError:  # read from a folder, not installed
+        return "(not installed)"
 
 
 def _after(accelerator: Any, place: Place) -> Callable[[], None]:

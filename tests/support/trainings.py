@@ -39,7 +39,9 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return scores."""
-        return self.last(nn.functional.dropout(self.norm(self.first(inputs)).relu(), 0.3, self.training))
+        hidden = nn.functional.dropout(self.norm(self.first(inputs)).relu(), 0.3, self.training)
+        scores: torch.Tensor = self.last(hidden)
+        return scores
 
 
 class Training:
