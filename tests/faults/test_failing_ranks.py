@@ -141,6 +141,7 @@ def test_out_of_memory_is_a_memory_error(kernel: Kernel, method: str) -> None:
 def test_unpicklable_return_value_keeps_the_others_results(kernel: Kernel, method: str) -> None:
     text = _run(kernel, "return threading.Lock() if rank() == 1 else 'kept'", method)
     assert "the return value (a lock) cannot be pickled" in text
+    assert "pickling.py" not in text
     assert kernel.value("notebook_accelerate.runs()[-1].ranks[0].result") == "kept"
     assert _states(kernel) == ["succeeded", "failed"]
 
@@ -181,6 +182,21 @@ def test_exception_groups_and_chains(kernel: Kernel, method: str) -> None:
     assert cause.result_text in ("'ZeroDivisionError'", "'NoneType'")
 
 
+def test_the_exceptions_of_a_group_are_told(kernel: Kernel) -> None:
+    if kernel.value("sys.version_info < (3, 11)"):
+        pytest.skip("exception groups came with Python 3.11")
+    text = _run(kernel, "raise ExceptionGroup('both', [ValueError('one'), KeyError('two')])", "fork")
+    assert "ExceptionGroup: both (2 sub-exceptions)" in text
+    assert "ValueError: one" in text
+    assert "KeyError: 'two'" in text
+
+
+def test_a_giant_message_does_not_become_a_giant_headline(kernel: Kernel) -> None:
+    cell = kernel.run("def train():\n    raise ValueError('x' * 2_000_000)\nlaunch(train)")
+    assert cell.error is not None
+    assert len(cell.error.evalue) < 5000
+
+
 def test_unpicklable_arguments_fork_and_are_refused_by_the_zygote(kernel: Kernel) -> None:
     kernel.check("lock = threading.Lock()")
     assert (
@@ -208,7 +224,7 @@ def test_a_rank_that_closes_every_descriptor_is_told(kernel: Kernel, method: str
 
 @METHODS
 def test_a_rank_that_leaves_a_process_behind(kernel: Kernel, method: str) -> None:
-    body = "global child\nreturn subprocess.Popen(['sleep', '300']).pid"
+    body = "return subprocess.Popen(['sleep', '300']).pid"
     lines = "\n".join("    " + line for line in body.splitlines())
     kernel.check(f"def train():\n{lines}\nlaunch(train, start_method={method!r}).results", timeout=10)
 

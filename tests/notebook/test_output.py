@@ -58,6 +58,23 @@ def test_stdout_stderr_and_output_of_c_are_caught_apart(kernel: Kernel, method: 
     assert "UserWarning: warned" in cell.stderr
 
 
+def test_streams_saved_in_the_kernel_lead_to_the_ranks(kernel: Kernel) -> None:
+    cell = kernel.check(
+        "import logging\nlogger = logging.getLogger('saved'); logger.addHandler(logging.StreamHandler())\n"
+        "logger.propagate = False; saved = sys.stdout\n"
+        "def talk():\n    logger.warning('logged'); saved.write('written\\n')\n"
+        "launch(talk, start_method='fork');"
+    )
+    assert sorted(line for line in cell.stderr.splitlines() if "logged" in line) == [
+        "[rank 0] logged",
+        "[rank 1] logged",
+    ]
+    assert sorted(line for line in cell.stdout.splitlines() if "written" in line) == [
+        "[rank 0] written",
+        "[rank 1] written",
+    ]
+
+
 @METHODS
 def test_c_output_without_a_flush_is_not_lost(kernel: Kernel, method: str) -> None:
     cell = kernel.check(
