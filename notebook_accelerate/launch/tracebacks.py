@@ -81,10 +81,18 @@ def cell_name(filename: str) -> str:
     shell = ipython.get_ipython() if ipython is not None else None
     compiler = getattr(shell, "compile", None)
     number = getattr(compiler, "_filename_map", {}).get(filename)
-    if number is not None:
-        return f"Cell In[{number}]"
-    found = re.search(r"ipython-input-(\d+)", filename)
-    return f"Cell In[{found.group(1)}]" if found else "Cell"
+    if number is None:
+        found = re.search(r"ipython-input-(\d+)", filename)
+        number = found.group(1) if found else _number_in_history(shell, filename)
+    return "Cell" if number is None else f"Cell In[{number}]"
+
+
+def _number_in_history(shell: Any, filename: str) -> int | None:
+    """Return the number of the last cell with the source that this name stands for: IPython 7 keeps no other table."""
+    source = "".join(linecache.getlines(filename)).strip()
+    inputs = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", [])
+    cells = range(len(inputs) - 1, 0, -1) if source else ()
+    return next((number for number in cells if inputs[number].strip() == source), None)
 
 
 def format_chain(chain: tuple[ExceptionInfo, ...]) -> list[str]:
