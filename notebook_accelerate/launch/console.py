@@ -102,7 +102,8 @@ def install_display() -> None:
         # Libraries look at this to choose widgets, which only the kernel can own.
         shell.config.pop("IPKernelApp", None)
         return
-    functions: Any = sys.modules.get("IPython.core.display_functions")
+    # IPython 7, which Colab has, keeps them in the older module.
+    functions: Any = sys.modules.get("IPython.core.display_functions") or sys.modules.get("IPython.core.display")
     if functions is not None:
         _install_bare_display(functions)
 
