@@ -14,8 +14,8 @@ import ipywidgets
 from notebook_accelerate.widgets.draft import Checked, Draft
 from notebook_accelerate.widgets.fields import KINDS, Field, summary, text_of
 
-_LABEL = {"description_width": "14em"}
-_INPUT = "30em"
+_LABEL = {"description_width": "17em"}
+_INPUT = "36em"
 _NOT_SET = "default"
 Groups = Sequence[tuple[str, Sequence[str]]]
 
@@ -26,7 +26,7 @@ class Form:
     Args:
         cls: The dataclass.
         value: An instance to begin with; None: the defaults.
-        title: Its heading; "" for none.
+        title: What it is about, as the caption of its static form.
         choices: Allowed values that the fields' types do not tell, by field.
         groups: Titles and fields; the first group stands open, the others fold. Fields in no group are left out.
         on_change: Called with what the entries are worth after each change, on whatever thread the change came.
@@ -67,9 +67,8 @@ class Form:
         self._folds = ipywidgets.Accordion(
             children=[self._column(names) for _, names in self._groups[1:]], selected_index=None
         )
-        heading = f'<h3 class="na-title">{escape(title)}</h3>' if title else ""
-        parts = [style_sheet(), ipywidgets.HTML(heading)] if heading else [style_sheet()]
-        parts += [self._column(self._groups[0][1]), *([self._folds] if self._groups[1:] else [])]
+        parts = [style_sheet(), self._column(self._groups[0][1])]
+        parts += [self._folds] if self._groups[1:] else []
         self.widget = styled(ipywidgets.VBox(parts))
         self._show(self.draft.check())
 
@@ -188,7 +187,7 @@ class _Row:
     def __init__(self, form: Form, field: Field) -> None:
         self.form_of, self.field = form, field
         self.note = ipywidgets.HTML()
-        self.note.add_class("na-note")
+        self.note.add_class("na-aside")
         self.input = self.make()
         self.load()
         self.input.observe(self._changed, names="value")

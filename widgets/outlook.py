@@ -50,7 +50,7 @@ def _facts_of(machine: HardwareInfo) -> list[str]:
 def chips(machine: HardwareInfo) -> str:
     """Return what a machine has, as a row of short labels in HTML."""
     items = "".join(f"<li>{escape(fact)}</li>" for fact in _facts_of(machine))
-    return f'<ul class="na-chips" aria-label="This machine">{items}</ul>'
+    return f'<ul class="na-facts" aria-label="This machine">{items}</ul>'
 
 
 def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
