@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import RunStoppedError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import failures, tracebacks
+from notebook_accelerate.launch.payload import is_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +34,13 @@ def headline(found: Sequence[RankFailure]) -> str:
     """Return the first failure in one line."""
     group = failures.grouped(list(found))[0]
     first = group[0]
-    text = first.message.split("\n")[0]
+    text = _short(first)
     text = text if len(text) <= HEADLINE_CHARACTERS else text[:HEADLINE_CHARACTERS] + " …"
     where = ""
     if first.chain and first.chain[-1].frames:
-        where = f" at {tracebacks.place(first.chain[-1].frames[-1])}"
+        frames = first.chain[-1].frames
+        # The user's own innermost line says more than the line of the library that it called.
+        where = f" at {tracebacks.place(next((f for f in reversed(frames) if is_cell(f.filename)), frames[-1]))}"
     return f"{rank_names([f.rank for f in group])}: {text}{where}"
 
 
@@ -47,7 +51,7 @@ def worker_error(run: Run) -> WorkerError:
     verb = "failed first" if len(run.failures) > 1 else "failed"
     message = f"run {run.id} failed. {headline(run.failures)}"
     if len(failures.grouped(list(run.failures))) > 1:
-        message = f"run {run.id}: {rank_names([first.rank])} {verb}. {headline(run.failures)}"
+        message = f"run {run.id}: {rank_names([first.rank])} {verb}: {headline(run.failures).partition(': ')[2]}"
     if len(run.attempts) > 1:
         message += f" (attempt {len(run.attempts)})"
     return kind(message, run, run.failures)
@@ -81,5 +85,14 @@ def failure_lines(found: Sequence[RankFailure]) -> list[str]:
             if first.kind != "exception":
                 lines.append(first.message)
         else:
-            lines.append("  " + first.message.split("\n")[0])
+            lines.append("  " + _short(first))
     return lines
+
+
+_SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h):\d+\] ?")
+
+
+def _short(failure: RankFailure) -> str:
+    """Return the first line of a failure's message; where it only followed, without torch's source files and advice."""
+    text = failure.message.split("\n")[0]
+    return _SOURCE_PLACE.sub("", text).split(". ")[0] if failure.consequence else text

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -25,7 +26,12 @@ MAX_CURVES = 24
 """Metrics beyond this are in the table alone: a saved notebook holds every picture."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
+_FOLDED = ("Configuration", "Environment")
 _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
+
+_FOLDED = ("Configuration", "Environment")
+"""Tables that are there for later, and closed until somebody wants them."""
+_PRE = ' style="font-family:monospace;white-space:pre-wrap;margin:0.3em 0"'
 
 Rows = list[list[str]]
 
@@ -120,14 +126,18 @@ class Report:
     @property
     def html(self) -> str:
         """The report as HTML without scripts or outside references."""
-        parts = [f"<p><strong>{escape(self._head())}</strong></p>"]
+        head, _, plan = self._head().partition(" s · ")
+        parts = [f"<p><strong>{escape(head)}{' s' if plan else ''}</strong></p>"]
+        parts += [f"<p>{escape(plan)}</p>"] if plan else []
         parts += [f"<p>{escape(note)}</p>" for note in self.run.notes]
         if self.run.failures:
             parts.append(failures_html(self.run.failures))
         elif self.run.error is not None:
             parts.append(f"<p>{escape(str(self.run.error))}</p>")
         parts.append(self._curves_html())
-        parts += [_html_table(caption, rows) for caption, rows in self._tables() if len(rows) > 1]
+        tables = [(caption, _html_table(caption, rows)) for caption, rows in self._tables() if len(rows) > 1]
+        parts += [table for caption, table in tables if caption not in _FOLDED]
+        parts.append(_folded(" and ".join(_FOLDED), "".join(table for caption, table in tables if caption in _FOLDED)))
         return f'<div class="notebook-accelerate-report">{"".join(parts)}</div>'
 
     def _curves_html(self) -> str:
@@ -169,7 +179,7 @@ def step_time(store: Store, rank: int) -> tuple[dict[str, float], int]:
 
 def environment_rows(run: Run) -> Rows:
     """Return what the run ran on."""
-    rows = [["environment", ""], ["python", f"{platform.python_version()} on {platform.platform()}"]]
+    rows = [["environment", "version"], ["python", f"{platform.python_version()} on {platform.platform()}"]]
     for name in _PACKAGES:
         try:
             rows.append([name, metadata.version(name)])
@@ -194,7 +204,9 @@ def failures_html(found: Sequence[RankFailure]) -> str:
         head = f"{who} {kind}: {messages.headline(group).partition(': ')[2]}"
         body = escape("\n".join(lines[1:]))
         opened = " open" if position == 0 else ""
-        blocks.append(f"<details{opened}><summary><strong>{escape(head)}</strong></summary><pre>{body}</pre></details>")
+        blocks.append(
+            f"<details{opened}><summary><strong>{escape(head)}</strong></summary><pre{_PRE}>{body}</pre></details>"
+        )
     return "".join(blocks)
 
 
@@ -219,10 +231,29 @@ def _table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+_NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?(%|MiB))?|-?inf|nan")
+
+
 def _html_table(caption: str, rows: Rows) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
-    body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows[1:]
+    if len(rows) < 2:
+        return ""
+    """Return a table; front ends put everything to the right, which is right for numbers alone."""
+    numeric = [
+        all(not row[column] or _NUMBER.fullmatch(row[column]) for row in rows[1:]) for column in range(len(rows[0]))
+    ]
+    styles = [f' style="text-align:{"right" if column else "left"}"' for column in numeric]
+    head = "".join(f'<th scope="col"{style}>{escape(cell)}</th>' for cell, style in zip(rows[0], styles, strict=True))
+    body = "".join(_html_row(row, styles) for row in rows[1:])
+    return (
+        f'<table><caption style="text-align:left;caption-side:top">{escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
-    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _html_row(row: list[str], styles: list[str]) -> str:
+    cells = "".join(f"<td{style}>{escape(cell)}</td>" for cell, style in zip(row[1:], styles[1:], strict=True))
+    return f'<tr><th scope="row"{styles[0]}>{escape(row[0])}</th>{cells}</tr>'
+
+
+def _folded(summary: str, body: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>"

@@ -229,4 +229,4 @@ def test_the_errors_type_tells_an_exception_from_a_death() -> None:
     raised = messages.worker_error(_FakeRun(_failed(1, 1.0), _failed(0, 0.5, *LOST[0], line=9)))  # type: ignore[arg-type]
     assert type(raised) is WorkerError
     assert raised.rank == 1
-    assert str(raised) == "run 7: rank 1 failed first. rank 1: KeyError: 'x' at train.py, line 3"
+    assert str(raised) == "run 7: rank 1 failed first: KeyError: 'x' at train.py, line 3"
