@@ -1,4 +1,4 @@
-"""Between a run and its views: many changes, few renders; and outputs of a cell that are replaced later.
+"""Between a run and its views: many changes, few renders.
 
 Views never run on the thread that supervises a run: its events set a flag, and one thread of this room, which lives as
 long as there are live views, renders what is due. A view that fails is closed and says so; the run never notices.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-
-from notebook_accelerate.launch.output import parent_message, running_kernel
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store
@@ -120,45 +117,10 @@ class Ticker:
 ticker = Ticker()
 
 
-class Shown:
-    """An output under the cell that runs now, which any thread may replace later, also after the cell has ended."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._parent = parent_message(kernel)
-        self._transient = {"display_id": f"notebook-accelerate-{uuid.uuid4().hex}"}
-
-    @property
-    def cell(self) -> str:
-        """The id of the request that the output belongs to."""
-        return str(((self._parent or {}).get("header") or {}).get("msg_id", ""))
-
-    def show(self, data: dict[str, Any]) -> None:
-        """Show a MIME bundle."""
-        self._send("display_data", data)
-
-    def replace(self, data: dict[str, Any]) -> None:
-        """Put another MIME bundle in its place."""
-        self._send("update_display_data", data)
-
-    def _send(self, kind: str, data: dict[str, Any]) -> None:
-        # Straight to the session: display() would file it under the cell that runs when it is called.
-        content = {"data": data, "metadata": {}, "transient": self._transient}
-        self._kernel.session.send(
-            self._kernel.iopub_socket, kind, content, parent=self._parent, ident=f"display.{kind}".encode()
-        )
-
-
-def place() -> Shown | None:
-    """Return an output under the cell that runs now; None where there is no notebook."""
-    kernel = running_kernel()
-    return Shown(kernel) if kernel is not None else None
-
-
 def live_bundle(widget: Any, text: str) -> dict[str, Any]:
     """Return the MIME bundle that shows a live widget."""
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
 
 
-__all__ = ["IDLE_PERIOD", "PERIOD", "Binding", "Shown", "Ticker", "live_bundle", "place", "ticker"]
+__all__ = ["IDLE_PERIOD", "PERIOD", "Binding", "Ticker", "live_bundle", "ticker"]

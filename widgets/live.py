@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.widgets.binding import Binding, Shown, live_bundle, place, ticker
+from notebook_accelerate.launch.places import Place, here
+from notebook_accelerate.widgets.binding import Binding, live_bundle, ticker
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -30,7 +31,7 @@ class LivePanel(ABC):
         self.run = run
         self._clock = clock
         self._lock = threading.RLock()
-        self._places: list[Shown] = []
+        self._places: list[Place] = []
         self.closed = False
         self.widget: Any = self._build()
         self.binding = Binding(run.store, self._render, self._broke, clock)
@@ -63,9 +64,16 @@ class LivePanel(ABC):
 
     # ---- being displayed
 
-    def show(self) -> Shown | None:
-        """Show the panel under the cell that runs now; return the place, None where there is no notebook."""
-        where = place()
+    def show(self, place: Place | None = None) -> Place | None:
+        """Show the panel.
+
+        Args:
+            place: Where; None: under the cell that runs now.
+
+        Returns:
+            The place; None where there is no notebook.
+        """
+        where = place or here()
         if where is None:
             return None
         self.binding.touch()
@@ -112,7 +120,7 @@ class LivePanel(ABC):
             self.binding.close()
             static = self._static()
             for where in self._places:
-                where.replace(static)
+                where.show(static)
             _close_all(self.widget)
 
 

@@ -77,8 +77,9 @@ def _card(rank: RankNow, history: Sequence[float]) -> str:
     entries = [("CPU", _percent(rank.cpu)), ("memory", size(rank.memory))]
     if rank.gpu is not None or rank.gpu_memory is not None:
         entries += [("GPU", _percent(rank.gpu)), ("GPU memory", size(rank.gpu_memory))]
-    pairs = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in entries)
-    return f'<li><div class="na-who"><span>rank {rank.rank}</span>{_curve(history)}</div><dl>{pairs}</dl></li>'
+    pairs = "".join(f"<span>{name} <b>{value}</b></span>" for name, value in entries)
+    used = f'<div class="na-used">{pairs}</div>'
+    return f'<li><div class="na-who"><span>rank {rank.rank}</span>{_curve(history)}</div>{used}</li>'
 
 
 def _curve(history: Sequence[float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import step_time
@@ -121,7 +121,7 @@ class Watcher:
         self._sample()
         ranks = [self._rank(info.rank, now, ahead) for info in infos]
         late, verdict = _verdict(ranks, active=run.ended is None)
-        ranks = [_marked(rank) if rank.rank in late else rank for rank in ranks]
+        ranks = [replace(rank, late=True) if rank.rank in late else rank for rank in ranks]
         elapsed = (run.ended or now) - run.started
         dropped = sum(run.store.dropped.values())
         return Now(run.status, max(0.0, elapsed), ranks, self._progress(now, ranks), verdict, bool(late), dropped)
@@ -198,12 +198,6 @@ def last_value(run: Run, name: str, rank: int) -> float | None:
     return run.store.last_value(name, rank) if name else None
 
 
-def _marked(rank: RankNow) -> RankNow:
-    from dataclasses import replace
-
-    return replace(rank, late=True)
-
-
 def _verdict(ranks: list[RankNow], *, active: bool) -> tuple[set[int], str]:
     """Say which ranks keep the others waiting, and how that is known."""
     if len(ranks) < 2:
@@ -219,14 +213,17 @@ def _verdict(ranks: list[RankNow], *, active: bool) -> tuple[set[int], str]:
         others = sorted(seconds for rank, seconds in own.items() if rank != worst)
         usual = others[len(others) // 2]
         if own[worst] > SLOW * usual and own[worst] - usual > 1e-3:
-            mine, theirs = 1000 * own[worst], 1000 * usual
-            return {
-                worst
-            }, f"Rank {worst} holds the others up: {mine:,.0f} ms of its own work per step, they {theirs:,.0f} ms."
+            mine, theirs = _milliseconds(own[worst]), _milliseconds(usual)
+            text = f"Rank {worst} holds the others up: {mine} of its own work per step, the others {theirs}."
+            return {worst}, text
     silent = [rank.rank for rank in ranks if rank.silence is not None and rank.silence > SILENT_SECONDS]
     if active and silent and len(silent) < len(ranks):
         return set(silent), f"Rank {silent[0]} has been silent while others go on."
     return set(), "No rank is behind." if any(rank.step is not None for rank in ranks) else ""
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:,.0f} ms"
 
 
 def duration(seconds: float) -> str:

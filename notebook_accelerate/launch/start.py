@@ -43,6 +43,7 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
         raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
     registry.release_held()
     run = Run(config, getattr(function, "__name__", type(function).__name__))
+    views.reserve(run)
     machine = hardware.detect()
     if runs_inline(config, machine):
         facts = KernelFacts(environment=os.environ)
@@ -233,3 +234,4 @@ def _announce(run: Run, publisher: Publisher) -> None:
     for note in run.notes:
         publisher.line("stdout", f"  {note}")
     publisher.flush(force=True)
+    views.hold(run)

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output import parent_message, running_kernel
+from notebook_accelerate.launch.places import Place, here
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
@@ -21,6 +22,7 @@ class Viewed:
     """What a run can do to be seen."""
 
     _view: Any = None
+    _place: Place | None = None
     _launched_under: str = ""
 
     def panel(self) -> Any:
@@ -70,12 +72,22 @@ def load(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def reserve(run: Run) -> None:
+    """Keep a place for the panel under the cell that launches now; nothing is shown yet."""
+    if run.config.panel is not False:
+        run._place = here()
+
+
+def hold(run: Run) -> None:
+    """Take the place, so that what the ranks write comes below the panel; from any thread."""
+    if run._place is not None:
+        run._place.show({"text/plain": ""})
+
+
 def show(run: Run) -> None:
-    """Show the panel of a run under the cell that launches it; a panel that fails never keeps a run from going on."""
-    if running_kernel() is None or run.config.panel is False:
-        return
-    if _try(lambda: run.panel().show()):
-        run._launched_under = _cell()
+    """Show the panel in the run's place; a panel that fails never keeps a run from going on."""
+    if run._place is not None and _try(lambda: run.panel().show(run._place)):
+        run._launched_under = run._place.cell
 
 
 def _try(action: Any) -> bool:
@@ -94,4 +106,4 @@ def _cell() -> str:
     return str((header or {}).get("msg_id", ""))
 
 
-__all__ = ["VIEWS", "Viewed", "load", "show"]
+__all__ = ["VIEWS", "Viewed", "hold", "load", "reserve", "show"]

@@ -35,7 +35,7 @@ function format(value) {
   if (value == null) return "–";
   if (!Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
-  if (size && (size >= 1e6 || size < 1e-3)) return value.toExponential(2).replace("e+", "e");
+  if (size && (size >= 1e6 || size < 1e-3)) return Number(value.toExponential(2)).toExponential().replace("e+", "e");
   return String(Number(value.toPrecision(4)));
 }
 
@@ -220,12 +220,12 @@ class Chart {
     const index = this.u.cursor.idx;
     const stride = this.panel.smoothing > 0 ? 2 : 1;
     const parts = [];
-    const many = this.labels.length > 4;
+    const many = this.labels.length > 5;
     this.labels.forEach((label, i) => {
       const column = this.joined[1 + i * stride];
       let at = index == null ? column.length - 1 : index;
       while (at > 0 && column[at] == null) at--;
-      if (parts.length >= 4) return;
+      if (parts.length >= 5) return;
       const value = make("span", {}, make("i", { style: `background:${this.panel.colour(label)}` }), format(column[at]));
       value.title = label;
       parts.push(value);
@@ -301,7 +301,7 @@ class Panel {
   }
   watch() {
     this.dark = isDark(this.root);
-    const theme = () => requestAnimationFrame(() => { this.dark = isDark(this.root); this.paintChips(); this.redraw(true); });
+    const theme = () => requestAnimationFrame(() => this.redraw());
     const themes = new MutationObserver(theme);
     for (const node of [document.documentElement, document.body])
       themes.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind"] });
@@ -416,6 +416,8 @@ class Panel {
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
       if (!this.root.isConnected) return;
+      this.dark = isDark(this.root);
+      this.paintChips();
       for (const chart of this.charts.values()) if (chart.visible && chart.stale) chart.draw();
     });
   }

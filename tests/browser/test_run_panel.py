@@ -1,0 +1,201 @@
+"""A run watched, stopped and kept, in JupyterLab 4 and Notebook 7."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.browser import App, Browser, NotebookPage, Server
+
+TRAIN = """
+import math, os, random, sys, time
+from notebook_accelerate import notebook_launcher, telemetry
+from notebook_accelerate.telemetry import MetricEvent, ProgressEvent, StepTimeEvent
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+def train(seconds, fail_at=None):
+    rank, steps = int(os.environ["RANK"]), int(seconds / 0.02)
+    rng = random.Random(rank)
+    for s in range(steps):
+        telemetry.emit(MetricEvent({
+            "train/loss": 2.5 * math.exp(-4 * s / steps) + 0.15 * rng.gauss(0, 1) * math.exp(-s / steps) + 0.3,
+            "lr": 5e-4 * (1 + math.cos(3.14 * s / steps)), EVIL: float(s)}, s))
+        telemetry.emit(ProgressEvent(s + 1, steps, "step"))
+        slow = rank == 1
+        if s % 10 == 0:
+            telemetry.emit(StepTimeEvent({"waiting for data": 0.03 + 0.18 * slow, "forward and backward": 0.12,
+                "collectives": 0.22 - 0.18 * slow, "optimizer": 0.02, "other": 0.01}, s, 10))
+        if s % 25 == 0:
+            print(f"step {s}: {EVIL}")
+        if rank == 1 and s == fail_at:
+            raise ValueError(f"the loss is {EVIL}")
+        time.sleep(0.02)
+    return rank
+"""
+LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
+CARD = ".na-card"
+REPORT = ".notebook-accelerate-report"
+
+
+@pytest.fixture(params=["lab", "notebook"])
+def app(request: pytest.FixtureRequest) -> App:
+    found: App = request.param
+    return found
+
+
+@pytest.fixture
+def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
+    pages: list[NotebookPage] = []
+
+    def start(cells: list[str], theme: str = "light") -> NotebookPage:
+        name = f"{app}-{time.monotonic_ns()}.ipynb"
+        server.write(name, cells)
+        page = server.open(chromium, name, app, theme)
+        pages.append(page)
+        page.run(0)
+        page.idle()
+        return page
+
+    yield start
+    for page in pages:
+        page.shut_down()
+        page.page.close()
+        assert page.errors == []
+        assert page.outside == []
+
+
+def _watch(page: NotebookPage) -> None:
+    page.wait_for("() => document.querySelector('.na-chart')")
+    page.page.locator(CARD).first.scroll_into_view_if_needed()
+    page.wait_for("() => document.querySelectorAll('.na-chart canvas').length === 3")
+
+
+def _step(page: NotebookPage) -> int:
+    words = page.text(".na-figures").replace("\n", " ").split()
+    return int(words[words.index("step") + 1].replace(",", ""))
+
+
+def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, server: Server, app: App) -> None:
+    page = opened([TRAIN, LAUNCH.format(60), "run.status, run.results if run.error is None else str(run.error)"])
+    page.run(1)
+    _watch(page)
+    first = _step(page)
+    page.until(lambda: _step(page) > first + 20, what="progress")
+    page.shot(f"{app}-running", CARD)
+    assert "Stop works by a click now" in page.text(CARD)
+    assert page.page.locator(".na-chart-name").nth(2).inner_text() == "<img src=x onerror=alert(1)>"
+
+    page.page.get_by_role("button", name="Stop").click()
+    page.wait_for(f"() => document.querySelector('{REPORT}')", 15)
+    assert page.page.locator(CARD).count() == 0
+    assert "stopped" in page.text(REPORT)
+    page.run(2)
+    page.idle()
+    assert "it was stopped" in page.page.inner_text("body")
+
+
+def test_the_saved_notebook_keeps_the_report(opened: Any, server: Server, chromium: Browser, app: App) -> None:
+    page = opened([TRAIN, LAUNCH.format(3)])
+    page.run(1)
+    page.wait_for(f"() => document.querySelector('{REPORT}')", 40)
+    saved = page.save()
+    bundles = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]
+    assert len(bundles) == 1
+    assert set(bundles[0]) == {"text/html", "text/plain"}
+    html = "".join(bundles[0]["text/html"])
+    assert html.count("data:image/svg+xml;base64,") == 3
+    assert html.count('alt="Curve of ') == 3
+
+    name = page.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
+    page.shut_down()
+    page.page.wait_for_timeout(500)
+    again = server.open(chromium, name, app)
+    try:
+        again.wait_for(f"() => document.querySelector('{REPORT} img')?.naturalWidth > 100")
+        assert "model not found" not in again.page.inner_text("body")
+        again.page.locator(REPORT).scroll_into_view_if_needed()
+        again.shot(f"{app}-reopened")
+        assert again.errors == []
+    finally:
+        again.page.close()
+
+
+def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: App) -> None:
+    page = opened([TRAIN, LAUNCH.format(60)])
+    page.run(1)
+    _watch(page)
+    tabs = page.page.locator(".na-tabs [role=tab]")
+    page.wait_for("() => document.querySelector('.na-run').innerText.includes('Ranks ⚠')")
+    tabs.nth(1).click()
+    assert "Rank 1 holds the others up" in page.text(".na-verdict")
+    assert "straggler" in page.text("tr.na-late")
+    page.shot(f"{app}-ranks", CARD)
+    tabs.nth(2).click()
+    bar = page.page.locator(".na-stack").nth(1)
+    assert "waiting for data 53 %" in str(bar.get_attribute("aria-label"))
+    page.shot(f"{app}-step-time", CARD)
+    tabs.nth(3).click()
+    page.page.get_by_role("tab", name="Rank 1").click()
+    page.page.get_by_role("searchbox", name="Search the lines").fill("step 25")
+    page.wait_for("() => document.querySelectorAll('.na-log mark').length >= 1")
+    assert page.text(".na-log").startswith("step 25: <img src=x onerror=alert(1)>")
+    page.shot(f"{app}-logs", CARD)
+
+
+def test_a_failing_run_shows_the_cell_line(opened: Any, app: App) -> None:
+    page = opened([TRAIN, "run = notebook_launcher(train, (60, 40), num_processes=2, use_port=0)", "run.panel()"])
+    page.run(1)
+    page.wait_for(f"() => document.querySelector('{REPORT}')", 40)
+    assert "ValueError: the loss is <img" in page.text(f"{REPORT} details")
+    assert "Cell In[1], line" in page.text(f"{REPORT} details")
+    page.page.locator(REPORT).scroll_into_view_if_needed()
+    page.shot(f"{app}-failed-report")
+    page.run(2)
+    _watch(page)
+    page.page.locator(".na-tabs [role=tab]").nth(4).click()
+    assert "Cell In[1], line" in page.text(f"{CARD} details")
+    page.shot(f"{app}-failed", CARD)
+
+
+def test_a_blocking_cell_says_which_stop_works(opened: Any, app: App) -> None:
+    page = opened([TRAIN, LAUNCH.format(60).replace(", block=False", "")])
+    page.run(1)
+    _watch(page)
+    page.wait_for("() => document.querySelector('.na-hint').innerText.includes('own stop button (■)')")
+    page.interrupt()
+    page.wait_for(f"() => document.querySelector('{REPORT}')", 20)
+    assert "stopped" in page.text(REPORT)
+
+
+def test_dark_theme_and_keyboard(opened: Any, app: App) -> None:
+    page = opened([TRAIN, LAUNCH.format(60)], theme="dark")
+    page.run(1)
+    _watch(page)
+    colour = page.page.evaluate("() => getComputedStyle(document.querySelector('.na-chip i')).backgroundColor")
+    assert colour == "rgb(106, 165, 248)", "the light blue of the dark palette"
+    chart = page.page.locator(".na-chart").first
+    chart.focus()
+    page.page.keyboard.press("PageUp")
+    page.wait_for("() => document.querySelector('.na-chart-value').innerText.includes('step')")
+    assert str(chart.get_attribute("aria-label")).startswith("Curve of train/loss over step; latest: rank 0 ")
+    page.shot(f"{app}-dark", CARD)
+    page.page.get_by_role("button", name="rank 0").focus()
+    page.page.keyboard.press("Space")
+    page.wait_for("() => document.querySelectorAll('.na-chip')[0].getAttribute('aria-pressed') === 'false'")
+
+
+def test_after_a_reload_the_panel_is_there_again(opened: Any, app: App) -> None:
+    page = opened([TRAIN, LAUNCH.format(60), "run"])
+    page.run(1)
+    _watch(page)
+    page.save()
+    page.page.reload()
+    page.wait_until_ready()
+    page.run(2)
+    _watch(page)
+    first = _step(page)
+    page.until(lambda: _step(page) > first, what="progress after the reload")

@@ -1,0 +1,326 @@
+"""JupyterLab and Notebook in a real browser: a server of its own, Debian's chromium, and cells driven by name.
+
+    with Server() as server, Browser() as browser:
+        page = server.open(browser, notebook(["1 + 1"]), app="lab")
+        page.run(0)
+        page.wait_for("() => document.body.innerText.includes('2')")
+
+Nothing of the user's is used: configuration, data, runtime and settings are temporary folders. Requests that leave the
+machine are refused and kept in ``page.outside``; console errors in ``page.errors``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page, Playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = os.environ.get("CHROMIUM", shutil.which("chromium") or "/usr/bin/chromium")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--no-first-run", "--disable-quic",
+]  # fmt: skip
+SCREENSHOTS = ROOT / ".build" / "screenshots"
+App = Literal["lab", "notebook"]
+# Said by the applications themselves, whatever the notebook holds.
+_SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
+_NOISE = ("favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]")
+
+
+def missing() -> str | None:
+    """Return why this machine cannot run browser tests; None where it can."""
+    import importlib.util
+
+    for name in ("playwright", "jupyterlab", "notebook"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed: make test-browser installs it"
+    return None if Path(CHROMIUM).exists() else f"no chromium at {CHROMIUM}: apt-get install chromium"
+
+
+def notebook(cells: list[str]) -> dict[str, Any]:
+    """Return a notebook with these code cells."""
+    made = [
+        {
+            "cell_type": "code",
+            "id": f"cell-{i}",
+            "source": source,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        for i, source in enumerate(cells)
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+class Server:
+    """A Jupyter server with JupyterLab and Notebook on a free port."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="browser-test-"))
+        self.notebooks = self.folder / "notebooks"
+        self.notebooks.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._log = (self.folder / "server.log").open("w+")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        names = (
+            "JUPYTER_CONFIG_DIR",
+            "JUPYTER_DATA_DIR",
+            "JUPYTER_RUNTIME_DIR",
+            "IPYTHONDIR",
+            "JUPYTERLAB_SETTINGS_DIR",
+        )
+        folders = {name: str(self.folder / name.lower()) for name in names}
+        overrides = self.folder / "jupyter_config_dir" / "labconfig"
+        overrides.mkdir(parents=True)
+        # No news, no update check: neither asks anyone, neither covers the page.
+        (overrides / "page_config.json").write_text(
+            json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
+        )
+        env = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={self.port}",
+            "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
+            "--ServerApp.disable_check_xsrf=True", "--LabApp.expose_app_in_browser=True",
+            "--JupyterNotebookApp.expose_app_in_browser=True", f"--ServerApp.root_dir={self.notebooks}",
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command, env=env, cwd=self.notebooks, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._wait_until_up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """What the server and its kernels said."""
+        self._log.flush()
+        return (self.folder / "server.log").read_text(errors="replace")
+
+    def _wait_until_up(self, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"{self.url}/api/status", timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        raise AssertionError(f"the server did not start:\n{self.log[-4000:]}")
+
+    def write(self, name: str, cells: list[str]) -> Path:
+        """Write a notebook with these cells into the server's folder."""
+        path = self.notebooks / name
+        path.write_text(json.dumps(notebook(cells)))
+        return path
+
+    def open(self, browser: Browser, name: str, app: App = "lab", theme: str = "light") -> NotebookPage:
+        """Open a notebook of the server's folder and wait until its kernel is idle."""
+        page = browser.page(self)
+        where = f"{self.url}/doc/tree/{name}" if app == "lab" else f"{self.url}/notebooks/{name}"
+        page.page.goto(where)
+        page.wait_until_ready()
+        if theme == "dark":
+            page.dark()
+        return page
+
+
+class Browser:
+    """Debian's chromium, headless."""
+
+    def __init__(self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280) -> None:
+        self._scheme: Any = "dark" if dark else "light"
+        self._motion: Any = "reduce" if reduced_motion else "no-preference"
+        self._width = width
+
+    def __enter__(self) -> Browser:
+        from playwright.sync_api import sync_playwright
+
+        self._manager = sync_playwright()
+        self._playwright: Playwright = self._manager.start()
+        self._browser = self._playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        self.context: BrowserContext = self._browser.new_context(
+            viewport={"width": self._width, "height": 1000}, color_scheme=self._scheme, reduced_motion=self._motion
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._browser.close()
+        self._playwright.stop()
+
+    def page(self, server: Server) -> NotebookPage:
+        """Open an empty page that can reach the server and nothing else."""
+        made = NotebookPage(self.context.new_page(), server)
+        made.guard()
+        return made
+
+
+@dataclass
+class NotebookPage:
+    """A notebook in a browser."""
+
+    page: Page
+    server: Server
+    errors: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+
+    def guard(self) -> None:
+        """Keep errors, and let nothing out of the machine."""
+        self.page.on("console", lambda message: self._console(message.type, message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(f"uncaught: {error}"))
+        self.page.route("**/*", self._route)
+
+    def _console(self, kind: str, text: str) -> None:
+        if kind == "error" and not any(noise in text for noise in _NOISE):
+            self.errors.append(text)
+
+    def _route(self, route: Any) -> None:
+        url = route.request.url
+        if url.startswith((self.server.url, "data:", "blob:")):
+            route.continue_()
+        else:
+            self.outside.append(url)
+            route.abort()
+
+    def wait_until_ready(self, seconds: float = 60.0) -> None:
+        """Wait until the notebook is shown and its kernel is idle."""
+        self.wait_for(
+            """async () => {
+              const panel = window.jupyterapp?.shell?.currentWidget;
+              if (!panel?.context || !panel?.sessionContext) return false;
+              await panel.context.ready; await panel.sessionContext.ready;
+              const kernel = panel.sessionContext.session?.kernel;
+              if (!kernel) return false;
+              await kernel.info;
+              return kernel.status === 'idle';
+            }""",
+            seconds,
+        )
+
+    def wait_for(self, script: str, seconds: float = 30.0, argument: Any = None) -> None:
+        """Wait until a JavaScript function returns something true."""
+        deadline = time.monotonic() + seconds
+        while not self._holds(script, argument):
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"waited {seconds} s for {script}\nerrors: {self.errors}\npage: "
+                    f"{self.page.evaluate('document.body.innerText')[-3000:]}\nserver: {self.server.log[-2000:]}"
+                )
+            self.page.wait_for_timeout(100)
+
+    def _holds(self, script: str, argument: Any) -> bool:
+        from playwright.sync_api import Error
+
+        try:
+            return bool(self.page.evaluate(script, argument))
+        except Error as error:
+            if "navigation" in str(error):  # the page is being loaded
+                return False
+            raise
+
+    def until(self, condition: Callable[[], bool], seconds: float = 30.0, what: str = "the condition") -> None:
+        """Wait until a Python function returns something true, while the page goes on."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {seconds} s for {what}\nerrors: {self.errors}")
+            self.page.wait_for_timeout(100)
+
+    def run(self, index: int) -> None:
+        """Execute a cell; returns at once."""
+        self.page.evaluate(
+            """(index) => {
+              const app = window.jupyterapp, book = app.shell.currentWidget.content;
+              book.activeCellIndex = index;
+              book.deselectAll();
+              app.commands.execute('notebook:run-cell');
+            }""",
+            index,
+        )
+
+    def idle(self, seconds: float = 60.0) -> None:
+        """Wait until the kernel has nothing to do."""
+        self.page.wait_for_timeout(200)
+        self.wait_for(
+            "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status === 'idle'", seconds
+        )
+
+    def interrupt(self) -> None:
+        """Do what the notebook's own stop button does."""
+        self.page.evaluate(f"() => {_SESSION}.session.kernel.interrupt()")
+
+    def shut_down(self) -> None:
+        """End the notebook's kernel."""
+        self.page.evaluate(f"async () => {{ await {_SESSION}?.shutdown(); }}")
+
+    def save(self) -> dict[str, Any]:
+        """Save the notebook and return the file."""
+        self.page.evaluate("async () => { await window.jupyterapp.shell.currentWidget.context.save(); }")
+        path = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
+        return dict(json.loads((self.server.notebooks / path).read_text()))
+
+    def dark(self) -> None:
+        """Switch to the dark theme."""
+        change = "window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"
+        self.page.evaluate(f"async () => {{ await {change}; }}")
+        self.wait_for("() => document.body.dataset.jpThemeLight === 'false'")
+        self.page.wait_for_timeout(300)
+
+    def shot(self, name: str, selector: str | None = None) -> Path:
+        """Take a picture, of one element where a selector is given."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        path = SCREENSHOTS / f"{name}.png"
+        if selector is None:
+            self.page.screenshot(path=path)
+        else:
+            self.page.locator(selector).first.screenshot(path=path)
+        return path
+
+    def text(self, selector: str) -> str:
+        """Return the text of the first element that matches."""
+        return str(self.page.locator(selector).first.inner_text())
+
+
+__all__ = ["SCREENSHOTS", "Browser", "NotebookPage", "Server", "missing", "notebook"]
