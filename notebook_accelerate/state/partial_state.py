@@ -87,8 +87,8 @@ class PartialState(ProcessControl):
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attrs:
             raise AttributeError(
-                f"PartialState has no {name!r}: the state was reset after this object was made; "
-                "make a new one with PartialState()"
+                f"{type(self).__name__} has no {name!r}: the state was reset after this object was made (a launch resets "
+                f"it in every rank); make a new one where it is used: {type(self).__name__}() or Accelerator()"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

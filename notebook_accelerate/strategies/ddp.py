@@ -42,8 +42,8 @@ class DDPStrategy(Strategy):
             return model
         handler = self.setup.ddp_handler
         device = self.setup.device
-        # A CPU model must not name its device, and one that shares a device with nobody must.
-        placed: dict[str, Any] = {} if device.type == "cpu" else {"device_ids": [device], "output_device": device}
+        # Devices without an index (the CPU, and types of which a process has one) must not be named.
+        placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         if handler is not None:
             handler.register_comm_hook(wrapped)
