@@ -79,7 +79,9 @@ def _children() -> frozenset[str]:
     for child in psutil.Process().children(recursive=True):
         try:
             if child.pid not in keep and child.ppid() not in keep:
-                found.append(f"{child.pid} {child.status()} {' '.join(child.cmdline())[:120]}")
+                # A process that was busy before and sleeps after is the same; one that has become a zombie is not.
+                state = "zombie" if child.status() == psutil.STATUS_ZOMBIE else "alive"
+                found.append(f"{child.pid} {state} {' '.join(child.cmdline())[:120]}")
         except psutil.NoSuchProcess:
             continue
     return frozenset(found)
