@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import ipywidgets
 
 from notebook_accelerate import hardware, launch
 from notebook_accelerate.config.files import default_config_file
-from notebook_accelerate.config.launch import MIXED_PRECISIONS, RDZV_BACKENDS, START_METHODS, LaunchConfig
+from notebook_accelerate.config.launch import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
 from notebook_accelerate.launch.output import published_under, running_kernel
@@ -25,51 +26,13 @@ from notebook_accelerate.widgets import config_file
 from notebook_accelerate.widgets.cell_code import OPTIONS_NAME, launch_cell, name_of, training_functions
 from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.draft import Checked
+from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
 from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
 from notebook_accelerate.widgets.outlook import alert, chips, described, details, notice, sentence
 from notebook_accelerate.widgets.training_options import STEPS_VARIABLE, TrainingOptions
 
 FACTS_SECONDS = 10.0
 """How long an answer to "can this kernel be forked?" counts: asking forks a probe, too much for every key."""
-_LAUNCH_CHOICES = {
-    "start_method": START_METHODS,
-    "mixed_precision": MIXED_PRECISIONS,
-    "rdzv_backend": RDZV_BACKENDS,
-    "panel": ("auto", True, False),
-}
-_LAUNCH_GROUPS = (
-    ("", ("num_processes", "mixed_precision", "start_method", "cpu", "block")),
-    ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
-    ("Environment and output", ("env", "log_line_prefix_template", "panel")),
-    (
-        "Several machines, ports",
-        (
-            "num_nodes", "node_rank", "master_addr", "use_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
-            "rdzv_id",
-        ),
-    ),
-)  # fmt: skip
-_TRAINING_GROUPS = (
-    ("", ("batch_size", "gradient_accumulation_steps")),
-    (
-        "Data, projects, compilation",
-        (
-            "dataloader_config", "gradient_accumulation_plugin", "project_config", "dynamo_plugin", "log_with",
-            "step_scheduler_with_optimizer",
-        ),
-    ),
-    (
-        "Arguments of torch and fp8 recipes",
-        (
-            "ddp_kwargs", "autocast_kwargs", "scaler_kwargs", "process_group_kwargs", "profile_kwargs",
-            "torchao_recipe", "transformer_engine_recipe", "msamp_recipe",
-        ),
-    ),
-    (
-        "Sharded and parallel training",
-        ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
-    ),
-)  # fmt: skip
 
 
 class ConfigPanel:
@@ -109,12 +72,12 @@ class ConfigPanel:
             LaunchConfig,
             config or LaunchConfig(block=False),
             title="Launch",
-            choices=_LAUNCH_CHOICES,
-            groups=_LAUNCH_GROUPS,
+            choices=LAUNCH_CHOICES,
+            groups=LAUNCH_GROUPS,
             on_change=self._changed,
         )
         self.training_form = Form(
-            TrainingOptions, training, title="Training", groups=_TRAINING_GROUPS, on_change=self._changed
+            TrainingOptions, training, title="Training", groups=TRAINING_GROUPS, on_change=self._changed
         )
         self._build()
         self.refresh()
@@ -152,6 +115,23 @@ class ConfigPanel:
     @training.setter
     def training(self, training: TrainingOptions) -> None:
         self.training_form.value = training
+
+    def change(self, **values: Any) -> None:
+        """Set single fields from code, as typing in the panel does.
+
+        Args:
+            **values: Fields of LaunchConfig or of TrainingOptions, with values of their types.
+
+        Raises:
+            ValueError: A field that neither has, or a value that is not allowed; nothing is changed then.
+        """
+        launching = {name: value for name, value in values.items() if name in LaunchConfig.__dataclass_fields__}
+        training = {name: value for name, value in values.items() if name in TrainingOptions.__dataclass_fields__}
+        if unknown := sorted(values.keys() - launching.keys() - training.keys()):
+            known = ", ".join([*LaunchConfig.__dataclass_fields__, *TrainingOptions.__dataclass_fields__])
+            raise ValueError(f"there is no field {unknown[0]!r}; there are {known}")
+        config, options = self.launch_form.value.changed(**launching), replace(self.training, **training)
+        self.launch_form.value, self.training_form.value = config, options
 
     @property
     def accelerator_options(self) -> dict[str, Any]:

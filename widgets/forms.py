@@ -28,7 +28,7 @@ class Form:
         value: An instance to begin with; None: the defaults.
         title: What it is about, as the caption of its static form.
         choices: Allowed values that the fields' types do not tell, by field.
-        groups: Titles and fields; the first group stands open, the others fold. Fields in no group are left out.
+        groups: Titles and fields; the first group stands open, the others fold. Fields in no group come last.
         on_change: Called with what the entries are worth after each change, on whatever thread the change came.
     """
 
@@ -58,12 +58,8 @@ class Form:
         self._on_change = on_change
         self._lock = threading.RLock()
         self._loading = False
-        self._groups = groups or [("", [entry.name for entry in draft.fields])]
-        self._rows = {
-            entry.name: _ROW.get(entry.kind, _TextRow)(self, entry)
-            for entry in draft.fields
-            if any(entry.name in names for _, names in self._groups)
-        }
+        self._groups = _complete(groups or (), [entry.name for entry in draft.fields])
+        self._rows = {entry.name: _ROW.get(entry.kind, _TextRow)(self, entry) for entry in draft.fields}
         self._folds = ipywidgets.Accordion(
             children=[self._column(names) for _, names in self._groups[1:]], selected_index=None
         )
@@ -346,6 +342,12 @@ _ROW: dict[str, Callable[[Form, Field], _Row]] = {
     "code": _CodeRow,
     "nested": _NestedRow,
 }
+
+
+def _complete(groups: Groups, names: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+    """Return the groups, with one more for the fields that are in none."""
+    left = [name for name in names if not any(name in placed for _, placed in groups)]
+    return [*groups, *([("More" if groups else "", left)] if left else [])]
 
 
 def _label(value: Any) -> str:

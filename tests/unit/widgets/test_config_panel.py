@@ -24,6 +24,7 @@ from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.launchers import _merged
 from notebook_accelerate.widgets import ConfigPanel, TrainingOptions
+from notebook_accelerate.widgets.field_groups import LAUNCH_GROUPS, TRAINING_GROUPS
 
 CPU = HardwareInfo(accelerator="cpu", count=0, cpu_count=8, memory_bytes=2**34, host="jupyter", loopback="lo")
 GPUS = HardwareInfo(accelerator="cuda", count=4, cpu_count=16, memory_bytes=2**36, host="colab", loopback="lo")
@@ -116,6 +117,19 @@ def test_the_config_is_what_the_form_says_and_comes_back_the_same() -> None:
     assert other.config == panel.config
     assert other.training.gradient_accumulation_steps == 4
     assert other.launch_form.value.env == {"A": "1"}
+
+
+def test_fields_are_set_from_code_too() -> None:
+    panel = _panel()
+    panel.change(num_processes=2, timeout=60.0, batch_size=8, dataloader_config=DataLoaderConfiguration(data_seed=1))
+    assert panel.config == LaunchConfig(num_processes=2, timeout=60.0, block=False)
+    assert panel.launch_form.input("num_processes").value == "2"
+    assert panel.training.dataloader_config == DataLoaderConfiguration(data_seed=1)
+    with pytest.raises(ValueError, match="num_processes=0 is not allowed"):
+        panel.change(batch_size=9, num_processes=0)
+    assert panel.training.batch_size == 8
+    with pytest.raises(ValueError, match="no field 'processes'"):
+        panel.change(processes=2)
 
 
 def test_options_that_variables_carry_need_no_line_in_the_training_function() -> None:
@@ -387,3 +401,9 @@ def test_configure_is_a_public_name() -> None:
     assert isinstance(panel, ConfigPanel)
     assert panel._name.value == "double"
     assert panel.config == LaunchConfig(num_processes=2, cpu=True)
+
+
+def test_every_field_has_its_place_in_the_panel() -> None:
+    for groups, cls in ((LAUNCH_GROUPS, LaunchConfig), (TRAINING_GROUPS, TrainingOptions)):
+        placed = [name for _, names in groups for name in names]
+        assert sorted(placed) == sorted(cls.__dataclass_fields__)

@@ -308,3 +308,10 @@ def test_only_dataclasses_have_forms() -> None:
         Form(LaunchConfig).value = 3
     with pytest.raises(ValueError, match="no field 'nodes'"):
         fields_of(LaunchConfig, names=["nodes"])
+
+
+def test_fields_in_no_group_come_last() -> None:
+    form = Form(Inner, groups=[("", [])])
+    assert form._folds.get_title(0) == "More"
+    form.input("size").value = "2"
+    assert form.value == Inner(2)

@@ -1,0 +1,47 @@
+"""The order of the fields in the config panel: what stands open, and what folds under which title."""
+
+from __future__ import annotations
+
+from notebook_accelerate.config.launch import MIXED_PRECISIONS, RDZV_BACKENDS, START_METHODS
+
+LAUNCH_CHOICES = {
+    "start_method": START_METHODS,
+    "mixed_precision": MIXED_PRECISIONS,
+    "rdzv_backend": RDZV_BACKENDS,
+    "panel": ("auto", True, False),
+}
+LAUNCH_GROUPS = (
+    ("", ("num_processes", "mixed_precision", "start_method", "cpu", "block")),
+    ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
+    ("Environment and output", ("env", "log_line_prefix_template", "panel", "debug")),
+    (
+        "Several machines, ports",
+        (
+            "num_nodes", "node_rank", "master_addr", "use_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
+            "rdzv_id",
+        ),
+    ),
+)  # fmt: skip
+TRAINING_GROUPS = (
+    ("", ("batch_size", "gradient_accumulation_steps")),
+    (
+        "Data, projects, compilation",
+        (
+            "dataloader_config", "gradient_accumulation_plugin", "project_config", "dynamo_plugin", "log_with",
+            "step_scheduler_with_optimizer",
+        ),
+    ),
+    (
+        "Arguments of torch and fp8 recipes",
+        (
+            "ddp_kwargs", "autocast_kwargs", "scaler_kwargs", "process_group_kwargs", "profile_kwargs",
+            "torchao_recipe", "transformer_engine_recipe", "msamp_recipe",
+        ),
+    ),
+    (
+        "Sharded and parallel training",
+        ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
+    ),
+)  # fmt: skip
+
+__all__ = ["LAUNCH_CHOICES", "LAUNCH_GROUPS", "TRAINING_GROUPS"]
