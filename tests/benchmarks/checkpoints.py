@@ -1,0 +1,83 @@
+"""How long a training stands still while a gigabyte of state is saved."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.bench import Figure, alternate, compared, row
+
+_LAYERS = 21
+_WIDTH = 2048
+_BATCH = 16
+_ITERATIONS = 3
+
+
+@row("checkpoints", "save_state of 1 GB")
+def standing_still() -> Iterator[Figure]:
+    """Save the weights and Adam's state of 88 million parameters, again and again."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-checkpoints-"))
+    ours, peer = _Trained("notebook_accelerate"), _Trained("accelerate")
+    try:
+        background, blocking, theirs = alternate(
+            5,
+            lambda: ours.stands_still(folder / "ours", blocking=False),
+            lambda: ours.stands_still(folder / "ours"),
+            lambda: peer.stands_still(folder / "theirs"),
+        )
+        yield compared("save_state(blocking=False), the loop stands still", background, theirs, unit="ms", scale=1e3,
+                       ratio=0.2, note="the call, and what the next iteration takes longer")  # fmt: skip
+        yield compared("save_state(), on the disk and checked", blocking, theirs, unit="ms", scale=1e3,
+                       note="the peer leaves the data in the system's cache, without a checksum")  # fmt: skip
+    finally:
+        ours.accelerator.end_training()
+        shutil.rmtree(folder)
+
+
+class _Trained:
+    """A model and an optimizer that has stepped, prepared by one of the packages."""
+
+    def __init__(self, package: str) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        model = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.accelerator = import_module(package).Accelerator(cpu=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.inputs = torch.randn(_BATCH, _WIDTH)
+        self.iteration()
+
+    def iteration(self) -> None:
+        """Train on one batch."""
+        self.accelerator.backward(self.model(self.inputs).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def stands_still(self, folder: Path, **options: Any) -> float:
+        """Save, go on, and return the seconds of the save and of what the next iteration took longer than others."""
+        shutil.rmtree(folder, ignore_errors=True)
+        usual = statistics.median(_timed(self.iteration) for _ in range(_ITERATIONS))
+        saving = _timed(lambda: self.accelerator.save_state(str(folder), **options))
+        longer = max(0.0, _timed(self.iteration) - usual)
+        if options:
+            _wait()
+        return saving + longer
+
+
+def _wait() -> None:
+    from notebook_accelerate.checkpointing import wait_for_saves
+
+    wait_for_saves()
+
+
+def _timed(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
