@@ -37,6 +37,7 @@ from notebook_accelerate.strategies.handlers import sort_handlers
 from notebook_accelerate.strategies.placing import is_on_several_devices
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.strategies.views import AcceleratorViews
+from notebook_accelerate.telemetry import steptime
 
 Hook = Callable[..., None]
 
@@ -157,7 +158,7 @@ class Accelerator(AcceleratorViews):
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
-        self._backward = self.strategy.backward
+        self._backward = steptime.timed(self.strategy.backward, steptime.COMPUTE, steptime.OTHER)
         self.step = 0
         self.flag_tensor: torch.Tensor | None = None
         self.has_lomo_optimizer = False

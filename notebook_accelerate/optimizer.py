@@ -9,6 +9,7 @@ import torch
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.state import AcceleratorState, GradientState
+from notebook_accelerate.telemetry import steptime
 from notebook_accelerate.telemetry.events import ProgressEvent
 
 
@@ -92,10 +93,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
+        watched = telemetry.current_sink() is not None
+        if watched:
+            steptime.switch(steptime.OPTIMIZER)
         result = self.optimizer.step(closure) if self.scaler is None else self._scaled_step(self.scaler, closure)
         self._steps += 1
-        if telemetry.current_sink() is not None and self._reports_progress:
-            telemetry.emit(ProgressEvent(step=self._steps))
+        if watched:
+            steptime.switch(steptime.OTHER)
+            if self._reports_progress:
+                telemetry.emit(ProgressEvent(step=self._steps))
+                steptime.end_step()
         return result
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], float] | None) -> Any:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate.state import PartialState
+from notebook_accelerate.telemetry import steptime
 
 # torch 2.13 renamed all_gather_into_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -110,6 +111,14 @@ class XlaCommunicator(Communicator):
         items[:] = self.all_gather_object(items, PartialState().num_processes)[source]
 
 
+class TimedCommunicator(Communicator):
+    """Another row whose time counts as time in collectives."""
+
+    def __init__(self, row: Communicator) -> None:
+        for name in ("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list"):
+            setattr(self, name, steptime.timed(getattr(row, name), steptime.COLLECTIVES))
+
+
 COMMUNICATORS: dict[str, Communicator] = {
     "none": Communicator(),
     "torch": TorchCommunicator(),
@@ -124,4 +133,5 @@ def communicator() -> Communicator:
     Returns:
         The row.
     """
-    return COMMUNICATORS[PartialState().communicator]
+    row = COMMUNICATORS[PartialState().communicator]
+    return TimedCommunicator(row) if steptime.running() and type(row) is not Communicator else row

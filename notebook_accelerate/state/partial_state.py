@@ -86,9 +86,10 @@ class PartialState(ProcessControl):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attrs:
+            kind = type(self).__name__
             raise AttributeError(
-                f"{type(self).__name__} has no {name!r}: the state was reset after this object was made (a launch resets "
-                f"it in every rank); make a new one where it is used: {type(self).__name__}() or Accelerator()"
+                f"{kind} has no {name!r}: the state was reset after this object was made (a launch resets it in every "
+                f"rank); make a new one where it is used: {kind}() or Accelerator()"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
