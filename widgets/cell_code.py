@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _WIDTH = 88
 OPTIONS_NAME = "accelerator_options"
 # What LaunchConfig has and notebook_launcher has no parameter for.
-_ONLY_IN_CONFIG = ("cpu",)
+ONLY_IN_CONFIG = ("cpu",)
 
 
 def launch_cell(function: str, arguments: str, config: LaunchConfig, options: dict[str, Any]) -> str:
@@ -30,7 +30,7 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig, options: di
     """
     imports = ["from notebook_accelerate import notebook_launcher"]
     given = config.non_default()
-    apart = {name: given.pop(name) for name in _ONLY_IN_CONFIG if name in given}
+    apart = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
     if apart:
         imports[0] = "from notebook_accelerate import LaunchConfig, notebook_launcher"
     blocks = [_options_block(options)] if options else []

@@ -23,7 +23,7 @@ from notebook_accelerate.config.training import (
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.launchers import _merged
-from notebook_accelerate.widgets import ConfigPanel, TrainingOptions
+from notebook_accelerate.widgets import ConfigPanel, TrainingOptions, cell_code
 from notebook_accelerate.widgets.field_groups import LAUNCH_GROUPS, TRAINING_GROUPS
 
 CPU = HardwareInfo(accelerator="cpu", count=0, cpu_count=8, memory_bytes=2**34, host="jupyter", loopback="lo")
@@ -407,3 +407,10 @@ def test_every_field_has_its_place_in_the_panel() -> None:
     for groups, cls in ((LAUNCH_GROUPS, LaunchConfig), (TRAINING_GROUPS, TrainingOptions)):
         placed = [name for _, names in groups for name in names]
         assert sorted(placed) == sorted(cls.__dataclass_fields__)
+
+
+def test_the_cell_knows_what_the_launcher_has_no_parameter_for() -> None:
+    import inspect
+
+    parameters = inspect.signature(notebook_accelerate.notebook_launcher).parameters
+    assert set(LaunchConfig.__dataclass_fields__) - set(parameters) == set(cell_code.ONLY_IN_CONFIG)
