@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import threading
@@ -41,6 +42,11 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
     """
     if not callable(function):
         raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
+    if inspect.iscoroutinefunction(function):
+        name = function.__name__
+        raise ValueError(
+            f"{name} is an async function; pass one that runs it: lambda *args: asyncio.run({name}(*args))"
+        )
     registry.release_held()
     run = Run(config, getattr(function, "__name__", type(function).__name__))
     views.reserve(run)

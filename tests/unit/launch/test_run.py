@@ -375,3 +375,10 @@ def test_the_kernels_random_numbers_are_not_advanced() -> None:
     _launch(lambda: (random.random(), torch.rand(1).item()))
     found = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
     assert found == expected
+
+
+def test_an_async_function_is_refused_with_the_line_to_type() -> None:
+    async def train() -> None: ...
+
+    with pytest.raises(ValueError, match=r"lambda \*args: asyncio.run\(train\(\*args\)\)"):
+        notebook_launcher(train, num_processes=2)
