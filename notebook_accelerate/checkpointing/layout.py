@@ -16,6 +16,8 @@ MANIFEST_NAME = "checkpoint_manifest.json"
 """Sizes and checksums of all files; a checkpoint is complete when it is there and agrees."""
 STAGING_SUFFIX = ".incomplete"
 """End of the hidden name of a folder in which a checkpoint is being written."""
+DOOMED_SUFFIX = ".removed"
+"""End of the hidden name of a checkpoint above the limit while it is being removed."""
 JOURNAL_NAME = ".committing"
 """Folder inside a checkpoint that existed before: complete new files that are being moved to their places."""
 

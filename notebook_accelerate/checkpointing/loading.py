@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.checkpointing import capture, layout, staging
+from notebook_accelerate.checkpointing.contract import WHOLE, layout_of, writes_itself
 from notebook_accelerate.checkpointing.files import read
 from notebook_accelerate.checkpointing.manifest import Manifest, broken, faults, read_manifest
 from notebook_accelerate.checkpointing.ranks import agree
@@ -125,8 +126,8 @@ def _mismatch(accelerator: Any, folder: Path, manifest: Manifest | None, elastic
     """Compare what made the checkpoint with what is here."""
     here = accelerator.num_processes
     names = capture.names_in(folder, None if manifest is None else list(manifest.files))
-    want = getattr(accelerator.strategy, "checkpoint_layout", "whole")
-    found = manifest.layout if manifest is not None else _layout_of(names)
+    want = layout_of(accelerator.strategy)
+    found = manifest.layout if manifest is not None else _guessed_layout(names)
     if found != want:
         return CheckpointMismatchError(
             f"Checkpoint {folder} was written by the strategy {found!r}, this run's layout is {want!r}. "
@@ -142,13 +143,13 @@ def _mismatch(accelerator: Any, folder: Path, manifest: Manifest | None, elastic
     return _custom_mismatch(accelerator, folder, names)
 
 
-def _layout_of(names: list[str]) -> str:
+def _guessed_layout(names: list[str]) -> str:
     """Guess which strategy wrote a folder that has no manifest."""
     if any(name.startswith(constants.FSDP_MODEL_NAME) for name in names):
         return "fsdp"
     if any(name in {"latest", "zero_to_fp32.py"} for name in names):
         return "deepspeed"
-    return "whole"
+    return WHOLE
 
 
 def _world_sizes(names: list[str]) -> set[int]:
@@ -182,7 +183,7 @@ def _load_all(
     model_options: dict[str, Any],
 ) -> None:
     names = capture.names_in(folder, None if manifest is None else list(manifest.files))
-    if getattr(accelerator.strategy, "checkpoint_layout", "whole") != "whole":
+    if writes_itself(accelerator.strategy):
         accelerator.strategy.load_state(accelerator, folder, models=models, **model_options)
     else:
         for index, model in enumerate(models):

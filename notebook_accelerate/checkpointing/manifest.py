@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from notebook_accelerate.checkpointing.contract import WHOLE
 from notebook_accelerate.checkpointing.layout import MANIFEST_NAME, inside
 from notebook_accelerate.errors import BrokenCheckpointError
 
@@ -33,7 +34,7 @@ class Manifest:
 
     world_size: int
     """Number of ranks that wrote it."""
-    layout: str = "whole"
+    layout: str = WHOLE
     """How the strategy lays its state out: "whole" (single process, DDP), or the strategy's own name."""
     strategy: str = ""
     """Name of the strategy, for messages."""

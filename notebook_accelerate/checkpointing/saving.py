@@ -12,6 +12,7 @@ from typing import Any
 
 from notebook_accelerate.checkpointing import layout, staging
 from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, training_files
+from notebook_accelerate.checkpointing.contract import layout_of, writes_itself
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.ranks import agree, exchange
 from notebook_accelerate.checkpointing.snapshot import Snapshot, Snapshots
@@ -82,14 +83,16 @@ def save_state(
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     _pending.append(writing)
-    if blocking:
+    if blocking and accelerator.device.type != "xla":
         writing.run()
         wait_for_saves(_WHAT)
-    else:
+    else:  # XLA's tensors have no memory to write from: a copy is made in either case
         writing.state_files, writing.snapshot, writing.hooks = _copy(files)
         atexit.unregister(_join_pending)
         atexit.register(_join_pending)
         writing.start()
+        if blocking:
+            wait_for_saves(_WHAT)
     return _shown(accelerator, output_dir, place)
 
 
@@ -165,10 +168,10 @@ def _group_of(rank: int, views: list[tuple[bool, bool]]) -> tuple[int, ...]:
 def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options: dict[str, Any]) -> list[StateFile]:
     """Run the hooks and capture this rank's part; copied where it is written later."""
     strategy = accelerator.strategy
-    weights = [] if _writes_itself(strategy) else [accelerator.get_state_dict(model) for model in accelerator._models]
+    weights = [] if writes_itself(strategy) else [accelerator.get_state_dict(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(accelerator._models, weights, str(place.staging))
-    if _writes_itself(strategy):
+    if writes_itself(strategy):
         if not blocking:
             warn_once(
                 f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
@@ -178,12 +181,8 @@ def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options
     files = [rank_file(accelerator)]
     if accelerator.is_main_process or (place.commits and accelerator.project_configuration.save_on_each_node):
         files += model_files(weights, safe)
-        files += training_files(accelerator, with_optimizers=not _writes_itself(strategy))
+        files += training_files(accelerator, with_optimizers=not writes_itself(strategy))
     return files
-
-
-def _writes_itself(strategy: Any) -> bool:
-    return getattr(strategy, "checkpoint_layout", "whole") != "whole"
 
 
 def _copy(files: list[StateFile]) -> tuple[list[StateFile], Snapshot, list[Any]]:
@@ -213,7 +212,7 @@ def _manifest(accelerator: Any) -> Manifest:
     strategy = accelerator.strategy
     return Manifest(
         world_size=accelerator.num_processes,
-        layout=getattr(strategy, "checkpoint_layout", "whole"),
+        layout=layout_of(strategy),
         strategy=getattr(strategy, "name", type(strategy).__name__),
         producer=f"notebook_accelerate {_version()}",
     )

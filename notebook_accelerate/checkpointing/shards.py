@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.checkpointing.layout import inside
+from notebook_accelerate.checkpointing.shared import memory_of
 from notebook_accelerate.errors import BrokenCheckpointError
 
 _UNITS = {
@@ -70,7 +71,7 @@ def split_into_shards(state: Mapping[str, Any], max_shard_size: int | str) -> li
     home: dict[Any, _Shard] = {}
     for name, tensor in state.items():
         size = tensor.numel() * tensor.element_size()
-        memory = (tensor.device, tensor.untyped_storage().data_ptr()) if size else None
+        memory = memory_of(tensor) if size else None
         if memory in home:
             home[memory].names.append(name)
             continue
@@ -101,12 +102,9 @@ def index_of(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         shards: The named tensors of each file, by file name.
     """
-    tensors = {}
-    for tensor in (tensor for shard in shards.values() for tensor in shard.values()):
-        tensors[
-            tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype, id(tensor) if not tensor.numel() else 0
-        ] = tensor
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    tensors = [tensor for shard in shards.values() for tensor in shard.values()]
+    distinct = {(memory_of(tensor), tensor.shape, tensor.storage_offset(), tensor.dtype): tensor for tensor in tensors}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 

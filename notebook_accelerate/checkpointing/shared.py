@@ -17,10 +17,19 @@ def groups_of_shared(state: Mapping[str, Any]) -> list[list[str]]:
     """
     names: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in state.items():
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
+        if isinstance(tensor, torch.Tensor) and _has_address(tensor) and tensor.numel():
             view = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             names[view].append(name)
     return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type not in {"meta", "xla"}
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Return what tells the memory of a tensor from that of others."""
+    return tensor.device, tensor.untyped_storage().data_ptr() if _has_address(tensor) else id(tensor)
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +51,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}")
-        memory = (tensor.device, tensor.untyped_storage().data_ptr())
+        memory = memory_of(tensor)
         clean[name] = tensor.clone().contiguous() if memory in seen and tensor.numel() else tensor.contiguous()
         seen.add(memory)
     return clean
@@ -58,8 +67,16 @@ def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, A
     Returns:
         `state` with the names added.
     """
-    for group in groups_of_shared(model.state_dict()):
+    for group in (*groups_of_shared(model.state_dict()), *_same_objects(model)):
         source = next((name for name in group if name in state), None)
         if source is not None:
             state.update({name: state[source] for name in group if name not in state})
     return state
+
+
+def _same_objects(model: torch.nn.Module) -> list[list[str]]:
+    """List the names of parameters that are one object: sharing where memory has no addresses (XLA, meta)."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]

@@ -176,9 +176,14 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Tell whether a tensor is memory with strides and nothing else (no sparse layout, no subclass with meaning)."""
+    """Tell whether a tensor is memory with strides that this process or CUDA can copy, and nothing else."""
     plain_type = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-    return plain_type and tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
+    return (
+        plain_type
+        and tensor.layout is torch.strided
+        and tensor.device.type in {"cpu", "cuda"}
+        and not tensor.is_quantized
+    )
 
 
 def tensors_in(value: Any, but: Collection[int] = ()) -> Iterator[torch.Tensor]:

@@ -189,8 +189,8 @@ def prune(project_dir: Path, total_limit: int | None) -> None:
         project_dir: Folder of the project.
         total_limit: How many to keep; None keeps all.
     """
+    for left in project_dir.glob(f".*{layout.DOOMED_SUFFIX}"):
+        shutil.rmtree(left)
     for folder in layout.surplus(project_dir, total_limit):
-        doomed = project_dir / f".{folder.name}{layout.STAGING_SUFFIX}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
+        doomed = folder.rename(project_dir / f".{folder.name}{layout.DOOMED_SUFFIX}")
         shutil.rmtree(doomed)

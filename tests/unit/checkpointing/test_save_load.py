@@ -310,3 +310,58 @@ def test_strict_reaches_the_model(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="bias"):
         other.load_state(str(tmp_path / "out"))
     other.load_state(str(tmp_path / "out"), strict=False)
+
+
+def test_a_strategy_may_write_its_own_files(tmp_path: Path) -> None:
+    training = Training()
+
+    def write(accelerator: Any, folder: Path, safe_serialization: bool, **options: Any) -> None:
+        (folder / "pieces").mkdir()
+        torch.save((training.raw.state_dict(), options), folder / "pieces" / "rank_0.pt")
+
+    def read(accelerator: Any, folder: Path, models: list[Any], **options: Any) -> None:
+        state, _ = torch.load(folder / "pieces" / "rank_0.pt")
+        models[0].load_state_dict(state, **options)
+
+    strategy: Any = training.accelerator.strategy
+    strategy.checkpoint_layout, strategy.save_state, strategy.load_state = "pieces", write, read
+    with pytest.warns(UserWarning, match="writes models and optimizers itself, in the foreground"):
+        training.accelerator.save_state(str(tmp_path / "out"), blocking=False, tag="x")
+    before = training.weights()
+    training.epoch()
+    training.accelerator.load_state(str(tmp_path / "out"), strict=True)
+    assert same(before, training.weights())
+    names = names_in(tmp_path / "out")
+    assert "pieces" in names
+    assert not {"model.safetensors", "optimizer.bin"} & set(names)
+    whole = Training().accelerator
+    with pytest.raises(CheckpointMismatchError, match="'pieces', this run's layout is 'whole'"):
+        whole.load_state(str(tmp_path / "out"))
+
+
+def test_what_a_killed_removal_left_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint_7.removed").mkdir()
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state()
+    assert names_in(tmp_path) == ["checkpoints"]
+
+
+def test_a_model_with_state_of_other_kinds_is_written_in_torchs_format(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        extra = 0
+
+        def get_extra_state(self) -> Any:
+            return {"extra": self.extra}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state["extra"]
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Extra(2, 2))
+    model.extra = 5
+    accelerator.save_state(str(tmp_path / "out"))
+    model.extra = 0
+    accelerator.load_state(str(tmp_path / "out"))
+    assert model.extra == 5
+    assert "pytorch_model.bin" in names_in(tmp_path / "out")
