@@ -1,0 +1,89 @@
+"""The examples as a reader runs them: from the top, in a kernel of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.kernel import ROOT, Cell, Kernel
+from tests.support.launching import ready_kernel
+
+pytestmark = [pytest.mark.notebook, pytest.mark.slow]
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def code_cells(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Return the source and the tags of each code cell."""
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            yield "".join(cell["source"]), cell["metadata"].get("tags", [])
+
+
+def run_all(kernel: Kernel, path: Path) -> list[Cell]:
+    """Execute the cells in order; those with the tag raises-exception must fail, the others must not."""
+    cells = []
+    for source, tags in code_cells(path):
+        cell = kernel.run(source, timeout=300.0)
+        if "raises-exception" in tags:
+            assert not cell.ok, f"this cell is there to fail:\n{source}"
+        else:
+            cell.expect_ok()
+        cells.append(cell)
+    return cells
+
+
+def find(cells: list[Cell], part: str) -> Cell:
+    return next(cell for cell in cells if part in cell.code)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with ready_kernel(env={"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8"}) as kernel:
+        yield kernel
+
+
+@pytest.mark.timeout(400)
+def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
+    cells = run_all(kernel, ROOT / "examples" / "01_quickstart.ipynb")
+
+    launch = find(cells, "run = notebook_launcher")
+    assert launch.stdout.count("[rank 0] epoch") == 8
+    assert "[rank 1]" not in launch.stdout
+    results = kernel.value("run.results")
+    assert len(results) == 2
+    assert results[0] == results[1] > 0.95
+
+    loss = kernel.value('[run.metrics["loss"].rank(r).values.tolist() for r in (0, 1)]')
+    assert len(loss[0]) == len(loss[1]) > 100
+    assert all(sum(values[-10:]) < 0.5 * sum(values[:10]) for values in loss)
+    assert "<svg" in find(cells, "def curves").result["image/svg+xml"]  # type: ignore[index]
+    report = find(cells, "run.report()").result
+    assert report is not None
+    assert "succeeded" in report["text/html"]
+    assert "accuracy" in report["text/plain"]
+
+    failing = find(cells, "def faulty")
+    assert failing.error is not None
+    assert failing.error.ename == "WorkerError"
+    assert failing.error.text.startswith("rank 1 failed first:")
+    assert "total = batch.sum()" in failing.error.text
+    assert "rank 1 failed first, with AttributeError" in find(cells, "except WorkerError").stdout
+
+    assert find(cells, "background.stop()").stdout.startswith("stopped after")
+    assert kernel.value("[info.state for info in background.ranks]") == ["stopped", "stopped"]
+    assert cells[-1].stdout.startswith("The quickstart is through")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_saved_clean(path: Path) -> None:
+    notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
