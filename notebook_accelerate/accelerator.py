@@ -158,7 +158,7 @@ class Accelerator(AcceleratorViews):
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
-        self._backward = steptime.timed(self.strategy.backward, steptime.COMPUTE, steptime.OTHER)
+        self._backward = steptime.backward(self.strategy.backward)
         self.step = 0
         self.flag_tensor: torch.Tensor | None = None
         self.has_lomo_optimizer = False

@@ -11,7 +11,7 @@ from notebook_accelerate.launch.report import step_time
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.telemetry import ResourceEvent
+    from notebook_accelerate.telemetry import ResourceEvent, Store
 
 RATE_SECONDS = 10.0
 """Rates are over so many last seconds."""
@@ -157,7 +157,7 @@ class Watcher:
             silence=max(0.0, now - heard) if heard is not None and alive else None,
             parts=parts,
             step_seconds=total / counted if counted else None,
-            own_seconds=(total - parts["collectives"]) / counted if counted else None,
+            own_seconds=_own(store, rank, total - parts["collectives"]) / counted if counted else None,
             late=False,
             exit=info.exit,
         )
@@ -220,6 +220,11 @@ def _verdict(ranks: list[RankNow], *, active: bool) -> tuple[set[int], str]:
     if active and silent and len(silent) < len(ranks):
         return set(silent), f"Rank {silent[0]} has been silent while others go on."
     return set(), "No rank is behind." if any(rank.step is not None for rank in ranks) else ""
+
+
+def _own(store: Store, rank: int, otherwise: float) -> float:
+    """Return the seconds in which the rank cannot have waited for others."""
+    return sum(event.own for event in store.step_times(rank)) or otherwise
 
 
 def _milliseconds(seconds: float) -> str:

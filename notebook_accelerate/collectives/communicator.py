@@ -43,6 +43,7 @@ class Communicator:
 class TorchCommunicator(Communicator):
     """torch.distributed's default process group: gloo, NCCL, XCCL, ..."""
 
+    @steptime.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
         """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
         out = flat.new_empty(size * flat.numel())
@@ -50,22 +51,26 @@ class TorchCommunicator(Communicator):
         _all_gather(out, flat)
         return out.view(size, flat.numel())
 
+    @steptime.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
         """Return the sum (or maximum) of `flat` over ranks, in place; every rank must call this."""
         dist.all_reduce(flat, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return flat
 
+    @steptime.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
         """Return the `flat` of rank `source`, in place; every rank must call this."""
         dist.broadcast(flat, src=source)
         return flat
 
+    @steptime.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
         """Return the object of each rank; every rank must call this."""
         found: list[Any] = [None] * size
         dist.all_gather_object(found, item)
         return found
 
+    @steptime.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
         """Replace the items of the list by those of rank `source`; every rank must call this."""
         dist.broadcast_object_list(items, src=source, device=device)
@@ -74,6 +79,7 @@ class TorchCommunicator(Communicator):
 class XlaCommunicator(Communicator):
     """torch_xla's collectives, which are traced into the step's graph."""
 
+    @steptime.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
         """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
         import torch_xla.core.xla_model as xm
@@ -81,6 +87,7 @@ class XlaCommunicator(Communicator):
         gathered: torch.Tensor = xm.all_gather(flat[None], pin_layout=False)
         return gathered
 
+    @steptime.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
         """Return the sum (or maximum) of `flat` over ranks; every rank must call this."""
         import torch_xla.core.xla_model as xm
@@ -88,6 +95,7 @@ class XlaCommunicator(Communicator):
         reduced: torch.Tensor = xm.all_reduce(xm.REDUCE_MAX if maximum else xm.REDUCE_SUM, flat)
         return reduced
 
+    @steptime.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
         """Return the `flat` of rank `source`; every rank must call this."""
         import torch_xla.core.xla_model as xm
@@ -97,6 +105,7 @@ class XlaCommunicator(Communicator):
         flat.copy_(reduced)
         return flat
 
+    @steptime.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
         """Return the object of each rank; every rank must call this."""
         import pickle
@@ -106,17 +115,10 @@ class XlaCommunicator(Communicator):
         found = xm.rendezvous("notebook_accelerate.all_gather_object", pickle.dumps(item))
         return [pickle.loads(payload) for payload in found]
 
+    @steptime.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
         """Replace the items of the list by those of rank `source`; every rank must call this."""
         items[:] = self.all_gather_object(items, PartialState().num_processes)[source]
-
-
-class TimedCommunicator(Communicator):
-    """Another row whose time counts as time in collectives."""
-
-    def __init__(self, row: Communicator) -> None:
-        for name in ("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list"):
-            setattr(self, name, steptime.timed(getattr(row, name), steptime.COLLECTIVES))
 
 
 COMMUNICATORS: dict[str, Communicator] = {
@@ -133,5 +135,4 @@ def communicator() -> Communicator:
     Returns:
         The row.
     """
-    row = COMMUNICATORS[PartialState().communicator]
-    return TimedCommunicator(row) if steptime.running() and type(row) is not Communicator else row
+    return COMMUNICATORS[PartialState().communicator]

@@ -27,6 +27,7 @@ from notebook_accelerate.data_loader.advancing import advance
 from notebook_accelerate.data_loader.base import NOTHING, PreparedDataLoader
 from notebook_accelerate.data_loader.mesh import data_parallel_place
 from notebook_accelerate.state import GradientState, PartialState
+from notebook_accelerate.telemetry import steptime
 
 # What rank 0 announces before a round.
 _END, _SAME_FORM, _NEW_FORM, _FAILED = range(4)
@@ -82,7 +83,8 @@ class DataLoaderDispatcher(PreparedDataLoader):
         self._opening: list[torch.Tensor] | None = None  # the first samples of this epoch, to fill up its last round
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self._in_turn() if self.state.num_processes == 1 else self._dispatched()
+        batches = self._in_turn() if self.state.num_processes == 1 else self._dispatched()
+        return steptime.waiting(batches) if steptime.running() else batches
 
     def _dispatched(self) -> Iterator[Any]:
         """Hand out this rank's part of every round."""

@@ -12,6 +12,7 @@ from notebook_accelerate.data_loader.iterable import IterableDatasetShard
 from notebook_accelerate.data_loader.rng import synchronize_rng_states
 from notebook_accelerate.data_loader.samplers import BatchSamplerShard, SkipBatchSampler, index_source
 from notebook_accelerate.state import GradientState
+from notebook_accelerate.telemetry import steptime
 
 
 class DataLoaderShard(PreparedDataLoader):
@@ -56,7 +57,7 @@ class DataLoaderShard(PreparedDataLoader):
         self.iteration = iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self._in_turn()
+        return steptime.waiting(self._in_turn()) if steptime.running() else self._in_turn()
 
     def _open(self) -> Iterator[Any]:
         """Start a pass, after the ranks have agreed on the random numbers."""

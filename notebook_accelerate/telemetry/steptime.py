@@ -8,13 +8,16 @@ waits for them, and the all-reduce that DistributedDataParallel overlaps with ba
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from notebook_accelerate.telemetry.events import Event
-from notebook_accelerate.telemetry.sink import current_sink, emit
+from notebook_accelerate.telemetry.sink import Sink, current_sink, emit
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 PARTS = ("waiting for data", "forward and backward", "collectives", "optimizer", "other")
 DATA, COMPUTE, COLLECTIVES, OPTIMIZER, OTHER = range(5)
@@ -24,7 +27,11 @@ PERIOD = 1.0
 
 @dataclass(slots=True)
 class StepTimeEvent(Event):
-    """Where the time since the last such event went: seconds by part, over ``steps`` steps that end with ``step``."""
+    """Where the time since the last such event went: seconds by part, over ``steps`` steps that end with ``step``.
+
+    ``own`` are the seconds in which the rank cannot have waited for others: outside of collectives, and outside of
+    backward, where gradients are exchanged. By them a straggler is told from those it holds up. 0.0: not known.
+    """
 
     droppable: ClassVar[bool] = True
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -32,14 +39,17 @@ class StepTimeEvent(Event):
     parts: dict[str, float]
     step: int
     steps: int = 1
+    own: float = 0.0
 
 
-_seconds = [0.0] * len(PARTS)
+_BACKWARD = len(PARTS)  # told as part of "forward and backward", but a rank may wait for others in it
+_seconds = [0.0] * (len(PARTS) + 1)
 _part = OTHER
 _since = 0.0
 _told = 0.0
 _steps = 0
 _total_steps = 0
+_told_to: Sink | None = None
 
 
 def running() -> bool:
@@ -61,25 +71,59 @@ def switch(part: int) -> int:
     return before
 
 
-def start() -> None:
-    """Begin from nothing: what was before the training function is nobody's step."""
-    global _part, _since, _told, _steps, _total_steps  # noqa: PLW0603 - as in switch
-    _seconds[:] = [0.0] * len(PARTS)
-    _part, _steps, _total_steps = OTHER, 0, 0
-    _since = _told = perf_counter()
+def _event() -> StepTimeEvent:
+    parts = dict(zip(PARTS, _seconds, strict=False))
+    parts[PARTS[COMPUTE]] += _seconds[_BACKWARD]
+    own = sum(_seconds) - _seconds[_BACKWARD] - _seconds[COLLECTIVES]
+    return StepTimeEvent(parts, _total_steps, _steps, own)
 
 
 def end_step() -> None:
-    """Count a step; once a second, tell where the time went."""
-    global _steps, _total_steps, _told  # noqa: PLW0603 - as in switch
+    """Count a step; once a second, tell where the time went. A run's first step begins the clock."""
+    global _steps, _total_steps, _told, _told_to  # noqa: PLW0603 - as in switch
+    sink = current_sink()
+    if sink is not _told_to:  # a new run: what was before is nobody's step
+        _told_to, _told, _steps, _total_steps = sink, _since, 0, 1
+        _seconds[:] = [0.0] * len(_seconds)
+        return
     _steps += 1
     _total_steps += 1
-    if _since - _told >= PERIOD or _total_steps == 1:
-        if _total_steps > 1:  # the first one holds everything before training
-            emit(StepTimeEvent(dict(zip(PARTS, _seconds, strict=True)), _total_steps, _steps))
-        _told = _since
-        _steps = 0
-        _seconds[:] = [0.0] * len(PARTS)
+    if _since - _told >= PERIOD:
+        emit(_event())
+        _told, _steps = _since, 0
+        _seconds[:] = [0.0] * len(_seconds)
+
+
+def backward(function: Function) -> Function:
+    """Return a backward pass whose time is counted; the function itself where nobody is told."""
+    if not running():
+        return function
+
+    @wraps(function)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        switch(_BACKWARD)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            switch(OTHER)
+
+    return measured  # type: ignore[return-value]
+
+
+def collective(function: Function) -> Function:
+    """Decorate a collective: its time counts as time in collectives while there is somebody to tell."""
+
+    @wraps(function)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        if current_sink() is None:
+            return function(*args, **kwargs)
+        before = switch(COLLECTIVES)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            switch(before)
+
+    return measured  # type: ignore[return-value]
 
 
 def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
@@ -94,6 +138,7 @@ def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
                 return
             switch(COMPUTE)
             yield batch
+            batch = None  # the next one is read without this one in memory
     finally:
         close = getattr(batches, "close", None)
         if close is not None:
@@ -108,9 +153,10 @@ __all__ = [
     "OTHER",
     "PARTS",
     "StepTimeEvent",
+    "backward",
+    "collective",
     "end_step",
     "running",
-    "start",
     "switch",
     "waiting",
 ]

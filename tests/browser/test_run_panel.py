@@ -37,6 +37,7 @@ def train(seconds, fail_at=None):
     return rank
 """
 LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
+LAST = "import notebook_accelerate; notebook_accelerate.runs()[-1].panel()"
 CARD = ".na-card"
 REPORT = ".notebook-accelerate-report"
 
@@ -136,7 +137,7 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
     page.shot(f"{app}-ranks", CARD)
     tabs.nth(2).click()
     bar = page.page.locator(".na-stack").nth(1)
-    assert "waiting for data 53 %" in str(bar.get_attribute("aria-label"))
+    assert "waiting for data 52 %" in str(bar.get_attribute("aria-label"))
     page.shot(f"{app}-step-time", CARD)
     tabs.nth(3).click()
     page.page.get_by_role("tab", name="Rank 1").click()
@@ -147,7 +148,7 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
 
 
 def test_a_failing_run_shows_the_cell_line(opened: Any, app: App) -> None:
-    page = opened([TRAIN, "run = notebook_launcher(train, (60, 40), num_processes=2, use_port=0)", "run.panel()"])
+    page = opened([TRAIN, "run = notebook_launcher(train, (60, 40), num_processes=2, use_port=0)", LAST])
     page.run(1)
     page.wait_for(f"() => document.querySelector('{REPORT}')", 40)
     assert "ValueError: the loss is <img" in page.text(f"{REPORT} details")

@@ -55,7 +55,7 @@ def missing() -> str | None:
 
 def notebook(cells: list[str]) -> dict[str, Any]:
     """Return a notebook with these code cells."""
-    made = [
+    made: list[dict[str, Any]] = [
         {
             "cell_type": "code",
             "id": f"cell-{i}",
