@@ -18,13 +18,15 @@ from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Protocol
 
-from notebook_accelerate.debug import breakpoints, flight, frames
+from notebook_accelerate.debug import breakpoints, flight, frames, timeouts
 from notebook_accelerate.debug.protocol import (
     HEARTBEAT_SECONDS,
     AskReply,
     AskRequest,
     AttachRequest,
     BreakRequest,
+    CompleteReply,
+    CompleteRequest,
     DoneReply,
     DumpReadyEvent,
     HeartbeatEvent,
@@ -34,7 +36,7 @@ from notebook_accelerate.debug.protocol import (
     StacksReply,
     StacksRequest,
 )
-from notebook_accelerate.telemetry import Event, Sink
+from notebook_accelerate.telemetry import Event, GroupTimeoutEvent, Sink
 from notebook_accelerate.telemetry.pickling import dump_answer
 
 BOUNDARY_SECONDS = 0.5
@@ -98,6 +100,7 @@ class DebugAgent:
         self._quit = False
         self._resume = threading.Event()
         self._paused = ""
+        self._timeouts: timeouts.Watch | None = None
         self._main = threading.main_thread()
         self._position: tuple[object, int] | None = None
         self._cpu_clock = time.pthread_getcpuclockid(self._main.ident) if self._main.ident is not None else None
@@ -107,6 +110,7 @@ class DebugAgent:
         handlers: dict[type[Event], Callable[[Any], None]] = {
             StacksRequest: self._on_stacks,
             AskRequest: self._on_ask,
+            CompleteRequest: self._on_complete,
             PauseRequest: self._on_pause,
             ResumeRequest: self._on_resume,
             BreakRequest: self._on_break,
@@ -120,6 +124,7 @@ class DebugAgent:
     def install(self, function: Callable[..., Any]) -> None:
         """Take the signals; call on the main thread, before the function runs."""
         self._code = frames.code_of(function)
+        self._timeouts = timeouts.Watch()
         signal.signal(signal.SIGUSR2, self._on_signal)
         descriptor = _memory_file()
         if descriptor is not None:
@@ -157,16 +162,18 @@ class DebugAgent:
                 pending = self._pending.pop(0)
             pending.serve(frame, note)
 
-    def _wait(self, why: str) -> None:
+    def _wait(self, why: str, frame: FrameType | None) -> None:
         self._paused = why
-        while not self._resume.wait(0.5):  # short waits let KeyboardInterrupt in
-            pass
+        while not self._resume.wait(0.2):  # short waits let KeyboardInterrupt in, and the debugger
+            self._serve(frame, "")
         self._paused = ""
 
     # ---- the agent's thread
 
     def _tick(self) -> None:
         self._watch_main_thread()
+        if self._timeouts is not None and (asked := self._timeouts.look()) is not None:
+            self._host.sink.emit(GroupTimeoutEvent(asked))
         now = time.monotonic()
         with self._lock:
             due = [pending for pending in self._pending if now >= pending.deadline]
@@ -218,14 +225,35 @@ class DebugAgent:
         return self._paused or breakpoints.stopped_at()
 
     def _on_ask(self, request: AskRequest) -> None:
-        stopped = breakpoints.stopped_frame() or frames.innermost(self._traceback)
-        if stopped is not None or self._paused:
-            self._answer(request, stopped or frames.main_frame(), "")
-            return
-        self._queue(lambda frame, note: self._answer(request, frame, note), from_agent=True)
+        self._in_frame(lambda frame, note: self._answer(request, frame, note))
+
+    def _on_complete(self, request: CompleteRequest) -> None:
+        self._in_frame(lambda frame, _: self._complete(request, self._find(request.frame, frame)))
+
+    def _complete(self, request: CompleteRequest, frame: FrameType | None) -> None:
+        found: list[str] = []
+        with suppress(Exception):  # attributes are looked up: properties may raise anything
+            found = frames.completions(frame, request.text) if frame is not None else []
+        self._host.sink.emit(CompleteReply(request.number, found))
+
+    def _in_frame(self, serve: Callable[[FrameType | None, str], None]) -> None:
+        """Serve at once where the main thread stands still for the user; else at a step boundary."""
+        if breakpoints.stopped_frame() is not None or self._traceback is not None or self._paused:
+            serve(frames.main_frame(), "")
+        else:
+            self._queue(serve, from_agent=True)
+
+    def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
+        """Return the frame that is meant: by name, else of the debugger or failure, else the function's."""
+        stopped = breakpoints.stopped_frame()
+        if stopped is not None:
+            return stopped if not name else frames.find(stopped, name, self._code)
+        if self._traceback is not None:
+            return frames.in_traceback(self._traceback, name)
+        return frames.find(frame, name, self._code)
 
     def _answer(self, request: AskRequest, frame: FrameType | None, note: str) -> None:
-        found = frames.find(frame, request.frame, self._code)
+        found = self._find(request.frame, frame)
         if found is None:
             stack = ", ".join(dict.fromkeys(frames.names(frame)))
             self._host.sink.emit(
@@ -240,7 +268,7 @@ class DebugAgent:
         def pause(frame: FrameType | None, _note: str) -> None:
             place = frames.stack(frames.find(frame, "", self._code))
             self._host.sink.emit(DoneReply(request.number, "paused"))
-            self._wait(f"paused at line {place[-1].lineno}" if place else "paused")
+            self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame)
 
         self._queue(pause)
 
@@ -257,7 +285,8 @@ class DebugAgent:
 
         def stop_here(frame: FrameType | None, _note: str) -> None:
             self._host.sink.emit(DoneReply(request.number, "stopped"))
-            breakpoints.stop_at(frames.find(frame, "", self._code))
+            where = frames.users(frame, self._code)
+            breakpoints.look_at(where) if self._paused else breakpoints.stop_in(where)
 
         self._queue(stop_here)
 
@@ -277,7 +306,7 @@ class DebugAgent:
 def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
     """Return the value of the request's expression in ``frame``, as the kernel will see it."""
     try:
-        value = eval(request.expression, frame.f_globals, frame.f_locals)  # noqa: S307 - the user's own expression
+        value = eval(request.expression, frames.variables(frame))  # noqa: S307 - the user's own expression
     except BaseException as error:  # noqa: BLE001 - it must not reach the function that is being watched
         return AskReply(request.number, f"{type(error).__name__}: {error}")
     text = shown(value)

@@ -97,6 +97,22 @@ def stop_at(frame: FrameType | None, header: str | None = None) -> None:
     debugger.set_trace(frame or sys._getframe(1))
 
 
+def stop_in(frame: FrameType | None) -> None:
+    """Open the debugger at the next line of ``frame``, a function that runs: not in what it has called."""
+    _debugger().next_in = frame
+    stop_at(frame)
+
+
+def look_at(frame: FrameType | None) -> None:
+    """Open the debugger on a frame that stands still and will go on standing; returns when the user continues."""
+    debugger = _debugger()
+    debugger.reset()
+    try:
+        debugger.interaction(frame or sys._getframe(1), None)
+    finally:
+        _left()
+
+
 def post_mortem(traceback: TracebackType) -> None:
     """Open the debugger at the end of ``traceback`` and return when the user quits."""
     debugger = _debugger()
@@ -128,7 +144,23 @@ def _debugger_class() -> Any:
         base = debugger.Pdb
 
     class RankDebugger(base):  # type: ignore[misc]
-        """Knows at which frame it has the rank stopped."""
+        """Knows at which frame it has the rank stopped, and shows the function's own frames only."""
+
+        next_in: FrameType | None = None
+
+        def get_stack(self, frame: Any, traceback: Any) -> tuple[list[tuple[FrameType, int]], int]:
+            stack, index = super().get_stack(frame, traceback)
+            below = [place for place, (each, _) in enumerate(stack) if each.f_code.co_filename in frames.LAUNCHERS]
+            first = below[-1] + 1 if below else 0
+            return (stack[first:], index - first) if first <= index else (stack, index)
+
+        def set_step(self) -> None:
+            # What set_trace calls last before tracing begins: from here on only this frame's lines are of interest.
+            frame, self.next_in = self.next_in, None
+            if frame is None:
+                super().set_step()
+            else:
+                self.set_next(frame)
 
         def interaction(self, frame: Any, traceback: Any, *args: Any, **kwargs: Any) -> None:
             _Session.frame = frame if frame is not None else frames.innermost(traceback)

@@ -7,6 +7,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from types import CodeType
 from typing import Any
 
@@ -30,9 +31,8 @@ def serve(chain_of: ChainOf, install_sources: Callable[[dict[str, str]], None]) 
     requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
     host = agent.current()
     host.on(CellRequest, requests.put)
-    from notebook_accelerate.state import PartialState
-
-    state = PartialState()
+    # By name: the kernel's side imports this module for `serve` alone, and must not depend on the worker's rooms.
+    state = import_module("notebook_accelerate.state").PartialState()
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     namespace |= {"rank": state.process_index, "world_size": state.num_processes, "device": state.device}
     sys.modules["__main__"].__dict__.update(namespace)

@@ -25,17 +25,21 @@ class Desk:
         self._replies: dict[tuple[int, int], Reply] = {}
         self._awaited: set[tuple[int, int]] = set()
         self._dumps: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
 
-    def open(self, rank: int, channel: Channel, send_signal: Callable[[int], None]) -> None:
-        """A rank has started."""
+    def open(self, rank: int, channel: Channel, send_signal: Callable[[int], None], pid: int | None = None) -> None:
+        """A rank has started; ``pid`` is known where it runs on this machine."""
         with self._changed:
             self._channels[rank], self._signals[rank] = channel, send_signal
+            if pid is not None:
+                self._pids[rank] = pid
 
     def close(self, rank: int) -> None:
         """A rank has ended: nobody waits for it any longer."""
         with self._changed:
             self._channels.pop(rank, None)
             self._signals.pop(rank, None)
+            self._pids.pop(rank, None)
             dump = self._dumps.pop(rank, None)
             self._changed.notify_all()
         if dump is not None:
@@ -51,6 +55,11 @@ class Desk:
         with self._changed:
             dump = self._dumps.get(rank)
             return None if dump is None else os.dup(dump)
+
+    def pid_of(self, rank: int) -> int | None:
+        """Return the process id of a rank that is there, on this machine."""
+        with self._changed:
+            return self._pids.get(rank)
 
     def open_ranks(self) -> list[int]:
         """Return the ranks that can be asked, in order."""

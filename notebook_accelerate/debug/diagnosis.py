@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,11 @@ from notebook_accelerate.telemetry import FrameInfo
 
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 OWN = "notebook_accelerate/"
+
+
+def is_users(filename: str) -> bool:
+    """Whether code of a file is the user's: in a cell, or in a file that is no installed library."""
+    return not any(part in filename for part in _LIBRARY) and OWN not in filename
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class RankPlace:
         last: By process group, the number of the last collective it entered; empty when not known.
         note: What else there is to say, as "holds the GIL in native code".
         answered: Whether its interpreter answered; if not, collectives are not known.
+        native: The main thread's frames with the native ones, where py-spy could look.
     """
 
     rank: int
@@ -37,12 +45,13 @@ class RankPlace:
     last: dict[str, int] = field(default_factory=dict)
     note: str = ""
     answered: bool = True
+    native: tuple[str, ...] = ()
 
     @property
     def user_frame(self) -> FrameInfo | None:
         """The innermost frame that is the user's: in a cell, or in a file that is no installed library."""
         for frame in reversed(self.frames):
-            if not any(part in frame.filename for part in _LIBRARY) and OWN not in frame.filename:
+            if is_users(frame.filename):
                 return frame
         return self.frames[-1] if self.frames else None
 
@@ -73,6 +82,10 @@ class Diagnosis:
         return "\n".join(
             [self.verdict, *(f"{_ranks(group)}: {self._line(by_rank[group[0]])}" for group in self.groups)]
         )
+
+    def line_of(self, rank: int) -> str:
+        """Return where one rank is, in a line."""
+        return next(self._line(place) for place in self.places if place.rank == rank)
 
     def _line(self, place: RankPlace) -> str:
         if place.state not in ("running", "starting", "stopping"):
@@ -177,8 +190,9 @@ class _Verdict:
                 return f"{who} in {first.text()}, which {_ranks(passed)} already left"
             return f"all ranks wait in {first.text()}, for {waited}: the network or a device is the likely cause"
         ranks = _ranks([place.rank for place in absent])
+        guard = _guard_of(here)
         rest = "; ".join(self._whereabouts(place, subject="it" if len(absent) == 1 else "") for place in absent)
-        return f"{ranks} never reached {first.text()}; {rest}; {who}"
+        return f"{ranks} never reached {first.text()}; {rest}; {who}{guard}"
 
     def _whereabouts(self, place: RankPlace, subject: str = "") -> str:
         name = subject or _ranks([place.rank])
@@ -191,6 +205,45 @@ class _Verdict:
         if place.waiting:
             where += f", in {place.waiting[0].text()}"
         return f"{where} ({place.note})" if place.note else where
+
+
+_GUARD = re.compile(
+    r"^\s*(?:el)?if\b.*(?:is_(?:local_)?main_process|is_last_process|\brank\b|process_index|get_rank\(\))"
+)
+
+
+def _guard_of(places: Sequence[RankPlace]) -> str:
+    """Return what to do when the waiting ranks call the collective under a condition that names ranks."""
+    for place in places:
+        frame = place.user_frame
+        guard = guard_above(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
+        if guard:
+            return f". The call stands under {guard!r}: every rank must make it, so move it out of that block"
+    return ""
+
+
+def guard_above(lines: Sequence[str], number: int) -> str:
+    """Return the condition naming ranks under which a line stands, in its function; "" where there is none.
+
+    Args:
+        lines: The file's lines.
+        number: The line's number, from 1.
+    """
+    if not 1 <= number <= len(lines):
+        return ""
+    indent = _indent(lines[number - 1])
+    for line in reversed(lines[: number - 1]):
+        if line.strip() and _indent(line) < indent:
+            indent = _indent(line)
+            if _GUARD.match(line):
+                return line.strip()
+            if line.lstrip().startswith(("def ", "async def ", "class ")):
+                return ""
+    return ""
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _same_spot(one: Collective, other: Collective) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import linecache
+import re
+import rlcompleter
 import sys
 import threading
 from collections.abc import Callable
@@ -10,10 +12,12 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from notebook_accelerate.debug.diagnosis import is_users
 from notebook_accelerate.telemetry.failure import FrameInfo
 
 MAX_FRAMES = 50
-_LAUNCHER = str(Path(__file__).parents[1] / "launch" / "worker.py")
+LAUNCHERS = (str(Path(__file__).parents[1] / "launch" / "worker.py"), str(Path(__file__).with_name("cells.py")))
+"""Files whose frames stand below those of the user's function, or cell."""
 
 
 def main_frame() -> FrameType | None:
@@ -25,7 +29,7 @@ def main_frame() -> FrameType | None:
 def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
     """Return ``frame`` and its callers, the outermost first, without those that launched the function."""
     found: list[FrameInfo] = []
-    while frame is not None and len(found) < MAX_FRAMES and frame.f_code.co_filename != _LAUNCHER:
+    while frame is not None and len(found) < MAX_FRAMES and frame.f_code.co_filename not in LAUNCHERS:
         name, line = frame.f_code.co_filename, frame.f_lineno or 0
         found.append(FrameInfo(name, line, frame.f_code.co_name, linecache.getline(name, line).strip()))
         frame = frame.f_back
@@ -66,6 +70,32 @@ def find(frame: FrameType | None, name: str, default: CodeType | None) -> FrameT
     return frame if not name else None
 
 
+def users(frame: FrameType | None, default: CodeType | None) -> FrameType | None:
+    """Return the innermost frame of the user's own code; the launched function's where there is none."""
+    current = frame
+    while current is not None and current.f_code.co_filename not in LAUNCHERS:
+        if is_users(current.f_code.co_filename):
+            return current
+        current = current.f_back
+    return find(frame, "", default)
+
+
+def variables(frame: FrameType) -> dict[str, Any]:
+    """Return what an expression in ``frame`` can name; in one dictionary, so that comprehensions see the locals."""
+    return {**frame.f_globals, **frame.f_locals}
+
+
+def completions(frame: FrameType, text: str) -> list[str]:
+    """Return ``text`` with each name that completes its last dotted part, as "model.head.weight"."""
+    found = re.search(r"[A-Za-z_][\w.]*$", text)
+    part = found.group() if found else ""
+    if not part:
+        return []
+    completer = rlcompleter.Completer(variables(frame))
+    matches = completer.attr_matches(part) if "." in part else completer.global_matches(part)
+    return [text[: len(text) - len(part)] + name.rstrip("() :") for name in dict.fromkeys(matches)]
+
+
 def names(frame: FrameType | None) -> list[str]:
     """Return the names of the functions on the stack, the innermost first."""
     found: list[str] = []
@@ -82,10 +112,20 @@ def innermost(traceback: TracebackType | None) -> FrameType | None:
     return traceback.tb_frame if traceback is not None else None
 
 
+def in_traceback(traceback: TracebackType | None, name: str) -> FrameType | None:
+    """Return the innermost frame of the function ``name`` that an exception passed; of any where no name is given."""
+    found = None
+    while traceback is not None:
+        if not name or traceback.tb_frame.f_code.co_name == name:
+            found = traceback.tb_frame
+        traceback = traceback.tb_next
+    return found
+
+
 def of_traceback(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
     """Return where an exception passed, the outermost frame first."""
     found: list[FrameInfo] = []
-    while traceback is not None and traceback.tb_frame.f_code.co_filename == _LAUNCHER:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in LAUNCHERS:
         traceback = traceback.tb_next
     while traceback is not None:
         name, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno

@@ -121,6 +121,25 @@ class AskReply(Reply):
 
 
 @dataclass(slots=True)
+class CompleteRequest(Request):
+    """Which names of a frame of the main thread complete a text?"""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    text: str
+    frame: str = ""
+
+
+@dataclass(slots=True)
+class CompleteReply(Reply):
+    """The text with each of the names that complete it."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    matches: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class PauseRequest(Request):
     """Wait at the next step boundary."""
 
@@ -171,6 +190,25 @@ class HeartbeatEvent(Event):
     def __post_init__(self) -> None:
         if self.waiting is not None:
             self.waiting = to_collective(self.waiting)
+
+
+@dataclass(slots=True)
+class CheckEvent(Event):
+    """A small fact that the kernel compares over ranks, to find the usual mistakes.
+
+    Attributes:
+        check: "parameters", "batch", "loss", "gradients" or "mistake".
+        key: The step or batch that it is about, from 1.
+        values: What is compared.
+        text: The warning itself, where a rank alone can tell.
+    """
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    check: str
+    key: int
+    values: list[float] = field(default_factory=list)
+    text: str = ""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from notebook_accelerate.debug import diagnosis, dumps
+from notebook_accelerate.debug import diagnosis, dumps, native
 from notebook_accelerate.debug.desk import Desk
 from notebook_accelerate.debug.diagnosis import Diagnosis, RankPlace
 from notebook_accelerate.debug.protocol import (
@@ -16,6 +16,8 @@ from notebook_accelerate.debug.protocol import (
     AskRequest,
     AttachRequest,
     BreakRequest,
+    CompleteReply,
+    CompleteRequest,
     DoneReply,
     PauseRequest,
     Request,
@@ -83,7 +85,11 @@ class Session:
             return RankPlace(rank, state)
         frames = self._dumped(rank)
         note = "it holds the interpreter in native code, and can only be looked at"
-        return RankPlace(rank, state, frames, note=note, answered=False)
+        pid = self.desk.pid_of(rank)
+        deep = native.stack(pid) if pid is not None else ()
+        if deep:
+            note += f"; natively in {deep[-1]}"
+        return RankPlace(rank, state, frames, note=note, answered=False, native=deep)
 
     def _dumped(self, rank: int) -> tuple[FrameInfo, ...]:
         dump = self.desk.dump_of(rank)
@@ -114,6 +120,12 @@ class Session:
         wanted = self._wanted(ranks)
         replies = self.desk.ask(wanted, lambda number: AskRequest(number, expression, frame or ""), timeout)
         return {rank: self._value(rank, replies.get(rank)) for rank in wanted}
+
+    def complete(self, text: str, rank: int, frame: str | None, timeout: float) -> list[str]:
+        """Complete ``text`` with the names of a frame; see ``Run.complete``."""
+        self._wanted([rank])
+        reply = self.desk.ask([rank], lambda number: CompleteRequest(number, text, frame or ""), timeout).get(rank)
+        return reply.matches if isinstance(reply, CompleteReply) else []
 
     def _value(self, rank: int, reply: object) -> Any:
         if not isinstance(reply, AskReply):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debug.desk import Desk
@@ -13,6 +14,7 @@ from notebook_accelerate.launch.questions import Board, Question
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import RankInfo
+    from notebook_accelerate.launch.supervisor import Group
     from notebook_accelerate.telemetry import RankFailure
 
 STOP_SECONDS = 5.0
@@ -30,14 +32,29 @@ class Cast(dict[int, str]):
         return "\n".join(blocks)
 
 
+def _stand_still(group: Group, rank: int) -> None:
+    group.stopwatch.pause(("paused", rank))
+
+
+def _go_on(group: Group, rank: int) -> None:
+    group.stopwatch.resume(("paused", rank))
+
+
 class Inspection:
     """The debugging half of ``Run``."""
 
+    _post: Callable[[Callable[[Group], None]], None]
+
+    _prompts_in_cell = False
+    """Whether somebody else than ``wait`` and ``debug`` puts the ranks' questions before the user."""
     _desk: Desk
     _board: Board
     failures: tuple[RankFailure, ...]
+    ended: float | None
     diagnoses: list[Diagnosis]
     """What automatic diagnoses found, the oldest first."""
+    warnings: list[str]
+    """The usual mistakes that were noticed, each once."""
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
@@ -89,13 +106,39 @@ class Inspection:
         """
         return self._session().ask(expression, ranks, frame, timeout)
 
+    def complete(self, text: str, rank: int = 0, frame: str | None = None, timeout: float = 3.0) -> list[str]:
+        """Complete the last name of an expression with what a rank's frame knows.
+
+        Args:
+            text: The beginning, as "model.head.wei".
+            rank: Global index.
+            frame: Name of a function on the stack; None means the launched function, or where the debugger stopped.
+            timeout: Seconds to wait for the answer.
+
+        Returns:
+            The completed texts; empty when there are none, or no answer.
+
+        Raises:
+            ValueError: No such rank.
+        """
+        return self._session().complete(text, rank, frame, timeout)
+
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Have ranks wait at their next step boundary until ``resume``; return what each says."""
-        return self._session().pause(ranks, timeout)
+        """Have ranks wait at their next step boundary until ``resume``; return what each says.
+
+        The run's time limits stand still meanwhile.
+        """
+        said = self._session().pause(ranks, timeout)
+        for rank in said:
+            self._post(partial(_stand_still, rank=rank))
+        return said
 
     def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
         """Let paused ranks go on; return what each says."""
-        return self._session().resume(ranks, timeout)
+        said = self._session().resume(ranks, timeout)
+        for rank in said:
+            self._post(partial(_go_on, rank=rank))
+        return said
 
     def attach(self, rank: int = 0, timeout: float = 30.0) -> str:
         """Start debugpy in a rank, for an editor to attach to.
@@ -125,6 +168,12 @@ class Inspection:
         if chosen not in self._board.debugged():
             self._session().break_into(chosen, STOP_SECONDS)
             self._board.await_debugger(chosen, STOP_SECONDS)
+            if chosen not in self._board.debugged() and self.ended is None:
+                print(  # noqa: T201 - the answer to a command typed in a cell
+                    f"rank {chosen} has not come back to Python yet: {self.diagnose().line_of(chosen)}\n"
+                    f"It stops when it does; run.debug(rank={chosen}) then opens it."
+                )
+                return
         while (question := self._board.take(rank=chosen)) is not None:
             prompt(question)
 

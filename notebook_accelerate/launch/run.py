@@ -97,6 +97,7 @@ class Run(Inspection, Viewed):
         self._released = threading.Event()
         self._released.set()
         self.diagnoses: list[Diagnosis] = []
+        self.warnings: list[str] = []
         self._stopper: Callable[[float], None] | None = None
         self._post: Callable[[GroupCall], None] = _nobody
 

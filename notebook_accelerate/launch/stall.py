@@ -34,8 +34,15 @@ class StallWatch:
         self.busy = False
         self.group_timeout: float | None = None
 
-    def note(self, rank: int, beat: HeartbeatEvent, now: float) -> None:
-        """A heartbeat has come; ``now`` is the stopwatch's time."""
+    def note(self, rank: int, beat: HeartbeatEvent, now: float, *, quiet: bool = False) -> None:
+        """A heartbeat has come.
+
+        Args:
+            rank: Whose.
+            beat: The heartbeat.
+            now: The stopwatch's time.
+            quiet: Whether the user holds a rank, so that a standstill is no news.
+        """
         self._beats[rank] = beat
         collective = beat.waiting
         if collective is None:
@@ -43,7 +50,7 @@ class StallWatch:
         elif self._waiting_since.get(rank, (None, 0.0))[0] != (collective.group, collective.number):
             waited = time.time() - collective.since
             self._waiting_since[rank] = ((collective.group, collective.number), now - waited)
-        if self._stalled() and not self._reported and not self.busy:
+        if not (quiet or self._reported or self.busy) and self._stalled():
             self._reported = True
             self.diagnose_then(lambda verdict: self._report(f"run {self._run.id} stands still: {verdict}"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Hashable
 
 
 class Stopwatch:
@@ -12,23 +13,23 @@ class Stopwatch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._paused = 0.0
-        self._since: dict[int, float] = {}
+        self._since: dict[Hashable, float] = {}
 
     def now(self) -> float:
         """Return the time by this watch."""
         with self._lock:
             return (min(self._since.values()) if self._since else time.time()) - self._paused
 
-    def pause(self, rank: int) -> None:
-        """``rank`` begins to wait for the user."""
+    def pause(self, who: Hashable) -> None:
+        """``who``, as a rank, begins to wait for the user."""
         with self._lock:
-            self._since.setdefault(rank, time.time())
+            self._since.setdefault(who, time.time())
 
-    def resume(self, rank: int) -> None:
-        """``rank`` waits no longer; the watch goes on once nobody does."""
+    def resume(self, who: Hashable) -> None:
+        """``who`` waits no longer; the watch goes on once nobody does."""
         with self._lock:
             began = min(self._since.values(), default=0.0)
-            if self._since.pop(rank, None) is not None and not self._since:
+            if self._since.pop(who, None) is not None and not self._since:
                 self._paused += time.time() - began
 
     @property

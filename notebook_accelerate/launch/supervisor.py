@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debug import flight
+from notebook_accelerate.debug import flight, mistakes
 from notebook_accelerate.debug.protocol import (
     HEARTBEAT_SECONDS,
     AskReply,
     CellReply,
+    CheckEvent,
+    CompleteReply,
     DebuggerLeftEvent,
     DoneReply,
     DumpReadyEvent,
@@ -26,7 +28,7 @@ from notebook_accelerate.debug.protocol import (
     StacksReply,
 )
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError, RunTimeoutError, WorkerError
-from notebook_accelerate.launch import ambient, failures
+from notebook_accelerate.launch import ambient, failures, tracebacks
 from notebook_accelerate.launch.ladder import Ladder
 from notebook_accelerate.launch.output import Label, Publisher, RankOutput
 from notebook_accelerate.launch.payload import load_bytes
@@ -110,7 +112,7 @@ class Group:
         self._ranks: list[_Watched] = []
         self._ladder: Ladder | None = None
         self._asked_to_stop = False
-        self._stopwatch = stopwatch
+        self.stopwatch = stopwatch
         self._last_sign_of_life = stopwatch.now()
         self._oom_kills = failures.oom_kill_count()
         self.failures: list[RankFailure] = []
@@ -119,6 +121,7 @@ class Group:
         self._held = False
         self.on_hold: Callable[[], None] | None = None
         self._watch_for_stall = StallWatch(run, self._report_stall)
+        self._mistakes = mistakes.Mistakes(plan.num_processes)
 
     # ---- start
 
@@ -152,7 +155,7 @@ class Group:
         }
         watched = _Watched(process, info, outputs)
         self._ranks.append(watched)
-        self._run._desk.open(process.rank, ends.channel, process.send_signal)
+        self._run._desk.open(process.rank, ends.channel, process.send_signal, process.pid)
         for descriptor in outputs:
             self._selector.register(
                 descriptor, selectors.EVENT_READ, lambda d=descriptor: self._read_output(watched, d)
@@ -185,6 +188,7 @@ class Group:
                 key.data()
             self._take_steps()
             self._publisher.flush()
+        self._warn(self._mistakes.finish())
         self._selector.close()
 
     def _alive(self) -> list[_Watched]:
@@ -201,7 +205,7 @@ class Group:
         if self._hold_at is not None:
             waits.append(self._hold_at - now)
         if self._limits_count():
-            waits += [due - self._stopwatch.now() for due, _ in self._limits()]
+            waits += [due - self.stopwatch.now() for due, _ in self._limits()]
         if any(watched.process.exit_descriptor is None for watched in self._alive()):
             waits.append(self._run.config.monitor_interval)
         return max(0.0, min(waits))
@@ -221,13 +225,13 @@ class Group:
         if not self._limits_count():
             return
         for due, reason in self._limits():
-            if self._stopwatch.now() >= due:
+            if self.stopwatch.now() >= due:
                 self._watch_for_stall.diagnose_then(partial(self._give_up, reason))
                 return
 
     def _limits_count(self) -> bool:
         """Whether the run's time limits are in force: it runs, nobody is being asked, nobody looks into it already."""
-        return not (self.stop_reason or self._stopwatch.standing or self.failures or self._watch_for_stall.busy)
+        return not (self.stop_reason or self.stopwatch.standing or self.failures or self._watch_for_stall.busy)
 
     def _give_up(self, reason: str, verdict: str) -> None:
         self.stop(DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {verdict}" if verdict else reason))
@@ -266,7 +270,7 @@ class Group:
         except BlockingIOError:
             return False
         if data:
-            self._last_sign_of_life = self._stopwatch.now()
+            self._last_sign_of_life = self.stopwatch.now()
             watched.outputs[descriptor].feed(data)
             return True
         self._selector.unregister(descriptor)
@@ -289,7 +293,7 @@ class Group:
         rank = watched.process.rank
         if messages:
             if any(type(event) is not HeartbeatEvent for _, event in messages):
-                self._last_sign_of_life = self._stopwatch.now()
+                self._last_sign_of_life = self.stopwatch.now()
             self._run.store.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:
             handler = _HANDLERS.get(type(event))
@@ -312,10 +316,21 @@ class Group:
     def _on_debugger(self, watched: _Watched, event: DebuggerLeftEvent) -> None:
         self._run._board.drop(watched.process.rank)
 
+    def _on_check(self, watched: _Watched, event: CheckEvent) -> None:
+        self._warn(self._mistakes.note(watched.process.rank, event))
+
+    def _warn(self, warnings: list[str]) -> None:
+        for text in warnings:
+            self._run.warnings.append(text)
+            self._publisher.line("stderr", f"⚠ {text}")
+
     def _on_heartbeat(self, watched: _Watched, event: HeartbeatEvent) -> None:
-        self._watch_for_stall.note(watched.process.rank, event, self._stopwatch.now())
+        self._watch_for_stall.note(watched.process.rank, event, self.stopwatch.now(), quiet=self.stopwatch.standing)
+        running = {each.process.rank for each in self._alive() if each.info.state == "running"}
+        steps = {rank: step for rank, step in self._run.store.last_step.items() if rank in running}
+        self._warn(self._mistakes.beat(steps))
         if event.moved > time.time() - 1.5 * HEARTBEAT_SECONDS:
-            self._last_sign_of_life = self._stopwatch.now()
+            self._last_sign_of_life = self.stopwatch.now()
 
     def _on_status(self, watched: _Watched, event: StatusEvent) -> None:
         watched.info.state = event.state
@@ -346,12 +361,13 @@ class Group:
         self._publisher.display(event, self._label(rank, rank - self._plan.first_rank))
 
     def _on_input(self, watched: _Watched, event: InputRequest) -> None:
-        question = Question(watched.process.rank, event, watched.process.ends.channel, self._stopwatch.resume)
+        event.shown = tracebacks.name_cells(event.shown)
+        question = Question(watched.process.rank, event, watched.process.ends.channel, self.stopwatch.resume)
         known = question.of_debugger and question.rank in self._run._board.debugged()
-        if not (self._run.config.block or known):
+        if not (self._run.config.block or self._run._prompts_in_cell or known):
             self._publisher.line("stderr", f"rank {question.rank} {_how_to_answer(question)}")
         self._publisher.flush(force=True)
-        self._stopwatch.pause(question.rank)
+        self.stopwatch.pause(question.rank)
         self._run._board.put(question)
 
     # ---- ends
@@ -380,7 +396,8 @@ class Group:
             self._selector.unregister(watched.process.ends.channel)
         watched.process.close()
         watched.ended = True
-        self._stopwatch.resume(watched.process.rank)
+        self.stopwatch.resume(watched.process.rank)
+        self.stopwatch.resume(("paused", watched.process.rank))
         self._run._desk.close(watched.process.rank)
         self._run._board.drop(watched.process.rank)
 
@@ -446,7 +463,8 @@ _HANDLERS: dict[type[Event], Callable[[Group, _Watched, Any], None]] = {
     DumpReadyEvent: Group._on_dump_ready,
     GroupTimeoutEvent: Group._on_group_timeout,
     DebuggerLeftEvent: Group._on_debugger,
-    **dict.fromkeys((StacksReply, AskReply, DoneReply, CellReply), Group._on_reply),
+    CheckEvent: Group._on_check,
+    **dict.fromkeys((StacksReply, AskReply, CompleteReply, DoneReply, CellReply), Group._on_reply),
 }
 
 

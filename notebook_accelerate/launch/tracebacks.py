@@ -95,6 +95,16 @@ def _number_in_history(shell: Any, filename: str) -> int | None:
     return next((number for number in cells if inputs[number].strip() == source), None)
 
 
+def name_cells(text: str) -> str:
+    """Return ``text`` with the file names of cells as "Cell In[7]"."""
+    for filename in set(_CELL_FILE.findall(text)):
+        text = text.replace(filename, cell_name(filename) or filename)
+    return text
+
+
+_CELL_FILE = re.compile(r"/[^\s\x1b\"'>]*ipykernel_\d+/\d+\.py|<ipython-input[^>]*>")
+
+
 def format_chain(chain: tuple[ExceptionInfo, ...]) -> list[str]:
     """Return the lines that tell of ``chain``, each frame with its source line."""
     lines: list[str] = []

@@ -64,6 +64,7 @@ class WarmRanks:
 
     def _start(self) -> Run:
         run = start(self._config, warm_rank)
+        run._prompts_in_cell = True
         deadline = time.monotonic() + READY_SECONDS
         while run.status == "starting" and time.monotonic() < deadline:
             run.wait(LOOK_SECONDS)
