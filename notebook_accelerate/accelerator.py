@@ -25,6 +25,7 @@ from notebook_accelerate.config.training import (
     ProjectConfiguration,
 )
 from notebook_accelerate.data_loader import skip_first_batches
+from notebook_accelerate.debug.checks import Checks
 from notebook_accelerate.hardware.memory import release_memory
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
@@ -155,6 +156,10 @@ class Accelerator(AcceleratorViews):
         self._optimizers = self.strategy.optimizers
         self._schedulers = self.strategy.schedulers
         self._dataloaders = self.strategy.dataloaders
+        self._checks = Checks(
+            several=self.state.num_processes > 1 and self.strategy.checkpoint_layout == "whole",
+            compiled=self.state.dynamo_plugin is not None and self.state.dynamo_plugin.backend != DynamoBackend.NO,
+        )
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
@@ -189,6 +194,7 @@ class Accelerator(AcceleratorViews):
             raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
         prepared = self.strategy.prepare(args, placements)
         self.has_lomo_optimizer = any(hasattr(kept.optimizer, "fused_backward") for kept in self._optimizers)
+        self._checks.prepared(self._models, self._optimizers, prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -261,6 +267,7 @@ class Accelerator(AcceleratorViews):
         if self.has_lomo_optimizer and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs.pop("learning_rate"))
         else:
+            self._checks.loss(loss)
             self._backward(loss, **kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -341,7 +348,7 @@ class Accelerator(AcceleratorViews):
         Returns:
             The norm before clipping.
         """
-        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
+        return self._checks.norm(self.strategy.clip_grad_norm(parameters, max_norm, norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value].
