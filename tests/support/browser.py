@@ -41,6 +41,8 @@ App = Literal["lab", "notebook"]
 # Said by the applications themselves, whatever the notebook holds.
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
 _NOISE = ("favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]")
+# Thrown by Notebook 7.6 while it starts, with any notebook or none.
+_NOTEBOOK_ITSELF = ("(reading 'schema')", "Command 'filebrowser:open-path' not registered")
 
 
 def missing() -> str | None:
@@ -209,12 +211,16 @@ class NotebookPage:
     def guard(self) -> None:
         """Keep errors, and let nothing out of the machine."""
         self.page.on("console", lambda message: self._console(message.type, message.text))
-        self.page.on("pageerror", lambda error: self.errors.append(f"uncaught: {error}"))
+        self.page.on("pageerror", lambda error: self._uncaught(str(error)))
         self.page.route("**/*", self._route)
 
     def _console(self, kind: str, text: str) -> None:
         if kind == "error" and not any(noise in text for noise in _NOISE):
             self.errors.append(text)
+
+    def _uncaught(self, text: str) -> None:
+        if not any(known in text for known in _NOTEBOOK_ITSELF):
+            self.errors.append(f"uncaught: {text}")
 
     def _route(self, route: Any) -> None:
         url = route.request.url
