@@ -365,3 +365,12 @@ def test_a_model_with_state_of_other_kinds_is_written_in_torchs_format(tmp_path:
     accelerator.load_state(str(tmp_path / "out"))
     assert model.extra == 5
     assert "pytorch_model.bin" in names_in(tmp_path / "out")
+
+
+def test_a_pickled_sampler_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "out"))
+    (tmp_path / "out" / "checkpoint_manifest.json").unlink()
+    torch.save(torch.utils.data.RandomSampler(range(3)), tmp_path / "out" / "sampler.bin")
+    with pytest.warns(UserWarning, match=r"sampler\.bin holds a pickled sampler and was left out"):
+        training.accelerator.load_state(str(tmp_path / "out"))
