@@ -59,10 +59,14 @@ def look_at_kernel() -> KernelNow | None:
 
 
 def _busy(shell: Any) -> bool:
-    # A cell's input is stored when it begins, the counter goes up when it ends.
-    history = getattr(shell, "history_manager", None)
-    inputs = getattr(history, "input_hist_parsed", None)
-    return inputs is not None and len(inputs) > shell.execution_count
+    # A cell's input is stored when it begins, its result when it ends. (The counter goes up at the end in IPython 7 and
+    # 8, at the beginning in 9.)
+    if _blocked():
+        return True
+    inputs = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", ("",))
+    last = getattr(shell, "last_execution_result", None)
+    ended = getattr(last, "execution_count", None) if last is not None else 0
+    return ended is not None and ended < len(inputs) - 1
 
 
 def _blocked() -> bool:

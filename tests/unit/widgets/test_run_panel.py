@@ -1,0 +1,314 @@
+"""The panel of a run, fed by hand and by a fake clock, without a browser."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import tracemalloc
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.launch import Run
+from notebook_accelerate.telemetry import (
+    ExceptionInfo,
+    FrameInfo,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    RankFailure,
+    ResourceEvent,
+    StepTimeEvent,
+)
+from notebook_accelerate.telemetry.steptime import PARTS
+from notebook_accelerate.widgets.resources import ResourceStrip
+from notebook_accelerate.widgets.run_panel import RunPanel
+from notebook_accelerate.widgets.runs_table import RunsTable
+from notebook_accelerate.widgets.stopping import KernelNow, hint
+from tests.support.runs import START, Clock, end, feed, make_run
+
+EVIL = "<script>alert('&')</script>"
+
+
+class _Panel:
+    """A panel with its run and its clock."""
+
+    def __init__(self, ranks: int = 2, **settings: Any) -> None:
+        self.run, self.clock = make_run(ranks, **settings), Clock()
+        self.panel = RunPanel(self.run, self.clock)
+
+    def look(self, seconds: float = 1.0) -> str:
+        """Let time pass, render, and return all HTML of the panel."""
+        self.clock.turn(seconds)
+        self.panel.binding.touch()
+        assert self.panel.binding.tick()
+        parts = ("_head", "_problem", "_progress", "_strip", "_ranks", "_times", "_errors", "_setup")
+        return "\n".join(getattr(self.panel, part).value for part in parts)
+
+
+@pytest.fixture
+def made() -> Iterator[list[_Panel]]:
+    panels: list[_Panel] = []
+    yield panels
+    for one in panels:
+        one.panel.close()
+
+
+def _text(html: str) -> str:
+    words: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_data(self, data: str) -> None:
+            words.append(data)
+
+    Reader().feed(html)
+    return re.sub(r"\s+", " ", " ".join(words))
+
+
+def _failure(rank: int = 1) -> RankFailure:
+    frames = (FrameInfo("train.py", 7, "train", "loss = model(x)"),)
+    return RankFailure(rank, "exception", START, f"ValueError: {EVIL}", (ExceptionInfo("ValueError", EVIL, frames),))
+
+
+def test_the_header_says_what_runs_where_and_how_long() -> None:
+    one = _Panel(ranks=4)
+    text = _text(one.look(65.0))
+    assert "Running train run" in text
+    assert "1:05" in text
+    assert "4 processes on cpu · fork (as asked) · gloo" in text
+    one.panel.close()
+
+
+def test_progress_is_one_bar_for_all_ranks_with_rate_and_time_left() -> None:
+    one = _Panel()
+    for second in range(6):
+        for rank, behind in ((0, 0), (1, 2)):
+            feed(one.run, ProgressEvent(10 * second + 2 - behind, 100, "step"), rank=rank)
+        html = one.look()
+    assert html.count('role="progressbar"') == 1
+    assert 'aria-valuenow="50"' in html
+    text = _text(html)
+    assert "step 50 of 100" in text
+    assert "10.0 steps/s" in text
+    assert "5.0 s left" in text
+
+
+def test_without_a_total_the_steps_are_counted_and_no_bar_is_drawn() -> None:
+    one = _Panel()
+    for step in (0, 20):
+        for rank in range(2):
+            feed(one.run, ProgressEvent(step), rank=rank)
+        html = one.look()
+    assert "progressbar" not in html
+    assert "step 20" in _text(html)
+
+
+def test_a_straggler_is_plain_by_its_steps() -> None:
+    one = _Panel(ranks=3)
+    for rank, step in ((0, 100), (1, 100), (2, 60)):
+        feed(one.run, MetricEvent({"loss": 0.5}, step), rank=rank)
+    html = one.look()
+    assert "Rank 2 is 40 steps behind." in html
+    assert html.count("na-late") == 1
+    assert one.panel._titles[1] == "Ranks ⚠"
+
+
+def test_a_straggler_is_plain_by_its_own_work_where_all_are_in_step() -> None:
+    one = _Panel(ranks=3)
+    for rank in range(3):
+        own = 0.2 if rank == 1 else 0.05
+        parts = dict(zip(PARTS, (0.05, 0.1, 0.05, 0.01, 0.04), strict=True))
+        feed(one.run, MetricEvent({"loss": 0.5}, 7), StepTimeEvent(parts, 7, 10, own), rank=rank)
+    html = one.look()
+    assert "Rank 1 holds the others up: 20 ms of its own work per step, the others 5.0 ms." in html
+    assert html.count('class="na-stack"') == 3
+    assert "rank 1: waiting for data 20 %, forward and backward 40 %, collectives 20 %, optimizer 4 %" in html
+    assert "25.0 ms per step" in html
+
+
+def test_the_table_of_ranks_has_what_is_known() -> None:
+    one = _Panel()
+    feed(one.run, MetricEvent({"train/loss": 0.123456}, 3), ResourceEvent(97.0, 300 << 20, 45.0, 2 << 30), rank=0)
+    text = _text(one.look(4.0))
+    assert "Running 3 0 – 0.1235 97 % 300 MiB 45 % 2.0 GiB 4 s ago" in text
+    assert "GPU memory" in text
+
+
+def test_without_a_gpu_there_is_no_column_for_it() -> None:
+    one = _Panel()
+    feed(one.run, ResourceEvent(97.0, 300 << 20))
+    assert "GPU" not in one.look()
+
+
+def test_nothing_that_a_rank_says_becomes_markup() -> None:
+    one = _Panel()
+    one.run.notes.append(EVIL)
+    feed(one.run, MetricEvent({f"loss {EVIL}": 1.0}, 1), ProgressEvent(1, 2, EVIL), LogEvent("stdout", EVIL))
+    assert EVIL not in one.look()
+    end(one.run, "failed", (_failure(),))
+    html = one.look()
+    assert EVIL not in html
+    assert "alert(" in _text(html)
+    assert one.panel.logs.full["lines"] == [(0, START, "stdout", EVIL)], "set as text in the browser"
+    assert EVIL not in one.panel.html
+    assert EVIL not in one.panel.logs.html
+
+
+def test_errors_are_grouped_and_a_failed_run_keeps_everything() -> None:
+    one = _Panel(ranks=3)
+    feed(one.run, MetricEvent({"loss": 1.0}, 1))
+    end(one.run, "failed", (_failure(0), _failure(1), RankFailure(2, "signal", START, "killed", consequence=True)))
+    again = RunPanel(one.run, one.clock)
+    assert again._errors.value.count("<details") == 2
+    assert "train.py, line 7" in again._errors.value
+    assert again._titles[4] == "Errors (3)"
+    assert again.plot.full["series"] == [("loss", "rank 0", 1)]
+    again.close()
+
+
+def test_stop_asks_once_and_then_kills() -> None:
+    one = _Panel()
+    asked: list[float] = []
+    one.run._stopper = asked.append
+    one.look()
+    button = one.panel.stop_button
+    assert (button.description, button.disabled) == ("Stop", False)
+    button.click()
+    assert asked == [5.0]
+    one.run._set_status("stopping")
+    one.look()
+    assert (button.description, button.button_style) == ("Kill", "danger")
+    button.click()
+    assert len(asked) == 2
+    end(one.run, "stopped")
+    one.look()
+    assert button.layout.display == "none"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "block", "words"),
+    [
+        (KernelNow((7, 4), False, False, False), False, "by a click now"),
+        (KernelNow((6, 17), True, True, False), True, "own stop button"),
+        (KernelNow((7, 3), True, True, True), True, "by a click now, and so does"),
+        (KernelNow((7, 4), True, True, True), True, "own stop button"),
+        (KernelNow((7, 4), True, True, False), False, "Another cell is running"),
+        (KernelNow((6, 30), True, False, False), False, "own stop button"),
+        (KernelNow((7, 4), True, False, False), False, "by a click now"),
+    ],
+)
+def test_the_header_says_which_stop_works_now(kernel: KernelNow, block: bool, words: str) -> None:
+    assert words in hint(make_run(block=block), kernel)
+    assert hint(make_run(), None) == ""
+
+
+def test_an_inline_run_is_stopped_by_the_notebook() -> None:
+    one = _Panel(ranks=1, method="inline")
+    one.look()
+    assert one.panel.stop_button.disabled
+    assert "notebook's own stop button" in hint(one.run, KernelNow((7, 4), True, True, False))
+
+
+def test_a_panel_with_a_bug_says_so_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = _Panel()
+
+    def broken(_: float) -> None:
+        raise RuntimeError(EVIL)
+
+    monkeypatch.setattr(one.panel.plot, "update", broken)
+    one.clock.turn(1.0)
+    with pytest.warns(UserWarning, match="stopped updating"):
+        one.panel.binding.tick()
+    assert "This panel stopped updating" in one.panel._problem.value
+    assert EVIL not in one.panel._problem.value
+    feed(one.run, MetricEvent({"loss": 1.0}, 1))
+    end(one.run)
+    assert one.run.status == "succeeded"
+
+
+def test_the_static_forms_are_the_report() -> None:
+    one = _Panel()
+    feed(one.run, MetricEvent({"loss": 1.0}, 1), MetricEvent({"loss": 0.5}, 2))
+    assert "notebook-accelerate-report" in one.panel.html
+    assert one.panel.text.startswith(f"run {one.run.id} · train · running")
+    bundle = one.panel._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    one.panel.close()
+    assert set(one.panel._repr_mimebundle_()) == {"text/html", "text/plain"}
+
+
+def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
+    run = make_run(ranks=4)
+    for rank in range(4):
+        feed(run, *(MetricEvent({"loss": math.sin(step / 100)}, step) for step in range(49_900)), rank=rank)
+    RunPanel(make_run(), Clock())  # the first panel of a process pays for imports
+    begin = time.perf_counter()
+    panel = RunPanel(run, Clock())
+    seconds = time.perf_counter() - begin
+    print(f"\na panel on 200,000 points opens in {1000 * seconds:.0f} ms")
+    assert seconds < 1.0
+    panel.close()
+
+
+def test_a_day_is_bounded() -> None:
+    """24 hours at 4 ranks, 10 metrics twice a second each, a fake clock: no more memory after the first hours."""
+    run, clock = make_run(ranks=4), Clock()
+    run.store._max_points, run.store._max_log_bytes = 500, 50_000  # the bounds, scaled to a test's patience
+    panel = RunPanel(run, clock)
+    sizes = []
+    tracemalloc.start()
+    for hour in range(24):
+        for minute in range(0, 60, 6):
+            step = hour * 60 + minute
+            for rank in range(4):
+                values = {f"m{index}": float(step) for index in range(10)}
+                feed(run, *(MetricEvent(values, step * 10 + k) for k in range(5)), rank=rank, at=clock.now)
+                feed(run, ProgressEvent(step, 1440), ResourceEvent(50.0, 1 << 30), rank=rank, at=clock.now)
+                feed(run, LogEvent("stdout", f"step {step} " + "x" * 80), rank=rank, at=clock.now)
+            clock.turn(360.0)
+            panel.binding.tick()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    print("\nkilobytes held after each hour:", [size // 1000 for size in sizes])
+    assert max(sizes[12:]) < 1.25 * max(sizes[6:12])
+    panel.close()
+
+
+def test_the_resource_strip_alone() -> None:
+    run, clock = make_run(), Clock()
+    strip = ResourceStrip(run, clock)
+    for cpu in (10.0, 90.0):
+        feed(run, ResourceEvent(cpu, 512 << 20), rank=0, at=clock.now)
+        clock.turn(1.0)
+        strip.binding.touch()
+        strip.binding.tick()
+    assert "CPU <b>90 %</b>" in strip._content.value
+    assert "<polyline" in strip._content.value
+    assert "512 MiB" in strip.text
+    assert "<caption>Resources</caption>" in strip.html
+    strip.close()
+
+
+def _past(value: float, **settings: Any) -> Run:
+    run = make_run(**settings)
+    feed(run, MetricEvent({"loss": value, EVIL: 1.0}, 1), MetricEvent({"loss": value / 2}, 2))
+    end(run, at=START + 12)
+    return run
+
+
+def test_the_table_of_runs_shows_differences_and_final_metrics() -> None:
+    runs = [_past(1.0, mixed_precision="bf16"), _past(3.0)]
+    table = RunsTable(runs, Clock())
+    head, latest, first = table.rows
+    assert head == ["run", "function", "state", "started", "took", "ranks", "mixed_precision", "loss", EVIL]
+    assert latest[4:8] == ["12 s", "2", "'no'", "1.5"]
+    assert first[6:8] == ["'bf16'", "0.5"]
+    assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
+    assert EVIL not in table.html + table._table.value
+    assert "data:image/svg+xml" in table.html
+    assert table.text.startswith("run  function")
+    with pytest.raises(ValueError, match="no run 999999 in this kernel"):
+        RunsTable([999999])
