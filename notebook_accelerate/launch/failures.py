@@ -102,7 +102,7 @@ def ordered(failures: list[RankFailure]) -> list[RankFailure]:
     A rank whose peer has died often says so before the supervisor sees the death, so time alone does not decide: a
     lost connection counts as a consequence whenever another rank failed in another way.
     """
-    lost = {id(failure): _looks_like_lost_peer(failure) for failure in failures}
+    lost = {id(failure): looks_like_lost_peer(failure) for failure in failures}
     by_time = sorted(failures, key=lambda failure: (lost[id(failure)], failure.time))
     if not by_time:
         return []
@@ -110,7 +110,8 @@ def ordered(failures: list[RankFailure]) -> list[RankFailure]:
     return [first, *(replace(other, consequence=not _same(first, other)) for other in by_time[1:])]
 
 
-def _looks_like_lost_peer(failure: RankFailure) -> bool:
+def looks_like_lost_peer(failure: RankFailure) -> bool:
+    """Whether a rank only says that its connection to another one broke."""
     if failure.kind != "exception" or not failure.chain:
         return False
     last = failure.chain[-1]

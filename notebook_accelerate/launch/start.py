@@ -15,7 +15,6 @@ from notebook_accelerate import hardware
 from notebook_accelerate.errors import RunInterrupted, WorkerError
 from notebook_accelerate.launch import inline, messages, ports, registry, views
 from notebook_accelerate.launch.backends import process_backend
-from notebook_accelerate.launch.failures import ordered
 from notebook_accelerate.launch.output import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, runs_inline
 from notebook_accelerate.launch.preflight import fork_hazard
@@ -188,7 +187,7 @@ class _Launcher:
                 group.abandon()
                 sampler.stop()
                 self._group = None
-            run.failures = tuple(ordered(group.failures))
+            run.failures = group.verdicts()
             if group.stop_reason or not run.failures:
                 break
             run._end_attempt(messages.headline(run.failures))
@@ -214,7 +213,7 @@ class _Launcher:
     def _hold(self, group: Group) -> None:
         """Tell of the failure while the ranks are kept."""
         run = self._run
-        run.failures = tuple(ordered(group.failures))
+        run.failures = group.verdicts()
         run._end_attempt(messages.headline(run.failures))
         self._publisher.flush(force=True)
         run._hold("failed", messages.worker_error(run))

@@ -28,7 +28,7 @@ from notebook_accelerate.debug.protocol import (
     StacksReply,
 )
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError, RunTimeoutError, WorkerError
-from notebook_accelerate.launch import ambient, failures, tracebacks
+from notebook_accelerate.launch import ambient, crashes, failures, tracebacks
 from notebook_accelerate.launch.ladder import Ladder
 from notebook_accelerate.launch.output import Label, Publisher, RankOutput
 from notebook_accelerate.launch.payload import load_bytes
@@ -174,6 +174,14 @@ class Group:
         for watched in self._alive():
             if watched.process.rank in ranks:
                 watched.process.send_signal(signal.SIGINT)
+
+    def verdicts(self) -> tuple[RankFailure, ...]:
+        """Return what went wrong, the first failure first, explained as far as can be."""
+        found = failures.ordered(self.failures)
+        store = self._run.store
+        told = {f.rank: [line.text for line in store.log_lines(f.rank)][-crashes.LAST_LINES :] for f in found}
+        returned = [watched.info.rank for watched in self._ranks if isinstance(watched.outcome, ResultEvent)]
+        return tuple(crashes.with_leavers([crashes.explained(f, told[f.rank]) for f in found], returned))
 
     def pids(self) -> dict[int, int]:
         """Return the process ids by rank."""
@@ -405,7 +413,7 @@ class Group:
         info = watched.info
         if isinstance(watched.outcome, ResultEvent) and info.state != "failed":
             info.state = "succeeded"
-        elif watched.outcome is None and self._ladder is None:
+        elif watched.outcome is None and (self._ladder is None or end.signal not in (None, *_SENT)):
             kills = failures.oom_kill_count() - self._oom_kills
             self._fail(failures.from_exit(info.rank, end, oom_kills=kills), watched)
         elif watched.outcome is None:
@@ -466,6 +474,10 @@ _HANDLERS: dict[type[Event], Callable[[Group, _Watched, Any], None]] = {
     CheckEvent: Group._on_check,
     **dict.fromkeys((StacksReply, AskReply, CompleteReply, DoneReply, CellReply), Group._on_reply),
 }
+
+
+_SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+"""Signals that stopping sends: a rank that dies of another one meanwhile has failed by itself."""
 
 
 def _exit_text(end: Exit) -> str:
