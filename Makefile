@@ -6,12 +6,14 @@ BENCH_VENV := .venv-bench
 PY ?= $(VENV)/bin/python
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
+BROWSER_READY := $(VENV)/.browser-ready
+CHROMIUM ?= $(shell command -v chromium)
 COLAB_VENV := .venv-colab
 COLAB_READY := $(COLAB_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-gpu lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -19,6 +21,7 @@ help:
 	@echo "make test-notebook  the tests that start Jupyter kernels"
 	@echo "make test-colab     launch and panels with the versions of Colab's kernel image"
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
+	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          launch times, side by side with Accelerate's launcher"
@@ -33,6 +36,10 @@ $(READY): requirements/dev.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/dev.txt
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(BROWSER_READY): $(READY) requirements/browser.txt
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/browser.txt
 	touch $@
 
 # The benchmark environment is the development environment plus the peer; it shares the large packages by path.
@@ -59,7 +66,8 @@ $(KERNELS_BUILD)/%/.ready: $(READY)
 demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb
 
-test: lint
+# Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
+test: lint $(if $(CHROMIUM),$(BROWSER_READY))
 	$(PY) -m tests.support.groups
 
 test-notebook: $(SETUP)
@@ -76,6 +84,9 @@ test-kernels: $(KERNELS:%=$(KERNELS_BUILD)/%/.ready)
 		OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=$$version TEST_KERNEL_PATH=$(CURDIR)/$(KERNELS_BUILD)/$$version \
 			$(PY) -m pytest -m notebook -o cache_dir=.build/pytest-kernels tests || exit 1; \
 	done
+
+test-browser: $(BROWSER_READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/browser
 
 test-gpu: $(SETUP)
 	$(PY) -m pytest -m gpu -rs tests

@@ -25,7 +25,8 @@ GROUPS = {
     "distributed": ["distributed"],
     "unit": ["unit"],
     "rules": ["architecture", "parity"],
-    "devices": ["gpu", "xla", "browser"],
+    "browser": ["browser"],
+    "devices": ["gpu", "xla"],
 }
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
