@@ -256,7 +256,7 @@ class ConfigPanel:
         wide, label = make.Layout(width="30em"), {"description_width": "7em"}
         self._title = make.HTML(f'<h3 class="na-title">Configure a launch</h3>{chips(self.hardware)}')
         self._outlook = make.HTML()
-        self._file = make.Text(description="File", value=str(default_config_file), layout=make.Layout(width="44em"))
+        self._file = make.Text(description="Path", value=str(default_config_file), layout=make.Layout(width="44em"))
         self._load = make.Button(description="Load", tooltip="Read this configuration file")
         self._save = make.Button(description="Save", tooltip="Write this configuration file")
         self._file_note = make.HTML()

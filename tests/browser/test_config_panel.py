@@ -1,0 +1,196 @@
+"""A launch configured and started in the browser, in JupyterLab 4 and Notebook 7."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.browser import App, Browser, NotebookPage, Server
+
+TRAIN = """
+import os, time
+import notebook_accelerate
+from notebook_accelerate import telemetry
+from notebook_accelerate.telemetry import MetricEvent
+
+def train(seconds):
+    rank = int(os.environ["RANK"])
+    print("steps per update", os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"))
+    for step in range(int(seconds / 0.02)):
+        telemetry.emit(MetricEvent({"loss": 1 / (step + 1)}, step))
+        time.sleep(0.02)
+    return rank
+"""
+CONFIGURE = "panel = notebook_accelerate.configure()\npanel"
+PLAN = ".na-form .na-plan"
+FOCUSED = """() => {
+  const element = document.activeElement;
+  return element.getAttribute('aria-label') || element.labels?.[0]?.innerText || element.innerText || '';
+}"""
+LAUNCH = ".na-form button.mod-primary"
+
+
+BOTH = pytest.mark.parametrize("app", ["lab", "notebook"], indirect=True)
+
+
+@pytest.fixture
+def app(request: pytest.FixtureRequest) -> App:
+    """Where the notebook is opened: JupyterLab, unless the test asks for both."""
+    found: App = getattr(request, "param", "lab")
+    return found
+
+
+@pytest.fixture
+def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
+    """Open a notebook whose second cell shows the panel."""
+    pages: list[NotebookPage] = []
+
+    def start(*more: str, theme: str = "light") -> NotebookPage:
+        name = f"{app}-{time.monotonic_ns()}.ipynb"
+        server.write(name, [TRAIN, CONFIGURE, *more])
+        page = server.open(chromium, name, app, theme)
+        pages.append(page)
+        page.run(0)
+        page.idle()
+        page.run(1)
+        page.wait_for("() => document.querySelector('.na-form .na-plan')")
+        page.idle()
+        page.page.locator(PLAN).scroll_into_view_if_needed()
+        return page
+
+    yield start
+    for page in pages:
+        page.shut_down()
+        page.page.close()
+        assert page.errors == []
+        assert page.outside == []
+
+
+def _plan(page: NotebookPage, said: str) -> None:
+    page.wait_for(f"(said) => document.querySelector('{PLAN}').innerText.includes(said)", argument=said)
+
+
+def _tab(page: NotebookPage, title: str) -> None:
+    page.page.locator(".na-form [role=tab]", has_text=title).first.click()
+
+
+@BOTH
+def test_configure_and_launch(opened: Any, app: App) -> None:
+    page = opened()
+    page.shot(f"config-panel-{app}", ".na-form")
+    form = page.page
+    form.get_by_label("num_processes").fill("2")
+    form.get_by_label("mixed_precision").select_option("bf16")
+    form.get_by_label("cpu", exact=True).check()
+    _tab(page, "Training")
+    form.get_by_label("batch_size").fill("8")
+    form.get_by_label("gradient_accumulation_steps").fill("4")
+    _plan(page, "2 processes on cpu, fork, gloo, bf16; effective batch 64")
+    form.get_by_label("Function").fill("train")
+    form.get_by_label("Arguments").fill("(2.0,)")
+    page.wait_for("() => document.querySelector('.na-form .na-code').innerText.includes('(2.0,)')")
+    page.shot(f"config-panel-filled-{app}", ".na-form")
+    form.locator(LAUNCH).click()
+    page.wait_for("() => document.body.innerText.includes('[rank 1] steps per update 4')")
+    page.wait_for("() => document.querySelector('.na-card') || document.querySelector('.notebook-accelerate-report')")
+    page.wait_for(
+        "() => [...document.querySelectorAll('.na-form .na-good')].some(e => /run 1 succeeded/.test(e.innerText))"
+    )
+    page.idle()
+    page.shot(f"config-panel-launched-{app}")
+
+
+def test_what_is_typed_is_checked_while_it_is_typed(opened: Any, app: App) -> None:
+    page = opened()
+    box = page.page.get_by_label("num_processes")
+    box.click()
+    page.page.keyboard.type("0")
+    page.wait_for(
+        "() => document.querySelector('.na-form .na-aside [role=alert]')?.innerText.includes('num_processes=0')"
+    )
+    page.wait_for(f"() => document.querySelector('{LAUNCH}').disabled")
+    page.shot(f"config-panel-wrong-{app}", ".na-form")
+    page.page.keyboard.press("Backspace")
+    page.page.keyboard.type("2")
+    _plan(page, "2 processes on")
+    page.wait_for(f"() => !document.querySelector('{LAUNCH}').disabled")
+    assert page.page.locator(".na-form .na-aside [role=alert]").count() == 0
+
+
+def test_the_keyboard_reaches_everything(opened: Any) -> None:
+    page = opened()
+    page.page.get_by_label("num_processes").focus()
+    page.page.keyboard.type("2")
+    seen = []
+    for _ in range(25):
+        page.page.keyboard.press("Tab")
+        seen.append(page.page.evaluate(FOCUSED).strip())
+    for name in ("mixed_precision", "start_method", "Function", "Arguments", "Launch", "The cell"):
+        assert name in seen, seen
+    assert any(name.startswith("Copy this cell") for name in seen)
+
+
+def test_the_cell_is_copied(opened: Any, chromium: Browser) -> None:
+    page = opened()
+    chromium.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.page.get_by_label("num_processes").fill("3")
+    _plan(page, "3 processes on")
+    page.page.locator(".na-copy").click()
+    page.wait_for("() => document.body.innerText.includes('Copied')")
+    copied = page.page.evaluate("() => navigator.clipboard.readText()")
+    assert copied == page.text(".na-form .na-code")
+    assert "num_processes=3" in copied
+
+
+def test_files_are_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
+    page = opened()
+    form = page.page
+    form.get_by_label("num_processes").fill("2")
+    _tab(page, "Configuration file")
+    form.get_by_label("Path", exact=True).fill(str(tmp_path / "config.yaml"))
+    form.get_by_role("button", name="Save", exact=True).last.click()
+    page.wait_for("() => document.body.innerText.includes('saved ')")
+    assert "num_processes: 2" in (tmp_path / "config.yaml").read_text()
+    _tab(page, "Launch")
+    form.get_by_label("num_processes").fill("7")
+    _plan(page, "7 processes on")
+    _tab(page, "Configuration file")
+    form.get_by_role("button", name="Load", exact=True).last.click()
+    _plan(page, "2 processes on")
+
+
+def test_a_failing_launch_is_told_in_the_panel(opened: Any) -> None:
+    page = opened()
+    page.page.get_by_label("Function").fill("nothing_like_it")
+    page.page.locator(LAUNCH).click()
+    page.wait_for("() => document.body.innerText.includes('is not a function of this notebook; there are: train')")
+
+
+@BOTH
+def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
+    page = opened("panel.close()")
+    page.page.get_by_label("num_processes").fill("2")
+    _plan(page, "2 processes on")
+    page.idle()
+    static = page.save()["cells"][1]["outputs"][1]["data"]
+    assert "num_processes=2" in "".join(static["text/html"])
+    page.run(2)
+    page.wait_for("() => !document.querySelector('.na-form')")
+    page.idle()
+    outputs = page.save()["cells"][1]["outputs"]
+    assert all("application/vnd.jupyter.widget-view+json" not in output["data"] for output in outputs)
+    assert "num_processes=2" in "".join(outputs[0]["data"]["text/html"])
+
+
+def test_dark(opened: Any, app: App) -> None:
+    page = opened(theme="dark")
+    page.page.get_by_label("num_processes").fill("0")
+    page.wait_for("() => document.querySelector('.na-form .na-aside [role=alert]')")
+    page.shot(f"config-panel-dark-{app}", ".na-form")
+    style = "getComputedStyle(document.querySelector('.na-form .na-facts li'))"
+    red, green, blue = page.page.evaluate(f"() => {style}.color.match(/\\d+/g).slice(0, 3).map(Number)")
+    assert min(red, green, blue) > 150, "light text on a dark page"
