@@ -157,7 +157,7 @@ def printing() -> Iterator[Figure]:
         def measure(launcher: Launcher, count: int, quiet: bool) -> float:
             begin = time.monotonic()
             cell = launcher.kernel.finish(launcher.submit("printing", 2, f"{count}, {quiet}"), 300.0).expect_ok()
-            launcher.kernel.wait_for(lambda: quiet or cell.stdout.count(" loss ") >= 2 * count, 30.0, what="all lines")
+            launcher.kernel.wait_for(lambda: quiet or cell.stdout.count("0.25") >= 2 * count, 30.0, what="all lines")
             return time.monotonic() - begin
 
         loud, quiet, peer_loud, peer_quiet = alternate(

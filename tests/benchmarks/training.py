@@ -1,124 +1,310 @@
-"""Training: what an Accelerator adds to steps, batches, collectives and the import."""
+"""Training: what the package adds to plain torch, and what Accelerate adds."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
-from tests.support.ranks import free_port
+from tests.support.ranks import run_ranks
 
 HERE, PEER = "notebook_accelerate", "accelerate"
+Step = Callable[[], None]
 
 
-class World:
-    """The ranks of one package, waiting for commands."""
+# ---- steps
 
-    def __init__(self, package: str, ranks: int) -> None:
-        port = str(free_port())
-        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.training_worker", package]
-        self._ranks = [
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **_environment(rank, ranks, port)},
+
+@row("training", "step")
+def step_overhead() -> Iterator[Figure]:
+    """Forward, backward, step, schedule and zero of a tiny model, above the same in plain torch."""
+    for ranks, count in ((1, 300), (2, 150)):
+        for accumulation in (1, 4):
+            plain, here, peer = run_ranks(time_steps, accumulation, count, world_size=ranks, process_group=ranks > 1)[0]
+            what = f"{ranks} rank{'s, DDP' if ranks > 1 else ''}, accumulation {accumulation}"
+            step = sorted(plain)[len(plain) // 2] * 1e6
+            yield compared(
+                f"a step of {step:.0f} µs, {what}: added",
+                [a - b for a, b in zip(here, plain, strict=True)],
+                [a - b for a, b in zip(peer, plain, strict=True)],
+                unit="µs",
+                scale=1e6,
+                ratio=0.3,
             )
-            for rank in range(ranks)
-        ]
-
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._ranks:
-            process.kill()
-            process.communicate()
-
-    def ask(self, command: str) -> Any:
-        """Give a command to all ranks and return what rank 0 answers."""
-        for process in self._ranks:
-            assert process.stdin is not None
-            process.stdin.write(f"{command}\n")
-            process.stdin.flush()
-        answers = [process.stdout.readline() for process in self._ranks if process.stdout is not None]
-        return json.loads(answers[0])
 
 
-def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    if ranks == 1:
-        return {"OMP_NUM_THREADS": "1"}
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {
-        **{name: str(value) for name, value in place.items()},
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-    }
+def time_steps(accumulation: int, count: int) -> list[list[float]]:
+    """In a rank: seconds per step, by side (plain, here, peer) and round."""
+    sides = plain_step(accumulation), prepared_step(HERE, accumulation), prepared_step(PEER, accumulation)
+    return alternate(2 * REPEATS, *(timer(step, count) for step in sides))
 
 
-def _steps(ranks: int) -> Iterator[Figure]:
-    with World(HERE, ranks) as here, World(PEER, ranks) as there:
-        for window in (1, 4):
-            command = f"step {window}"
-            ours, peer = alternate(REPEATS, lambda c=command: here.ask(c), lambda c=command: there.ask(c))
-            what = "one process" if ranks == 1 else f"DDP, {ranks} ranks"
-            words = "no accumulation" if window == 1 else f"accumulation of {window}"
-            yield compared(f"added to a step, {what}, {words}", ours, peer, unit="us", scale=1e6, ratio=0.3)
+def timer(step: Step, count: int) -> Callable[[], float]:
+    """Return what times a block of steps, in seconds per step."""
+    import torch.distributed as dist
+
+    def measure() -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - begin) / count
+
+    return measure
 
 
-@row("training", "steps")
-def steps() -> Iterator[Figure]:
-    """Measure a step above plain torch."""
-    yield from _steps(1)
+def parts() -> tuple[Any, Any, Any, Any, Any]:
+    """Return a tiny model, its optimizer and schedule, and a batch."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    return model, optimizer, schedule, torch.randn(4, 8), torch.randn(4, 4)
 
 
-@row("training", "steps under DDP")
-def ddp_steps() -> Iterator[Figure]:
-    """Measure a step above plain DDP."""
-    yield from _steps(2)
+def plain_step(accumulation: int) -> Step:
+    """Return one step as it is written without any library, under DDP where there is a process group."""
+    import torch
+    import torch.distributed as dist
+
+    model, optimizer, schedule, x, y = parts()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else None
+    forward, done = wrapped or model, 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        sync = done % accumulation == 0
+        with nullcontext() if sync or wrapped is None else wrapped.no_sync():
+            loss = torch.nn.functional.mse_loss(forward(x), y)
+            (loss / accumulation if accumulation > 1 else loss).backward()
+        if sync:
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    return step
 
 
-@row("training", "batches")
-def batches() -> Iterator[Figure]:
-    """Measure a batch of a prepared loader above one of the plain loader."""
-    with World(HERE, 1) as here, World(PEER, 1) as there:
-        ours, peer = alternate(REPEATS, lambda: here.ask("loader"), lambda: there.ask("loader"))
-        yield compared("added to a batch, one process", ours, peer, unit="us", scale=1e6, ratio=0.3)
+def prepared_step(package: str, accumulation: int) -> Step:
+    """Return one step as the documentation of the package writes it."""
+    import torch
+
+    accelerator = import_module(package).Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model, optimizer, schedule, x, y = parts()
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+
+    def update() -> None:
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    def accumulating() -> None:
+        with accelerator.accumulate(model):
+            update()
+
+    return accumulating if accumulation > 1 else update
+
+
+# ---- loaders
+
+
+@row("training", "loader")
+def loader_overhead() -> Iterator[Figure]:
+    """Iterating a prepared loader, above the plain one."""
+    for ranks in (1, 2):
+        plain, here, peer = run_ranks(time_loaders, world_size=ranks, process_group=ranks > 1)[0]
+        yield compared(
+            f"a batch of {sorted(plain)[len(plain) // 2] * 1e6:.0f} µs, {ranks} rank{'s' * (ranks > 1)}: added",
+            [a - b for a, b in zip(here, plain, strict=True)],
+            [a - b for a, b in zip(peer, plain, strict=True)],
+            unit="µs",
+            scale=1e6,
+            ratio=0.3,
+        )
+
+
+class Samples:
+    """A data set whose samples cost next to nothing."""
+
+    def __init__(self, length: int) -> None:
+        import torch
+
+        self.length, self.sample = length, {"x": torch.ones(8), "y": torch.ones(2)}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample
+
+
+def loader(length: int) -> Any:
+    """Return a loader of batches of four samples."""
+    from torch.utils.data import DataLoader
+
+    return DataLoader(Samples(length), batch_size=4)  # type: ignore[arg-type]
+
+
+def time_loaders() -> list[list[float]]:
+    """In a rank: seconds per batch, by side and round; every side gives as many batches."""
+    from torch import distributed as dist
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    sides = [
+        loader(2000),
+        *(import_module(name).Accelerator(cpu=True).prepare(loader(2000 * ranks)) for name in (HERE, PEER)),
+    ]
+
+    def measure(side: Any) -> float:
+        begin, batches = time.perf_counter(), 0
+        for _ in side:
+            batches += 1
+        assert batches == 500, batches
+        return (time.perf_counter() - begin) / batches
+
+    return alternate(2 * REPEATS, *(lambda side=side: measure(side) for side in sides))
+
+
+@row("training", "skipping")
+def skipping() -> Iterator[Figure]:
+    """The time to the first batch after skipping 100,000, as a multiple of that after skipping 10."""
+    here, peer = run_ranks(time_skips, world_size=1)[0]
+    many, few = sorted(here[1])[len(here[1]) // 2], sorted(here[0])[len(here[0]) // 2]
+    peer_many, peer_few = sorted(peer[1])[len(peer[1]) // 2], sorted(peer[0])[len(peer[0]) // 2]
+    yield Figure(
+        what="skip_first_batches: 100,000 batches over 10",
+        unit="×",
+        ours=many / few,
+        peer=peer_many / peer_few,
+        goal="≤ 2",
+        met=many <= 2 * few,
+        note=f"here {few * 1e3:.2f} and {many * 1e3:.2f} ms, there {peer_few * 1e3:.2f} and {peer_many * 1e3:.2f} ms",
+    )
+
+
+def time_skips() -> list[list[list[float]]]:
+    """In a rank: seconds to the first batch, by package and by how many are skipped."""
+    found = []
+    for name in (HERE, PEER):
+        package = import_module(name)
+        prepared = package.Accelerator(cpu=True).prepare(loader(401_000))
+
+        def measure(count: int, package: Any = package, prepared: Any = prepared) -> float:
+            begin = time.perf_counter()
+            next(iter(package.skip_first_batches(prepared, count)))
+            return time.perf_counter() - begin
+
+        found.append(alternate(REPEATS, lambda run=measure: run(10), lambda run=measure: run(100_000)))  # type: ignore[misc]
+    return found
+
+
+# ---- collectives
 
 
 @row("training", "collectives")
 def collectives() -> Iterator[Figure]:
-    """Measure collectives of a dict of 50 small tensors against one collective packed by hand."""
-    with World(HERE, 2) as here, World(PEER, 2) as there:
-        ours, peer = alternate(REPEATS, lambda: here.ask("collectives"), lambda: there.ask("collectives"))
-        for name in ("gather", "reduce", "pad_across_processes", "broadcast"):
-            fused = [found["fused"] for found in ours]
-            times = sum(found[name] for found in peer) / sum(found["fused"] for found in peer)
-            note = f"the peer here is one fused gather; Accelerate takes {times:.0f} times as long as that"
-            values = [found[name] for found in ours]
-            yield compared(f"{name} of 50 tensors", values, fused, unit="ms", scale=1e3, ratio=1.5, note=note)
+    """A dict of 50 tensors of 64 × 4 between two ranks, over one collective of the same size."""
+    for name, (fused, here, peer) in run_ranks(time_collectives, world_size=2, process_group=True)[0].items():
+        base = sorted(fused)[len(fused) // 2]
+        yield compared(
+            f"{name} of 50 tensors, over one fused collective of {base * 1e6:.0f} µs",
+            [value / base for value in here],
+            [value / base for value in peer],
+            unit="×",
+            limit=1.5,
+        )
+
+
+def time_collectives() -> dict[str, list[list[float]]]:
+    """In a rank: seconds per operation, by side (one plain collective, here, peer)."""
+    import torch
+    import torch.distributed as dist
+
+    tree = {f"tensor {index}": torch.randn(64, 4) for index in range(50)}
+    uneven = {name: tensor[: 60 + dist.get_rank()] for name, tensor in tree.items()}
+    flat = torch.cat([tensor.flatten() for tensor in tree.values()])
+    halves = [torch.empty_like(flat) for _ in range(2)]
+    sizes = torch.zeros(100, dtype=torch.long)
+    all_sizes = [torch.empty_like(sizes) for _ in range(2)]
+    plain: dict[str, Step] = {
+        "gather": lambda: dist.all_gather(halves, flat),
+        "reduce": lambda: dist.all_reduce(flat),
+        "broadcast": lambda: dist.broadcast(flat, 0),
+        "pad_across_processes": lambda: dist.all_gather(all_sizes, sizes),
+    }
+    for name in (HERE, PEER):
+        import_module(name).Accelerator(cpu=True)
+    utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
+    found = {}
+    for name, collective in plain.items():
+        value = uneven if name.startswith("pad") else tree
+        sides = [collective, *(lambda m=module, n=name, v=value: getattr(m, n)(v) for module in utils)]  # type: ignore[misc]
+        found[name] = alternate(2 * REPEATS, *(timer(side, 20) for side in sides))
+    return found
+
+
+# ---- checkpoints
+
+
+@row("training", "saving")
+def saving() -> Iterator[Figure]:
+    """How long a training loop stands still for a checkpoint of 1 GB."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        here, peer = run_ranks(time_saves, folder, world_size=1, timeout=1200.0)[0]
+    yield compared("save_state of 1 GB: here with blocking=False", here, peer, unit="s", ratio=0.2)
+
+
+def time_saves(folder: str) -> list[list[float]]:
+    """In a rank: seconds until `save_state` returns, here without blocking; the disk is idle when each begins."""
+    import os
+
+    import torch
+
+    model = torch.nn.ParameterList([torch.ones(16, 1 << 20) for _ in range(16)])
+    sides = []
+    for name, options in ((HERE, {"blocking": False}), (PEER, {})):
+        accelerator = import_module(name).Accelerator(cpu=True)
+        accelerator.prepare_model(model)
+        target = str(Path(folder) / name)
+
+        def measure(save: Any = accelerator.save_state, target: str = target, options: Any = options) -> float:
+            begin = time.perf_counter()
+            save(target, **options)
+            taken = time.perf_counter() - begin
+            import_module(f"{HERE}.checkpointing").wait_for_saves("the benchmark")
+            os.sync()
+            return taken
+
+        sides.append(measure)
+    return alternate(REPEATS, *sides)
+
+
+# ---- the import
 
 
 @row("training", "import")
 def imports() -> Iterator[Figure]:
-    """Measure the import of the worker side above torch."""
-    ours, peer = alternate(REPEATS, lambda: _import(HERE), lambda: _import(PEER))
-    yield compared("import of Accelerator, torch being there", ours, peer, unit="ms", scale=1e3, ratio=1.0)
+    """The import of the worker side, above torch."""
+    here, peer = alternate(REPEATS, lambda: import_seconds(HERE), lambda: import_seconds(PEER))
+    yield compared("from … import Accelerator, above torch", here, peer, unit="s", ratio=1.0)
 
 
-def _import(package: str) -> float:
+def import_seconds(package: str) -> float:
+    """Return what the import takes in a fresh interpreter that has torch."""
     code = (
-        "import time, torch; begin = time.process_time()\n"
-        f"from {package} import Accelerator\nprint(time.process_time() - begin)"
+        "import time, torch; begin = time.perf_counter()\n"
+        f"from {package} import Accelerator\nprint(time.perf_counter() - begin)"
     )
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    return float(done.stdout)
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
