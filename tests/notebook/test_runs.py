@@ -41,10 +41,13 @@ def test_a_callback_and_a_wait_in_later_cells(kernel: Kernel) -> None:
 
 
 def test_a_run_is_shown_in_layers(kernel: Kernel) -> None:
-    cell = kernel.check("launch(rank)")
-    assert cell.result is not None
-    assert "succeeded" in cell.result["text/plain"]
-    assert "<table" in cell.result["text/html"]
+    launched = kernel.check("shown = launch(rank)\nshown")
+    assert launched.result is not None
+    assert "succeeded" in launched.result["text/plain"]
+    assert "text/html" not in launched.result  # its panel stands above already
+    again = kernel.check("shown").result
+    assert again is not None
+    assert "<table" in again["text/html"]
 
 
 def test_a_failed_cell_shows_no_frame_of_the_supervisor(kernel: Kernel) -> None:
