@@ -64,7 +64,8 @@ $(KERNELS_BUILD)/%/.ready: $(READY)
 	touch $@
 
 demo: $(SETUP)
-	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb
+	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb \
+		examples/03_panels.ipynb
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
 test: lint $(if $(CHROMIUM),$(BROWSER_READY))

@@ -79,6 +79,20 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
     assert cells[-1].stdout.startswith("The quickstart is through")
 
 
+@pytest.mark.timeout(400)
+def test_the_panels_configure_watch_and_compare(kernel: Kernel) -> None:
+    cells = run_all(kernel, ROOT / "examples" / "03_panels.ipynb")
+
+    assert "effective batch 128" in find(cells, "panel.sentence.endswith").stdout
+    assert "num_processes=0 is not allowed" in find(cells, "panel.change(num_processes=0)").stdout
+    assert 'mixed_precision="bf16"' in find(cells, "print(panel.code)").stdout
+    live, static = find(cells, "panel = notebook_accelerate.configure").displays
+    assert "application/vnd.jupyter.widget-view+json" in live
+    assert "Settings as text" in static["text/html"]
+    assert kernel.value("[each.status for each in (run, slow, other)]") == ["succeeded"] * 3
+    assert cells[-1].stdout.startswith("The panels are through")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_saved_clean(path: Path) -> None:
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
