@@ -24,7 +24,7 @@ help:
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
 	@echo "make lint           ruff, mypy, import-linter"
-	@echo "make bench          launch times, side by side with Accelerate's launcher"
+	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
 	@echo "make lab            JupyterLab on the examples"
 	@echo "make clean          remove the environments and everything built"
 
@@ -99,7 +99,7 @@ lint: $(SETUP)
 	PYTHONPATH=. $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 bench: $(BENCH_READY)
-	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks $(ROWS)
 
 lab: $(SETUP)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt
