@@ -88,6 +88,7 @@ class Ticker:
         self._lock = threading.Lock()
         self._bindings: list[Binding] = []
         self._thread: threading.Thread | None = None
+        self._woken = threading.Event()
 
     def add(self, binding: Binding) -> None:
         """Tick ``binding`` until it is closed."""
@@ -97,6 +98,15 @@ class Ticker:
                 self._thread = threading.Thread(target=self._main, name="notebook-accelerate-panels", daemon=True)
                 self._thread.start()
 
+    def remove(self, binding: Binding) -> None:
+        """Close ``binding``; when it was the last one, the thread has ended on return."""
+        binding.close()
+        self._woken.set()
+        with self._lock:
+            thread = self._thread if not any(not other.closed for other in self._bindings) else None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2.0)  # it may be rendering another panel's last state
+
     def _main(self) -> None:
         while bindings := self._open():
             begin = time.monotonic()
@@ -104,7 +114,8 @@ class Ticker:
                 binding.tick()
             # A slow front end or a busy machine gets at least as much rest as a round has taken.
             spent = time.monotonic() - begin
-            time.sleep(max(PERIOD - spent, spent, 0.01))
+            self._woken.wait(max(PERIOD - spent, spent, 0.01))
+            self._woken.clear()
 
     def _open(self) -> list[Binding]:
         with self._lock:

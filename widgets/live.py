@@ -33,6 +33,7 @@ class LivePanel(ABC):
         self._lock = threading.RLock()
         self._places: list[Place] = []
         self.closed = False
+        self._lives = run.ended is None
         self.widget: Any = self._build()
         self.binding = Binding(run.store, self._render, self._broke, clock)
         self.binding.tick()
@@ -83,6 +84,8 @@ class LivePanel(ABC):
             self._places.append(where)
         if not self.closed and self.run.ended is None:
             ticker.add(self.binding)
+        if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
+            self.close()
         return where
 
     def _ipython_display_(self) -> None:
@@ -117,7 +120,7 @@ class LivePanel(ABC):
             if self.closed:
                 return
             self.closed = True
-            self.binding.close()
+            ticker.remove(self.binding)
             static = self._static()
             for where in self._places:
                 where.show(static)
@@ -125,10 +128,12 @@ class LivePanel(ABC):
 
 
 def _close_all(widget: Any) -> None:
-    """Let go of a widget and all below it, in the kernel and in the browser."""
+    """Let go of a widget and all below it, in the kernel and in the browser; layouts and styles are models too."""
     for child in getattr(widget, "children", ()):
         _close_all(child)
-    widget.close()
+    for part in (getattr(widget, "layout", None), getattr(widget, "style", None), widget):
+        if part is not None and hasattr(part, "close"):
+            part.close()
 
 
 __all__ = ["LivePanel"]

@@ -54,10 +54,11 @@ class Viewed:
         return str(self.report().html)  # type: ignore[attr-defined]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        html = self._repr_html_()
-        if html is None:
-            return {"text/plain": repr(self)}
-        return {"text/html": html, "text/plain": self.report().text}  # type: ignore[attr-defined]
+        return {"text/plain": repr(self)} if self._repr_html_() is None else self._static()
+
+    def _static(self) -> dict[str, str]:
+        report = self.report()  # type: ignore[attr-defined]
+        return {"text/html": report.html, "text/plain": report.text}
 
     def _ipython_display_(self) -> None:
         """Show the live panel while there is something to watch; otherwise leave it to the static form."""
@@ -86,8 +87,15 @@ def hold(run: Run) -> None:
 
 def show(run: Run) -> None:
     """Show the panel in the run's place; a panel that fails never keeps a run from going on."""
-    if run._place is not None and _try(lambda: run.panel().show(run._place)):
-        run._launched_under = run._place.cell
+    if run._place is None:
+        return
+    if run.ended is None and not _try(lambda: run.panel().show(run._place)):
+        return
+    if run.ended is not None:  # it was faster than its panel
+        if run._view is not None:
+            run._view.close()
+        run._place.show(run._static())
+    run._launched_under = run._place.cell
 
 
 def _try(action: Any) -> bool:

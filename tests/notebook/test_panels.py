@@ -1,0 +1,131 @@
+"""Panels in a real kernel: shown once, replaced by the report, never in the way."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from tests.support.kernel import Cell, Kernel
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+TRAIN = """
+import os, time
+from notebook_accelerate import notebook_launcher, runs, telemetry
+from notebook_accelerate.telemetry import MetricEvent
+
+def train(seconds=1.0, rate=50, fails=False):
+    begin, step = time.time(), 0
+    while time.time() - begin < seconds:
+        for _ in range(max(1, rate // 50)):
+            telemetry.emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
+            step += 1
+        time.sleep(0.02)
+    if fails:
+        raise ValueError("it diverged")
+    return step
+
+def launch(*args, **kwargs):
+    return notebook_launcher(train, args, num_processes=2, use_port=0, **kwargs)
+"""
+
+
+def _kinds(cell: Cell) -> list[str]:
+    return [
+        "live" if WIDGET in output["data"] else "report" if "text/html" in output["data"] else "place"
+        for output in cell.outputs
+        if output["output_type"] in ("display_data", "update_display_data")
+    ]
+
+
+def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    cell = kernel.check("launch(3.0)")
+    assert _kinds(cell)[0] == "place"
+    assert set(_kinds(cell)[1:]) == {"live", "report"}
+    assert _kinds(cell)[-1] == "report"
+    assert len(cell.displays) == 1
+    assert "data:image/svg+xml;base64," in cell.displays[0]["text/html"]
+    assert cell.result is not None
+    assert set(cell.result) == {"text/plain"}, "the report stands above already"
+    assert cell.result["text/plain"].startswith("<Run ")
+    opened = {message["comm_id"] for message in cell.comms if message["msg_type"] == "comm_open"}
+    closed = {message["comm_id"] for message in cell.comms if message["msg_type"] == "comm_close"}
+    models = kernel.value("len(__import__('ipywidgets').Widget.widgets)") if opened != closed else 0
+    assert models == 0, "nothing is left in the kernel either"
+    assert kernel.value("[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]") == []
+
+
+def test_a_run_in_the_background_is_replaced_after_its_cell_has_ended(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    cell = kernel.check("run = launch(2.0, block=False)")
+    kernel.wait_for(lambda: "report" in _kinds(cell), 20)
+    assert _kinds(cell)[0] == "place"
+    assert set(_kinds(cell)[1:]) == {"live", "report"}
+    assert _kinds(cell)[-1] == "report"
+    shown = kernel.check("run")
+    assert shown.result is not None
+    assert "notebook-accelerate-report" in shown.result["text/html"]
+
+
+def test_displaying_a_live_run_elsewhere_shows_the_panel_there_too(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    kernel.check("run = launch(60, block=False)")
+    second, third = kernel.check("run"), kernel.check("run.panel()")
+    assert _kinds(second) == _kinds(third) == ["live"]
+    kernel.check("run.stop()")
+    kernel.wait_for(lambda: _kinds(second) == _kinds(third) == ["live", "report"], 10)
+    again = kernel.check("run.panel()")
+    assert _kinds(again) == ["live"], "on what the run left"
+    assert kernel.value("[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]") == []
+
+
+def test_a_failed_launch_leaves_the_report_too(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    cell = kernel.run("launch(0.2, 50, True)")
+    assert not cell.ok
+    assert _kinds(cell)[-1] == "report"
+    assert "it diverged" in cell.displays[0]["text/html"]
+
+
+def test_without_a_panel_nothing_is_shown(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    cell = kernel.check("launch(panel=False);")
+    assert (_kinds(cell), cell.comms) == ([], [])
+    inline = kernel.check("notebook_launcher(train, (0.2,), num_processes=1);")
+    assert _kinds(inline)[-1] == "report"
+
+
+def test_widgets_that_are_broken_do_not_keep_a_run_from_going_on() -> None:
+    with Kernel() as kernel:
+        kernel.check(TRAIN + "\nimport sys; sys.modules['anywidget'] = None")
+        cell = kernel.check("launch(0.3).results is not None")
+        assert cell.result_text == "True"
+        assert "the panel cannot be shown" in cell.stderr
+
+
+def test_the_kernel_answers_while_ten_thousand_points_a_second_come(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    idle = _answers(kernel, 20)
+    cell = kernel.check("run = launch(12, 5000, block=False)")
+    kernel.pump(3.0)
+    busy = _answers(kernel, 40)
+    count = kernel.value("len(run.store.series('loss').values)")
+    updates = [message for message in cell.comms if message["msg_type"] == "comm_msg"]
+    kernel.check("run.stop(grace=0)", timeout=30)
+    print(
+        f"\n1 + 1: idle {1000 * statistics.median(idle):.1f} ms, with 10,000 points a second "
+        f"{1000 * statistics.median(busy):.1f} ms, slowest {1000 * max(busy):.1f} ms; {count:,} points kept; "
+        f"{len(updates)} messages under the cell"
+    )
+    assert count > 10_000
+    assert statistics.median(busy) < 0.05 + 4 * statistics.median(idle)  # machines that test are busy
+
+
+def _answers(kernel: Kernel, count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        assert kernel.check("1 + 1").result_text == "2"
+        seconds.append(time.perf_counter() - begin)
+        kernel.pump(0.05)
+    return seconds
