@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +39,13 @@ class Loaded:
     """Its settings of ``torch.compile``."""
 
 
-def load(path: str | os.PathLike[str], base: LaunchConfig) -> Loaded:
+def load(path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig | None = None) -> Loaded:
     """Read a configuration file.
 
     Args:
         path: YAML or JSON.
         base: What holds for the settings that such files do not have.
+        before: The file that was loaded before: its variables go.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -65,7 +67,7 @@ def load(path: str | os.PathLike[str], base: LaunchConfig) -> Loaded:
         "num_nodes": machines,
         "rdzv_backend": found.rdzv_backend or defaults.rdzv_backend,
         "cpu": found.use_cpu,
-        "env": {**(base.env or {}), **_variables(found)} or None,
+        "env": {**_without(base.env or {}, before), **_variables(found)} or None,
     }
     return Loaded(cluster=found, launch=base.changed(**values), dynamo=_dynamo(found.dynamo_config or {}))
 
@@ -76,6 +78,11 @@ def _variables(found: ClusterConfig) -> dict[str, str]:
     if found.gpu_ids not in {None, "all"}:
         variables[_VISIBLE_DEVICES] = str(found.gpu_ids)
     return variables
+
+
+def _without(env: Mapping[str, str], before: ClusterConfig | None) -> dict[str, str]:
+    given = _variables(before) if before is not None else {}
+    return {name: value for name, value in env.items() if given.get(name) != value}
 
 
 def _dynamo(config: dict[str, Any]) -> TorchDynamoPlugin | None:

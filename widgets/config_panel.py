@@ -193,7 +193,7 @@ class ConfigPanel:
         return self._keep(launch.start(self.config, function, arguments))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over the settings of a configuration file of Accelerate.
+        """Take over the settings of a configuration file of Accelerate; those that such files do not have stay.
 
         Args:
             path: YAML or JSON.
@@ -202,7 +202,8 @@ class ConfigPanel:
             FileNotFoundError: There is no such file.
             ValueError: It has unknown keys or values.
         """
-        loaded = config_file.load(Path(path).expanduser(), LaunchConfig(block=False))
+        now = self.launch_form.checked.value or LaunchConfig(block=False)
+        loaded = config_file.load(Path(path).expanduser(), now, self._cluster)
         with self._lock:
             self._cluster = loaded.cluster
             self._own_files.add(Path(path).expanduser().resolve())
@@ -309,6 +310,7 @@ class ConfigPanel:
         planned, training = self.plan, self.training
         small = details(planned, training)
         small += [untold] if (untold := self._untold()) else []
+        small += ["the button starts it without blocking, panel.launch() blocks"] if self.config.block else []
         strong = escape(sentence(planned, self.config, training))
         below = f'<span class="na-help">{escape(" · ".join(small))}</span>'
         return f'<div class="na-plan" role="status"><strong>{strong}</strong><br>{below}</div>'

@@ -43,6 +43,7 @@ class Form:
         on_change: Callable[[Checked], None] | None = None,
     ) -> None:
         self._begin(Draft(cls, value, choices=choices), title, groups, on_change)
+        self.widget.children = (style_sheet(), *self.widget.children)
 
     @classmethod
     def over(cls, draft: Draft, on_change: Callable[[Checked], None] | None = None) -> Form:
@@ -63,7 +64,7 @@ class Form:
         self._folds = ipywidgets.Accordion(
             children=[self._column(names) for _, names in self._groups[1:]], selected_index=None
         )
-        parts = [style_sheet(), self._column(self._groups[0][1])]
+        parts = [self._column(self._groups[0][1])]
         parts += [self._folds] if self._groups[1:] else []
         self.widget = styled(ipywidgets.VBox(parts))
         self._show(self.draft.check())

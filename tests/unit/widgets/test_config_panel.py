@@ -78,7 +78,9 @@ def test_split_batches_are_not_multiplied_by_the_processes() -> None:
 
 
 def test_one_blocking_process_runs_inline() -> None:
-    assert _set(_panel(), block=True).sentence.startswith("1 process on cpu, inline, fp32")
+    panel = _set(_panel(), block=True)
+    assert panel.sentence.startswith("1 process on cpu, inline, fp32")
+    assert "the button starts it without blocking" in panel._outlook.value
 
 
 def test_what_does_not_fit_the_machine_is_said_and_cannot_be_launched() -> None:
@@ -267,6 +269,19 @@ def test_what_the_forms_have_no_place_for_stays_in_the_file_and_reaches_the_rank
     assert written["fsdp_config"] == values["fsdp_config"]
     assert (written["distributed_type"], written["num_processes"]) == ("FSDP", 2)
     assert written["main_training_function"] == "go"
+
+
+def test_loading_keeps_what_files_do_not_have_and_forgets_the_file_before(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(
+        yaml.safe_dump({"num_processes": 2, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})
+    )
+    second.write_text(yaml.safe_dump({"num_processes": 3}))
+    panel = _set(_panel(GPUS), timeout="60", env="A=1")
+    panel.load(first)
+    assert set(panel.config.env or {}) == {"A", "ACCELERATE_USE_FSDP", "FSDP_VERSION"}
+    panel.load(second)
+    assert panel.config == LaunchConfig(num_processes=3, timeout=60.0, block=False, env={"A": "1"})
 
 
 def test_chosen_gpus_of_a_file_are_what_the_ranks_see(tmp_path: Path) -> None:
