@@ -76,6 +76,9 @@ class RankMagics(Magics):
             print("no warm ranks; %%ranks -n 2 starts them")  # noqa: T201 - the answer to a command typed in a cell
             return
         print(self.group.run)  # noqa: T201 - the same
+        if not self.group.alive:
+            print("the warm ranks have ended; %%ranks starts new ones")  # noqa: T201 - the same
+            return
         for info in self.group.run.ranks:
             print(f"  rank {info.rank}: pid {info.pid}, {info.state}")  # noqa: T201 - the same
 

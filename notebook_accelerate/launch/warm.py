@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from notebook_accelerate.config.launch import LaunchConfig
 from notebook_accelerate.debug import cells
@@ -119,7 +119,8 @@ class WarmRanks:
         desk = self.run._desk
         waiting = desk.send(wanted, lambda number: CellRequest(number, source, filename, names, payload))
         replies, interrupted = self._collect(waiting)
-        if interrupted and all(reply.chain for reply in replies.values()):
+        failed = [reply.chain[-1].type for reply in replies.values() if reply.chain]
+        if interrupted and self.alive and all(kind == "KeyboardInterrupt" for kind in failed):
             raise CellInterrupt
         return self._result(wanted, replies)
 
@@ -131,16 +132,19 @@ class WarmRanks:
             try:
                 self._look(waiting, replies)
             except KeyboardInterrupt:
-                if interrupted is not None:
-                    self.run.stop(grace=0.0)
-                    raise RunInterrupted(self.run) from None
-                interrupted = time.monotonic()
                 busy = [rank for rank in waiting if rank not in replies]
+                if interrupted is not None:
+                    self._kill(busy)
+                interrupted = time.monotonic()
                 self.run._post(partial(Group.interrupt, ranks=busy))
             if interrupted is not None and time.monotonic() - interrupted > DEFAULT_GRACE:
-                self.run.stop(grace=0.0)
-                raise RunInterrupted(self.run)
+                self._kill([rank for rank in waiting if rank not in replies])
         return replies, interrupted is not None
+
+    def _kill(self, busy: list[int]) -> NoReturn:
+        """End the group, whose ranks ``busy`` do not come to their end."""
+        self.run.stop(grace=0.0)
+        raise GroupInterrupt(self.run, busy) from None
 
     def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
         question = self.run._board.take(LOOK_SECONDS / 10)
@@ -181,6 +185,16 @@ class CellInterrupt(KeyboardInterrupt):
 
     def _render_traceback_(self) -> list[str]:
         return ["KeyboardInterrupt: the cell was interrupted on its ranks; the ranks live on"]
+
+
+class GroupInterrupt(RunInterrupted):
+    """The user interrupted a cell on warm ranks, and some did not hear: the whole group had to be ended."""
+
+    def __init__(self, run: Run, busy: list[int]) -> None:
+        super().__init__(run)
+        who = messages.rank_names(busy)
+        ended = "the warm ranks were ended, and their variables are gone; %%ranks starts new ones"
+        self.args = (f"{who} could not be interrupted: {ended}",)
 
 
 class CellError(WorkerError):

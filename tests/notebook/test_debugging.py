@@ -1,0 +1,455 @@
+"""Seeing into ranks from a notebook: hangs diagnosed, breakpoints, post-mortem, questions, pauses."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.conftest import Answers
+from tests.support.kernel import Cell, Kernel
+from tests.support.launching import children, said
+
+pytestmark = pytest.mark.notebook
+
+FUNCTIONS = """
+import datetime
+from notebook_accelerate import Accelerator
+from notebook_accelerate.utils import InitProcessGroupKwargs
+import notebook_accelerate.launch.stall as stall
+
+def go(function, *args, **options):
+    return launch(function, *args, block=False, **options)
+
+def until(condition, seconds=15):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+def waits(run, rank=0):
+    return any(place.rank == rank and place.waiting for place in run.diagnose().places)
+
+def limited(seconds):
+    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=seconds))])
+
+def skips():
+    accelerator = Accelerator()
+    total = torch.ones(128)
+    for step in range(5):
+        if step == 3 and accelerator.process_index == 1:
+            time.sleep(60)
+        dist.all_reduce(total)
+
+def guarded():
+    accelerator = Accelerator()
+    if accelerator.is_main_process:
+        accelerator.reduce(torch.ones(2))
+    time.sleep(60)
+
+def unlike_shapes():
+    group()
+    dist.all_reduce(torch.ones(4 if rank() == 0 else 8))
+
+def unlike_order():
+    group()
+    calls = [dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)]
+    for call in calls if rank() == 0 else reversed(calls):
+        call(torch.ones(4))
+
+def in_native_code():
+    group()
+    if rank() == 1:
+        ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+    dist.all_reduce(torch.ones(4))
+
+def returns_early():
+    group()
+    if rank() == 1:
+        return
+    dist.all_reduce(torch.ones(4))
+
+def stopped(seconds, library="state"):
+    if library == "state":
+        limited(seconds)
+    else:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    value = 40 + rank()
+    dist.barrier()
+    time.sleep(0.3)
+    if rank() == 1:
+        breakpoint()
+        value += 1
+    dist.barrier()
+    return value
+
+def both_stop():
+    loss = rank() + 0.5
+    breakpoint()
+    return loss
+
+def plain_loop():
+    numbers = [1, 2, 3]
+    step, limit = 0, 2
+    while True:
+        step += 1
+        time.sleep(0.005)
+
+def training():
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    data = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=4)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), data)
+    step = 0
+    while True:
+        for batch in data:
+            loss = model(batch).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+
+def deep(secret):
+    inner = secret * 2
+    raise KeyError(inner)
+
+def fails():
+    accelerator = Accelerator()
+    secret = accelerator.process_index * 7
+    if accelerator.process_index == 1:
+        deep(secret)
+    accelerator.wait_for_everyone()
+"""
+
+
+def line_of(text: str) -> int:
+    """Return the number of a line of the cell with the functions (IPython drops a cell's leading empty lines)."""
+    lines = FUNCTIONS.lstrip("\n").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.startswith(text))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _functions(kernel: Kernel) -> None:
+    kernel.check(FUNCTIONS)
+    kernel.check("import torch._dynamo", timeout=60)  # what an optimizer's first step imports
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(kernel: Kernel, answers: Answers) -> Iterator[None]:
+    answers.waiting.clear()
+    answers.asked.clear()
+    yield
+    kernel.check("for run in notebook_accelerate.runs():\n    run.stop(0.5)")
+    assert children(kernel) == []
+
+
+def diagnosed(kernel: Kernel, function: str, ready: str = "waits(run)") -> tuple[str, str]:
+    """Launch, wait until `ready`, diagnose; return the verdict and the whole text."""
+    kernel.check(f"run = go({function}); until(lambda: {ready})")
+    verdict, text, seconds = kernel.value(
+        "(begin := time.monotonic(), seen := run.diagnose(), [seen.verdict, repr(seen), time.monotonic() - begin])[-1]"
+    )
+    assert seconds < 2
+    return verdict, text
+
+
+# ---- why is it stuck?
+
+
+def test_a_rank_that_skips_an_all_reduce(kernel: Kernel) -> None:
+    verdict, text = diagnosed(kernel, "skips")
+    assert re.fullmatch(
+        r"rank 1 never reached all_reduce #4 \(f32 \[128\]\); "
+        rf"it is at Cell In\[\d+\], line {line_of('def skips') + 5}: time\.sleep\(60\); rank 0 has waited \d+\.\d s",
+        verdict,
+    ), verdict
+    waiting, absent = text.splitlines()[1:]
+    assert re.fullmatch(
+        rf"rank 0: Cell In\[\d+\], line {line_of('def skips') + 6}, in skips: dist\.all_reduce\(total\); "
+        r"waits in all_reduce #4 \(f32 \[128\]\) since [\d.]+ s",
+        waiting,
+    )
+    assert absent.startswith("rank 1: Cell In[")
+    assert kernel.value("[list(group) for group in run.diagnose().groups]") == [[0], [1]]
+
+
+def test_a_collective_under_a_condition_that_names_ranks(kernel: Kernel) -> None:
+    verdict, _ = diagnosed(kernel, "guarded")
+    assert verdict.startswith("rank 1 never reached all_reduce #1 (f32 [2])")
+    assert verdict.endswith(
+        "The call stands under 'if accelerator.is_main_process:': every rank must make it, so move it out of that block"
+    )
+
+
+def test_different_shapes(kernel: Kernel) -> None:
+    """Gloo does not hang then: it aborts the process."""
+    text = said(kernel.run("launch(unlike_shapes)"))
+    assert "different shapes" in text
+    assert re.search(rf"at Cell In\[\d+\], line {line_of('def unlike_shapes') + 2}, in unlike_shapes", text)
+
+
+def test_a_different_order(kernel: Kernel) -> None:
+    verdict, text = diagnosed(kernel, "unlike_order", "waits(run) and waits(run, 1)")
+    assert verdict == (
+        "the ranks disagree at collective #1: "
+        "rank 0 called all_reduce #1 (f32 [4]), rank 1 called broadcast #1 (f32 [4])"
+    )
+    assert text.count("waits in") == 2
+
+
+def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> None:
+    verdict, text = diagnosed(kernel, "in_native_code")
+    assert verdict.startswith("rank 1 never reached all_reduce #1 (f32 [4]); it is at Cell In[")
+    assert "create_string_buffer(1), 1) (it holds the interpreter in native code" in verdict
+    assert "rank 0 has waited" in verdict
+    answers = kernel.value("{rank: repr(answer) for rank, answer in run.ask('1 + 1', timeout=1.5).items()}")
+    assert answers["0"] == "2"
+    assert "holds the interpreter in native code" in answers["1"]
+    assert text.count("rank 1") == 2
+
+
+def test_a_rank_that_returned_early(kernel: Kernel) -> None:
+    text = said(kernel.run("launch(returns_early)"))
+    assert "rank 0: rank 1 had already returned: every rank must make the same collective calls" in text
+
+
+def test_a_standstill_is_diagnosed_by_itself_once(kernel: Kernel) -> None:
+    kernel.check("stall.STALL_SECONDS, before = 2.5, stall.STALL_SECONDS")
+    assert kernel.value("before") == 10
+    cell = kernel.check("run = go(skips)")
+    kernel.wait_for(lambda: "stands still" in cell.stderr, timeout=15)
+    kernel.pump(2.5)
+    assert cell.stderr.count("stands still: rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[") == 1
+    assert kernel.value("(stall.__dict__.update(STALL_SECONDS=before), len(run.diagnoses), run.status)[1:]") == [
+        1,
+        "running",
+    ]
+
+
+def test_a_hang_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel) -> None:
+    text = said(kernel.run("launch(skips, hang_timeout=3.0)", timeout=30))
+    assert "no rank gave a sign of life for 3 s (hang_timeout); rank 1 never reached all_reduce #4" in text
+
+
+def test_the_process_groups_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel) -> None:
+    kernel.check("def late():\n    limited(3.0)\n    if rank() == 1:\n        time.sleep(60)\n    dist.barrier()")
+    text = said(kernel.run("launch(late)", timeout=30))
+    assert "a collective reached the process group's timeout of 3 s; rank 1 never reached barrier #1" in text
+
+
+# ---- stopping at breakpoints
+
+
+@pytest.mark.parametrize("library", ["state", "torch"])
+def test_a_breakpoint_for_longer_than_the_groups_timeout(kernel: Kernel, answers: Answers, library: str) -> None:
+    def slow_user(prompt: str) -> str:
+        answers.asked.append(prompt)
+        if len(answers.asked) == 1:
+            time.sleep(4.0)
+        return answers.waiting.pop(0)
+
+    answers.waiting[:] = ["p value", "n", "p value", "c"]
+    kernel.answer, before = slow_user, kernel.answer
+    try:
+        cell = kernel.check(f"run = launch(stopped, 2.0, {library!r})", timeout=30)
+    finally:
+        kernel.answer = before
+    assert kernel.value("run.results") == [40, 42]
+    assert answers.asked == ["[rank 1] ipdb> "] * 4
+    shown = plain(cell)
+    assert re.search(r"\[rank 1\] > Cell In\[\d+\]\(\d+\)stopped\(\)", shown)
+    for part in ("--->", "value += 1", "[rank 1] 41", "[rank 1] 42"):
+        assert part in shown
+
+
+def test_the_same_wait_without_a_breakpoint_does_time_out(kernel: Kernel) -> None:
+    kernel.check(
+        "def apart():\n    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=2))\n"
+        "    time.sleep(0.3)\n    if rank() == 1:\n        time.sleep(60)\n    dist.barrier()"
+    )
+    assert "process group's timeout of 2 s" in said(kernel.run("launch(apart)", timeout=30))
+
+
+def test_quitting_releases_every_rank(kernel: Kernel, answers: Answers) -> None:
+    answers.waiting[:] = ["q"]
+    cell = kernel.run("run = launch(stopped, 30.0)", timeout=15)
+    assert "the debugger of rank 1 was quit" in said(cell)
+    assert kernel.value("[info.state for info in notebook_accelerate.runs()[-1].ranks]") == ["stopped", "stopped"]
+
+
+def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> None:
+    cell = kernel.check("run = go(stopped, 30.0)")
+    kernel.wait_for(lambda: "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it" in cell.stderr, timeout=15)
+    answers.waiting[:] = ["p value", "w", "c"]
+    cell = kernel.check("run.debug(); run.wait(10)")
+    assert "[rank 1] 41" in plain(cell)
+    assert "worker.py" not in plain(cell)
+    assert kernel.value("run.results") == [40, 42]
+
+
+def test_breaking_into_a_rank_that_runs(kernel: Kernel, answers: Answers) -> None:
+    kernel.check("run = go(plain_loop); until(lambda: run.status == 'running'); time.sleep(0.3)")
+    answers.waiting[:] = ["p numbers", "n", "c"]
+    cell = kernel.check("run.debug(rank=1)")
+    assert "[rank 1] [1, 2, 3]" in plain(cell)
+    assert re.search(r"> Cell In\[\d+\]\(\d+\)plain_loop\(\)", plain(cell))
+    first, second = kernel.value("[run.ask('step')[1], (time.sleep(0.2), run.ask('step'))[1][1]]")
+    assert second > first
+    answers.waiting[:] = ["p step > 0", "c"]
+    cell = kernel.check("run.pause(); run.debug(rank=0); run.resume()")
+    assert "[rank 0] True" in plain(cell)
+
+
+def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
+    kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
+    cell = kernel.check("run.cast('p loss')")
+    assert plain_text(cell.result_text) == "rank 0 │ 0.5\nrank 1 │ 1.5"
+    assert kernel.value("dict(run.cast('p loss', ranks=[1]))") == {"1": "1.5\n"}
+    assert kernel.value("(run.cast('c'), run.wait(10), run.results)[-1]") == [0.5, 1.5]
+    assert "are not all stopped at a breakpoint; stopped are []" in said(kernel.run("run.cast('p loss', ranks=[0])"))
+
+
+# ---- post-mortem
+
+
+def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> None:
+    text = said(kernel.run("launch(fails, debug=True)"))
+    assert "KeyError: 14" in text
+    kernel.check("run = notebook_accelerate.runs()[-1]")
+    assert kernel.value("[run.status, [info.state for info in run.ranks]]") == ["failed", ["running", "failed"]]
+    answers.waiting[:] = ["p inner", "u", "p secret", "d", "p secret * 10", "q"]
+    stacks = kernel.value("{rank: [frame.function for frame in frames] for rank, frames in run.stacks().items()}")
+    assert stacks["1"] == ["fails", "deep"]
+    assert "fails" in stacks["0"]
+    assert kernel.value("[run.ask('secret', ranks=[0])[0], run.ask('inner', ranks=[1])[1]]") == [0, 14]
+    assert kernel.value("run.ask('accelerator.process_index', ranks=[1], frame='fails')[1]") == 1
+    shown = plain(kernel.check("run.debug()"))
+    assert [line for line in shown.splitlines() if re.fullmatch(r"\[rank 1\] \d+", line)] == [
+        "[rank 1] 14",
+        "[rank 1] 7",
+        "[rank 1] 70",
+    ]
+    assert re.search(r"> Cell In\[\d+\]\(\d+\)deep\(\)", shown)
+    kernel.check("until(lambda: run._released.is_set())")
+
+
+def test_the_next_launch_lets_failed_ranks_go(kernel: Kernel) -> None:
+    kernel.run("launch(fails, debug=True)")
+    kernel.check("held = notebook_accelerate.runs()[-1]")
+    assert kernel.value("held._released.is_set()") is False
+    assert kernel.check("launch(rank).results").result_text == "(0, 1)"
+    assert kernel.value("held._released.is_set()") is True
+
+
+# ---- asking, pausing, looking
+
+
+def test_asking_while_training_is_answered_between_steps(kernel: Kernel) -> None:
+    kernel.check("run = go(training); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)", timeout=40)
+    for _ in range(3):
+        at = kernel.value("run.ask('[step, int(optimizer._steps)]')")
+        # The boundary is the end of optimizer.step(): the loop has not counted that step yet.
+        assert all(done == step + 1 for step, done in at.values()), at
+    kinds = kernel.value("[type(v).__name__ for v in run.ask('model.module.weight.norm().detach()').values()]")
+    assert kinds == ["Tensor", "Tensor"]
+    assert kernel.value("run.ask('sum(p.numel() for p in model.parameters() if p.requires_grad)')") == {"0": 5, "1": 5}
+    assert kernel.value("[run.complete('model.module.wei'), run.complete('optimizer.zero', rank=1)]") == [
+        ["model.module.weight"],
+        ["optimizer.zero_grad"],
+    ]
+    said_by = kernel.value("{rank: str(answer) for rank, answer in run.ask('nothing').items()}")
+    assert said_by["1"] == "rank 1: NameError: name 'nothing' is not defined"
+    assert "is not an expression" in said(kernel.run("run.ask('x =')"))
+    assert kernel.value("run.status") == "running"
+
+
+def test_asking_without_step_boundaries(kernel: Kernel) -> None:
+    kernel.check("run = go(plain_loop); until(lambda: run.status == 'running'); time.sleep(0.3)")
+    assert kernel.value("run.ask('[n for n in numbers if n > limit]')") == {"0": [3], "1": [3]}
+
+
+def test_asking_a_rank_that_waits_in_a_collective(kernel: Kernel) -> None:
+    kernel.check("run = go(skips); until(lambda: waits(run))")
+    assert kernel.value("run.ask('step')") == {"0": 3, "1": 3}
+
+
+def test_pausing_holds_all_ranks_and_the_time_limits(kernel: Kernel) -> None:
+    kernel.check(
+        "run = go(training, hang_timeout=2.0); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)",
+        timeout=40,
+    )
+    assert kernel.value("run.pause()") == {"0": "paused", "1": "paused"}
+    first = kernel.value("run.ask('step')")
+    kernel.pump(4.0)
+    assert kernel.value("run.ask('step')") == first
+    assert "paused at line" in kernel.value("run.diagnose().text")
+    assert kernel.value("[run.resume(), run.status]") == [{"0": "resumed", "1": "resumed"}, "running"]
+    later = kernel.value("(time.sleep(0.5), run.ask('step'))[1]")
+    assert all(later[rank] > first[rank] for rank in first)
+
+
+def test_equal_stacks_are_folded(kernel: Kernel) -> None:
+    kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
+    cell = kernel.check("run.stacks()")
+    assert cell.result_text is not None
+    assert cell.result_text.startswith("ranks 0, 1:\n  Cell In[")
+    assert "in both_stop" in cell.result_text
+
+
+def test_attaching_an_editor(kernel: Kernel) -> None:
+    if importlib.util.find_spec("debugpy") is None:
+        pytest.skip("debugpy is not installed")
+    kernel.check("run = go(plain_loop); until(lambda: run.status == 'running')")
+    cell = kernel.check("address = run.attach(1)", timeout=40)
+    assert re.search(r"debugpy of rank 1 listens on 127\.0\.0\.1:\d+", cell.stdout)
+    kernel.check(
+        "import socket\nhost, _, port = address.rpartition(':')\nsocket.create_connection((host, int(port)), 5).close()"
+    )
+
+
+# ---- the usual mistakes
+
+
+def test_the_usual_mistakes_are_named_once(kernel: Kernel) -> None:
+    kernel.check(
+        "def mistaken():\n"
+        "    accelerator = Accelerator()\n"
+        "    torch.manual_seed(0)\n"
+        "    model = torch.nn.Linear(4, 1)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "    loader = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=4)\n"
+        "    model = accelerator.prepare(model)\n"
+        "    for number, batch in enumerate(loader, 1):\n"
+        "        loss = model(batch).pow(2).mean()\n"
+        "        if number == 5 and accelerator.process_index == 1:\n"
+        "            loss = loss * float('nan')\n"
+        "        accelerator.backward(loss)\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+    )
+    cell = kernel.check("run = launch(mistaken)", timeout=40)
+    warnings = kernel.value("run.warnings")
+    assert len(warnings) == 3
+    assert "SGD steps parameters of a prepared model but was not prepared itself" in warnings[0]
+    assert "every rank trains on the same data" in warnings[1]
+    assert warnings[2].startswith("the loss of rank 1 became nan at backward #5, before any other rank's")
+    assert cell.stderr.count("⚠") == 3
+
+
+def test_sound_training_brings_no_warning(kernel: Kernel) -> None:
+    kernel.check("run = go(training); until(lambda: (run.ranks[0].last_step or 0) > 200)", timeout=40)
+    assert kernel.value("(run.stop(), run.warnings)[1]") == []
+
+
+def plain(cell: Cell) -> str:
+    """Return what a cell printed, without colours."""
+    return plain_text(cell.stdout)
+
+
+def plain_text(text: str | None) -> str:
+    """Return a text without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text or "")

@@ -1,0 +1,165 @@
+"""Warm ranks from cells: %%ranks, %%rank, %rank_status, %rank_restart, %rank_stop."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.notebook.conftest import Answers
+from tests.support.kernel import Cell, Kernel
+from tests.support.launching import alive, children, said
+
+pytestmark = [
+    pytest.mark.notebook,
+    pytest.mark.leaks_ok("warm ranks live from test to test; the last test ends them and looks for what is left"),
+]
+
+PIDS = "[info.pid for info in notebook_accelerate.runs()[-1].ranks]"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded(kernel: Kernel) -> None:
+    kernel.check("%load_ext notebook_accelerate")
+
+
+@pytest.fixture(autouse=True)
+def warm(kernel: Kernel, answers: Answers) -> None:
+    """Have two warm ranks, the same ones in every test unless a test has ended them."""
+    answers.waiting.clear()
+    answers.asked.clear()
+    kernel.check("%%ranks -n 2\nimport time, torch, torch.distributed as dist", timeout=60)
+
+
+def lines(cell: Cell) -> list[str]:
+    """Return what a cell printed, sorted: ranks print at the same time."""
+    return sorted(cell.stdout.splitlines())
+
+
+def test_variables_stay_and_the_process_group_is_open(kernel: Kernel) -> None:
+    kernel.check("%%ranks\nx = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)")
+    cell = kernel.check("%%ranks\nprint('of', world_size)\nx")
+    assert lines(cell) == ["[rank 0] of 2", "[rank 0] tensor([3., 3.])", "[rank 1] of 2", "[rank 1] tensor([3., 3.])"]
+
+
+def test_only_some_ranks(kernel: Kernel) -> None:
+    assert lines(kernel.check("%%rank 1\nonly = 5\nonly")) == ["[rank 1] 5"]
+    assert lines(kernel.check("%%rank 0,1\n'only' in globals()")) == ["[rank 0] False", "[rank 1] True"]
+    assert "ranks=[7] are not ranks of this group; there are [0, 1]" in said(kernel.run("%%rank 7\n1"))
+    assert "are not ranks; write %%rank 0,1" in said(kernel.run("%%rank one\n1"))
+
+
+def test_variables_there_and_back(kernel: Kernel) -> None:
+    kernel.check("a, b = torch.arange(3.0), 'text'")
+    kernel.check("%%ranks -i a,b -o c,d\nc = a * (rank + 1)\nd = b + str(rank)")
+    assert kernel.value("[[t.tolist() for t in c], d]") == [[[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]], ["text0", "text1"]]
+    assert kernel.check("%%rank 1 -o e\ne = rank * 10").ok
+    assert kernel.value("e") == [10]
+    assert "-i nothing: the kernel has no such variables" in said(kernel.run("%%ranks -i nothing\n1"))
+    assert "NameError" in said(kernel.run("%%ranks -o missing\n1")) or "KeyError" in said(
+        kernel.run("%%ranks -o missing\n1")
+    )
+
+
+def test_output_is_live_and_labelled(kernel: Kernel) -> None:
+    cell = kernel.submit("%%ranks\nprint('early')\ntime.sleep(3)\nprint('late')")
+    kernel.wait_for(lambda: cell.stdout.count("early") == 2, timeout=5)
+    assert not cell.finished
+    kernel.finish(cell, timeout=15)
+    assert lines(cell) == ["[rank 0] early", "[rank 0] late", "[rank 1] early", "[rank 1] late"]
+
+
+def test_an_error_names_rank_and_line_and_the_ranks_live_on(kernel: Kernel) -> None:
+    kernel.check("%%ranks\nkept = rank + 10")
+    text = said(kernel.run("%%ranks\nif rank == 1:\n    {}['missing']\nkept"))
+    assert re.search(r"rank 1 failed:\n  Cell In\[\d+\], line 3", text)
+    assert "KeyError: 'missing'" in text
+    assert "cells.py" not in text
+    assert lines(kernel.check("%%ranks\nkept")) == ["[rank 0] 10", "[rank 1] 11"]
+    assert "SyntaxError" in said(kernel.run("%%ranks\nx ="))
+
+
+def test_an_interrupt_stops_the_cell_and_the_ranks_live_on(kernel: Kernel) -> None:
+    kernel.check("%%ranks\nkept = rank")
+    pids = kernel.value(PIDS)
+    cell = kernel.submit("%%ranks\nprint('in')\ntime.sleep(100)")
+    kernel.wait_for(lambda: cell.stdout.count("in") == 2, timeout=10)
+    kernel.interrupt()
+    kernel.finish(cell, timeout=15)
+    assert "the cell was interrupted on its ranks; the ranks live on" in said(cell)
+    assert kernel.value(PIDS) == pids
+    assert lines(kernel.check("%%ranks\nkept")) == ["[rank 0] 0", "[rank 1] 1"]
+
+
+def test_a_cell_that_cannot_be_interrupted_ends_the_group_and_says_so(kernel: Kernel) -> None:
+    pids = kernel.value(PIDS)
+    cell = kernel.submit(
+        "%%ranks\nimport ctypes\nlock, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)\n"
+        "print('in', flush=True)\nif rank == 1:\n"
+        "    library.pthread_mutex_lock(lock)\n    library.pthread_mutex_lock(lock)"
+    )
+    kernel.wait_for(lambda: cell.stdout.count("in") == 2, timeout=10)
+    kernel.interrupt()
+    kernel.finish(cell, timeout=25)
+    assert "rank 1 could not be interrupted: the warm ranks were ended" in said(cell)
+    assert alive(pids) == []
+    assert children(kernel) == []
+    assert "%%ranks starts new ones" in kernel.check("%rank_status").stdout
+
+
+def test_a_rank_that_dies_ends_the_group_and_says_so(kernel: Kernel) -> None:
+    text = said(kernel.run("%%ranks\nimport os\nif rank == 1:\n    os._exit(3)\ntime.sleep(60)", timeout=30))
+    assert "rank 1" in text
+    assert "exit status 3" in text
+
+
+def test_ranks_ask_for_input(kernel: Kernel, answers: Answers) -> None:
+    answers.waiting[:] = ["blue"]
+    cell = kernel.check("%%rank 1\ncolour = input('colour? ')\ncolour * 2")
+    assert answers.asked == ["[rank 1] colour? "]
+    assert lines(cell) == ["[rank 1] 'blueblue'"]
+
+
+def test_a_breakpoint_in_a_cell(kernel: Kernel, answers: Answers) -> None:
+    answers.waiting[:] = ["p value", "c"]
+    cell = kernel.check("%%ranks\nvalue = rank + 40\nif rank == 1:\n    breakpoint()\ndist.barrier()")
+    assert answers.asked == ["[rank 1] ipdb> "] * 2
+    assert "[rank 1] 41" in cell.stdout
+    assert "run.debug" not in cell.stderr
+
+
+def test_long_cells(kernel: Kernel) -> None:
+    body = "\n".join(f"value_{number} = {number}  # {'x' * 60}" for number in range(5000))
+    assert len(body) > 300_000
+    cell = kernel.check(f"%%ranks\n{body}\nvalue_4999", timeout=30)
+    assert lines(cell) == ["[rank 0] 4999", "[rank 1] 4999"]
+
+
+def test_300_kilobytes_on_stderr(kernel: Kernel) -> None:
+    cell = kernel.check("%%ranks\nimport sys\nfor _ in range(3000):\n    sys.stderr.write('e' * 99 + '\\n')\n'done'")
+    assert lines(cell) == ["[rank 0] 'done'", "[rank 1] 'done'"]
+    run = "notebook_accelerate.runs()[-1]"
+    for number in range(2):
+        written = kernel.value(f"sum(len(line) + 1 for line in {run}.logs(rank={number}) if line.startswith('eee'))")
+        assert written == 300_000
+
+
+def test_a_semicolon_and_a_statement_show_nothing(kernel: Kernel) -> None:
+    assert kernel.check("%%ranks\n1 + 1;").stdout == ""
+    assert kernel.check("%%ranks\nx = 1").stdout == ""
+
+
+def test_status_restart_and_stop(kernel: Kernel) -> None:
+    pids = kernel.value(PIDS)
+    status = kernel.check("%rank_status").stdout
+    assert all(f"pid {pid}, running" in status for pid in pids)
+    assert "-n 3: 2 warm ranks are running; end them first with %rank_stop" in said(kernel.run("%%ranks -n 3\n1"))
+    kernel.check("%%ranks\nkept = 1")
+    kernel.check("%rank_restart", timeout=60)
+    assert alive(pids) == []
+    assert "NameError" in said(kernel.run("%%ranks\nkept"))
+    kernel.check("%rank_stop")
+    assert children(kernel) == []
+    assert "no warm ranks; %%ranks -n 2 starts them" in kernel.check("%rank_status").stdout
+    assert "there are no warm ranks; start them with %%ranks -n 2" in said(kernel.run("%%rank 1\n1"))
+    assert "unrecognized arguments: --wrong" in said(kernel.run("%%ranks --wrong\n1"))
