@@ -115,6 +115,8 @@ class Checks:
 
     def _on_any_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Look at a step of any optimizer of this process."""
+        if self._any_steps >= UNPREPARED_STEPS:
+            return
         self._any_steps += 1
         known = any(optimizer is mine for mine in self._optimizers)
         if not known and any(id(parameter) in self._parameters for parameter in _parameters(optimizer)):
@@ -122,12 +124,11 @@ class Checks:
             fix = f"{name} steps parameters of a prepared model but was not prepared itself: "
             fix += "optimizer = accelerator.prepare(optimizer)"
             telemetry.emit(CheckEvent("mistake", 0, [], fix))
-            self._forget_unprepared()
-        elif self._any_steps >= UNPREPARED_STEPS:
-            self._forget_unprepared()
+            self._any_steps = UNPREPARED_STEPS
 
-    def _forget_unprepared(self) -> None:
-        if self._unprepared is not None:
+    def _look_no_longer(self) -> None:
+        """Take the hook of all optimizers off; not from inside it, as torch is then going through its hooks."""
+        if self._unprepared is not None and self._any_steps >= UNPREPARED_STEPS:
             self._unprepared.remove()
 
     # ---- numbers
@@ -136,6 +137,8 @@ class Checks:
         """Look at a loss on its way to backward."""
         if self.active:
             self._backwards += 1
+            if self._backwards % UNPREPARED_STEPS == 1:
+                self._look_no_longer()
             self._look("loss", self._backwards, loss)
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:

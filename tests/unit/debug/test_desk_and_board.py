@@ -1,0 +1,149 @@
+"""The kernel's side of a conversation: requests and replies, questions and answers, and the clock that waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accelerate.debug.desk import Desk
+from notebook_accelerate.debug.protocol import DoneReply, PauseRequest
+from notebook_accelerate.launch.questions import Board, Question
+from notebook_accelerate.launch.stopwatch import Stopwatch
+from notebook_accelerate.telemetry import Channel, InputReply, InputRequest
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    """Return a connected pair of channels."""
+    kernel, other = Channel.pair()
+    rank = Channel(other)
+    yield kernel, rank
+    kernel.close()
+    rank.close()
+
+
+def _reply_soon(desk: Desk, rank_end: Channel) -> threading.Thread:
+    def work() -> None:
+        [(_, request)] = rank_end.receive(5.0)
+        desk.deliver(3, DoneReply(request.number, "done"))  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_reply_finds_who_asked(ends: tuple[Channel, Channel]) -> None:
+    desk = Desk()
+    desk.open(3, ends[0], print, 77)
+    thread = _reply_soon(desk, ends[1])
+    assert desk.ask([3], PauseRequest, 5.0)[3].text == "done"  # type: ignore[attr-defined]
+    thread.join()
+    assert desk.pid_of(3) == 77
+    assert desk.open_ranks() == [3]
+
+
+def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_waited_for(ends: tuple[Channel, Channel]) -> None:
+    desk = Desk()
+    desk.open(3, ends[0], print)
+    assert desk.ask([3], PauseRequest, 0.05) == {}
+    desk.deliver(3, DoneReply(1, "late"))
+    assert desk._replies == {}
+    begin = time.monotonic()
+    assert desk.ask([9], PauseRequest, 5.0) == {}
+    assert time.monotonic() - begin < 1
+
+
+def test_nobody_waits_for_a_rank_that_ends(ends: tuple[Channel, Channel]) -> None:
+    desk = Desk()
+    desk.open(3, ends[0], print)
+    timer = threading.Timer(0.1, desk.close, [3])
+    timer.start()
+    begin = time.monotonic()
+    assert desk.ask([3], PauseRequest, 5.0) == {}
+    assert time.monotonic() - begin < 2
+    timer.join()
+    assert desk.pid_of(3) is None
+
+
+def test_signals_and_dumps_go_with_the_rank(ends: tuple[Channel, Channel]) -> None:
+    desk, sent = Desk(), []
+    desk.open(3, ends[0], sent.append)
+    desk.open_dump(3, "/dev/null")
+    copy = desk.dump_of(3)
+    assert copy is not None
+    os.close(copy)
+    desk.signal(3, 10)
+    desk.close(3)
+    desk.signal(3, 12)
+    assert sent == [10]
+    assert desk.dump_of(3) is None
+    desk.open_dump(3, "/nowhere/at/all")
+
+
+def _question(ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int]) -> Question:
+    return Question(rank, InputRequest("> ", False, "", kind), ends[0], answered.append)
+
+
+def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channel]) -> None:
+    board, answered = Board(), []
+    board.put(_question(ends, 1, "input", answered))
+    question = board.take(1.0)
+    assert question is not None
+    assert board.take(0.01) is None
+    question.answer("yes")
+    [(_, reply)] = ends[1].receive(5.0)
+    assert reply == InputReply("yes")
+    assert answered == [1]
+    assert board.debugged() == []
+
+
+def test_a_debugger_holds_its_rank_until_it_lets_go(ends: tuple[Channel, Channel]) -> None:
+    board = Board()
+    for rank in (2, 0):
+        board.put(_question(ends, rank, "debugger", []))
+    assert board.debugged() == [0, 2]
+    claimed = board.claim(2)
+    assert claimed is not None
+    assert claimed.rank == 2
+    assert board.claim(2) is None
+    assert board.debugged() == [0, 2]
+    assert board.await_question(2, 0.05) is None
+    board.put(_question(ends, 2, "debugger", []))
+    assert board.await_question(2, 1.0) is board.open_questions()[1]
+    board.drop(2)
+    assert board.debugged() == [0]
+    assert board.take(rank=2) is None
+
+
+def test_a_waiting_taker_hears_of_the_end(ends: tuple[Channel, Channel]) -> None:
+    board = Board()
+    timer = threading.Timer(0.1, board.close)
+    timer.start()
+    assert board.take() is None
+    timer.join()
+    board.reopen()
+    board.put(_question(ends, 0, "debugger", []))
+    assert board.take(1.0) is not None
+
+
+def test_the_stopwatch_stands_while_anybody_waits() -> None:
+    watch = Stopwatch()
+    begin = watch.now()
+    watch.pause(0)
+    watch.pause(("paused", 1))
+    watch.pause(0)
+    assert watch.standing
+    stood = watch.now()
+    time.sleep(0.1)
+    assert watch.now() == stood
+    watch.resume(0)
+    assert watch.standing
+    watch.resume(("paused", 1))
+    watch.resume(("paused", 1))
+    assert not watch.standing
+    assert 0 <= watch.now() - begin < 0.08
+    assert time.time() - watch.now() >= 0.1

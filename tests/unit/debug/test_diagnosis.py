@@ -1,0 +1,170 @@
+"""Verdicts from facts made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.debug.diagnosis import RankPlace, diagnose, guard_above
+from notebook_accelerate.debug.protocol import Collective
+from notebook_accelerate.telemetry import FrameInfo
+
+NOW = 1000.0
+
+
+def _name(frame: FrameInfo) -> str:
+    return f"{frame.filename}, line {frame.lineno}"
+
+
+def _at(line: int, source: str = "", file: str = "cell") -> tuple[FrameInfo, ...]:
+    library = FrameInfo("/venv/lib/python3.11/site-packages/torch/distributed.py", 9, "wait", "work.wait()")
+    return FrameInfo(file, line, "train", source), library
+
+
+def _call(number: int, operation: str = "all_reduce", size: int = 128, waited: float = 31.0, group: str = "0") -> Any:
+    return Collective(group, number, operation, ((size,),), ("f32",), NOW - waited)
+
+
+def _waiting(rank: int, call: Collective, line: int = 13) -> RankPlace:
+    return RankPlace(rank, "running", _at(line, "dist.all_reduce(x)"), NOW - 31, (call,), {call.group: call.number})
+
+
+def _verdict(*places: RankPlace) -> str:
+    return diagnose(places, _name, NOW).verdict
+
+
+def test_a_rank_that_never_came_is_named_with_its_line() -> None:
+    absent = RankPlace(1, "running", _at(12, "time.sleep(60)"), NOW - 31, (), {"0": 3})
+    verdict = _verdict(_waiting(0, _call(4)), absent, _waiting(2, _call(4)), _waiting(3, _call(4)))
+    assert verdict == (
+        "rank 1 never reached all_reduce #4 (f32 [128]); it is at cell, line 12: time.sleep(60); "
+        "ranks 0, 2, 3 have waited 31 s"
+    )
+
+
+def test_several_absent_ranks_are_each_told_of() -> None:
+    absent = [RankPlace(rank, "running", _at(10 + rank), NOW, (), {"0": 3}) for rank in (1, 2)]
+    assert _verdict(_waiting(0, _call(4)), *absent) == (
+        "ranks 1, 2 never reached all_reduce #4 (f32 [128]); rank 1 is at cell, line 11; rank 2 is at cell, line 12; "
+        "rank 0 has waited 31 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (_call(4, size=64), "rank 1 called all_reduce #4 (f32 [64])"),
+        (_call(4, "broadcast"), "rank 1 called broadcast #4 (f32 [128])"),
+        (_call(4)._replace(dtypes=("bf16",)), "rank 1 called all_reduce #4 (bf16 [128])"),
+    ],
+)
+def test_ranks_that_disagree_are_set_side_by_side(other: Collective, text: str) -> None:
+    assert _verdict(_waiting(0, _call(4)), _waiting(1, other), _waiting(2, _call(4))) == (
+        f"the ranks disagree at collective #4: ranks 0, 2 called all_reduce #4 (f32 [128]), {text}"
+    )
+
+
+def test_a_rank_that_ended_early() -> None:
+    assert _verdict(_waiting(0, _call(2)), RankPlace(1, "succeeded")) == (
+        "rank 1 never reached all_reduce #2 (f32 [128]); it has already ended (succeeded); rank 0 has waited 31 s"
+    )
+
+
+def test_all_wait_in_the_same_call() -> None:
+    verdict = _verdict(_waiting(0, _call(4)), _waiting(1, _call(4)))
+    assert verdict.startswith("all ranks wait in all_reduce #4 (f32 [128]), for 31 s")
+
+
+def test_a_rank_left_behind_in_a_call_that_others_have_left() -> None:
+    ahead = RankPlace(1, "running", _at(20), NOW, (), {"0": 9})
+    assert _verdict(_waiting(0, _call(4)), ahead) == (
+        "rank 0 has waited 31 s in all_reduce #4 (f32 [128]), which rank 1 already left"
+    )
+
+
+def test_nobody_waits() -> None:
+    assert _verdict(RankPlace(0, "running", _at(1), NOW)) == "no rank waits in a collective, and all are moving"
+    stuck = RankPlace(1, "running", _at(5, "next(batches)"), NOW - 40)
+    assert _verdict(RankPlace(0, "running", _at(1), NOW), stuck) == (
+        "no rank waits in a collective; rank 1 is at cell, line 5: next(batches)"
+    )
+
+
+def test_a_rank_that_cannot_answer_is_seen_from_outside() -> None:
+    mute = RankPlace(1, "running", _at(7), note="it holds the interpreter in native code", answered=False)
+    assert _verdict(RankPlace(0, "running", _at(1), NOW), mute) == (
+        "no rank waits in a collective; rank 1 is at cell, line 7 (it holds the interpreter in native code)"
+    )
+
+
+def test_an_unseen_rank() -> None:
+    assert "it cannot be seen" in _verdict(_waiting(0, _call(1)), RankPlace(1, "running", answered=False))
+
+
+def test_no_rank_runs() -> None:
+    assert _verdict(RankPlace(0, "succeeded"), RankPlace(1, "failed")) == "no rank is running"
+
+
+def test_several_groups_are_told_apart() -> None:
+    """Number 1 of one group says nothing of number 1 of another; the earliest number is where it began."""
+    verdict = _verdict(
+        _waiting(0, _call(7)), RankPlace(1, "running", _at(30), NOW - 9, (_call(2, group="pair"),), {"0": 6, "pair": 2})
+    )
+    assert verdict == (
+        "rank 0 never reached all_reduce #2 (f32 [128]); it is at cell, line 13: dist.all_reduce(x), in all_reduce #7 "
+        "(f32 [128]); rank 1 has waited 31 s"
+    )
+
+
+def test_ranks_at_the_same_place_form_a_group_the_largest_first() -> None:
+    found = diagnose(
+        [RankPlace(0, "running", _at(3), NOW, (), {"0": 1}), *(_waiting(r, _call(2)) for r in (1, 2, 3))], _name, NOW
+    )
+    assert found.groups == ((1, 2, 3), (0,))
+    assert found.text.splitlines()[1:] == [
+        "ranks 1–3: cell, line 13, in train: dist.all_reduce(x); waits in all_reduce #2 (f32 [128]) since 31 s",
+        "rank 0: cell, line 3, in train",
+    ]
+    assert "<strong>rank 0 never reached" in found._repr_html_()
+
+
+def test_the_users_frame_is_the_innermost_that_is_no_library() -> None:
+    own = FrameInfo("/x/notebook_accelerate/collectives/operations.py", 3, "gather", "")
+    place = RankPlace(0, "running", (*_at(4), own))
+    assert place.user_frame == _at(4)[0]
+    only_library = RankPlace(0, "running", (own,))
+    assert only_library.user_frame == own
+
+
+GUARDED = """\
+def train():
+    if is_first:
+        start()
+    if accelerator.is_main_process:
+        for batch in loader:
+
+            accelerator.gather(batch)
+    accelerator.reduce(total)
+    if rank == 0 and step % 10 == 0: dist.barrier()
+    elif dist.get_rank() == 0:
+        dist.barrier()
+    with guard_rank:
+        dist.barrier()
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("line", "guard"),
+    [
+        (7, "if accelerator.is_main_process:"),
+        (8, ""),
+        (11, "elif dist.get_rank() == 0:"),
+        (13, ""),
+        (3, ""),
+        (0, ""),
+        (99, ""),
+    ],
+)
+def test_a_condition_that_names_ranks(line: int, guard: str) -> None:
+    assert guard_above(GUARDED, line) == guard

@@ -1,0 +1,296 @@
+"""Facts that ranks tell, and the warnings that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from notebook_accelerate import telemetry
+from notebook_accelerate.debug import mistakes
+from notebook_accelerate.debug.checks import UNPREPARED_STEPS, Checks, fingerprint
+from notebook_accelerate.debug.mistakes import Mistakes
+from notebook_accelerate.debug.protocol import CheckEvent
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Return a clock at 0."""
+    return Clock()
+
+
+def _tell(found: Mistakes, check: str, key: int, *rows: list[float]) -> list[str]:
+    return [text for rank, row in enumerate(rows) for text in found.note(rank, CheckEvent(check, key, row))]
+
+
+# ---- the kernel's half
+
+
+def test_equal_parameters_bring_no_warning() -> None:
+    found = Mistakes(2)
+    assert _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
+    assert _tell(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0 + 1e-6]) == []
+    assert _tell(found, "parameters", 10, [3.0, math.nan], [3.0, math.nan]) == []
+
+
+def test_unequal_parameters_are_named_once() -> None:
+    found = Mistakes(3)
+    [text] = _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5])
+    assert text.startswith("parameters of rank 2 differ from those of rank 0 after prepare; ")
+    assert "set_seed(42)" in text
+    assert _tell(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5]) == []
+
+
+def test_parameters_that_drift_apart() -> None:
+    [text] = _tell(Mistakes(2), "parameters", 10, [3.0, 1.0], [3.0, 2.0])
+    assert "after optimizer step 10; ranks train apart: model = accelerator.prepare(model)" in text
+
+
+def test_a_second_model_is_compared_by_itself() -> None:
+    found = Mistakes(2)
+    assert _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
+    assert _tell(found, "parameters", 0, [9.0, 5.0], [9.0, 5.0]) == []
+
+
+def test_the_same_data_is_told_after_two_batches() -> None:
+    found = Mistakes(2)
+    assert _tell(found, "batch", 1, [2.0, 1.0, 2.0], [2.0, 1.0, 2.0]) == []
+    [text] = _tell(found, "batch", 2, [2.0, 3.0, 4.0], [2.0, 3.0, 4.0])
+    assert text.startswith("every rank trains on the same data")
+    assert "accelerator.prepare(loader)" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (([2.0, 1.0, 2.0], [2.0, 1.0, 9.0]), ([2.0, 3.0, 4.0], [2.0, 3.0, 4.0])),
+        (([2.0, 1.0, 2.0], [2.0, 1.0, 2.0]), ([2.0, 1.0, 2.0], [2.0, 1.0, 2.0])),
+        (([2.0, 1.0, 1.0], [2.0, 1.0, 1.0]), ([2.0, 3.0, 3.0], [2.0, 3.0, 3.0])),
+    ],
+    ids=["one differs", "one batch on purpose", "made up"],
+)
+def test_data_that_is_no_mistake(first: Any, second: Any) -> None:
+    found = Mistakes(2)
+    assert _tell(found, "batch", 1, *first) + _tell(found, "batch", 2, *second) == []
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_first(clock: Clock) -> None:
+    found = Mistakes(2, clock)
+    assert found.note(1, CheckEvent("loss", 37, [math.nan])) == []
+    assert found.note(0, CheckEvent("loss", 38, [math.nan])) == []
+    assert found.beat({}) == []
+    clock.time = mistakes.TELLING_SECONDS + 0.1
+    [text] = found.beat({})
+    assert text.startswith("the loss of rank 1 became nan at backward #37, before any other rank's; ")
+    assert "run.ask('batch', ranks=[1])" in text
+    assert found.beat({}) + found.finish() == []
+
+
+def test_numbers_that_are_not_finite_everywhere_are_no_matter_of_ranks() -> None:
+    found = Mistakes(2)
+    for rank in range(2):
+        found.note(rank, CheckEvent("gradients", 4, [math.inf]))
+    assert found.finish() == []
+
+
+def test_gradients_at_the_end_of_the_run() -> None:
+    found = Mistakes(2)
+    found.note(0, CheckEvent("gradients", 4, [math.inf]))
+    [text] = found.finish()
+    assert text.startswith("the gradients' norm of rank 0 became inf at clip_grad_norm_ #4")
+
+
+def test_a_rank_far_behind_is_told_when_it_stays_so(clock: Clock) -> None:
+    found = Mistakes(2, clock)
+    assert found.beat({0: 100, 1: 85}) == []
+    assert found.beat({0: 130, 1: 90}) == []
+    clock.time = 2.0
+    assert found.beat({0: 130, 1: 129}) == []  # it has caught up
+    assert found.beat({0: 160, 1: 120}) == []
+    clock.time = 2.0 + mistakes.BEHIND_SECONDS
+    assert found.beat({0: 170, 1: 130}) == [
+        "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
+    ]
+    assert found.beat({0: 300, 1: 130}) == []
+    assert Mistakes(2, clock).beat({0: 500}) == []  # the other one has told of no step
+
+
+def test_what_a_rank_alone_can_tell_is_said_once() -> None:
+    found = Mistakes(2)
+    event = CheckEvent("mistake", 0, [], "forgotten")
+    assert [found.note(rank, event) for rank in range(2)] == [["forgotten"], []]
+
+
+# ---- the rank's half
+
+
+class Ear:
+    """Stands where a launched rank has its sink."""
+
+    on_step = None
+
+    def __init__(self) -> None:
+        self.events: list[CheckEvent] = []
+
+    def emit(self, event: Any) -> None:
+        """Keep an event."""
+        self.events.append(event)
+
+    def of(self, check: str) -> list[tuple[int, list[float]]]:
+        """Return the facts of one kind."""
+        return [(event.key, event.values) for event in self.events if event.check == check]
+
+
+@pytest.fixture
+def ear() -> Iterator[Ear]:
+    """Return what hears this process's facts."""
+    listener = Ear()
+    telemetry.install_sink(listener)  # type: ignore[arg-type]
+    yield listener
+    telemetry.install_sink(None)
+    _global_optimizer_post_hooks.clear()
+
+
+class _Prepared:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_nothing_is_installed_without_a_kernel_or_alone(ear: Ear) -> None:
+    model, optimizer = _training()
+    alone = Checks(several=False)
+    alone.prepared([model], [_Prepared(optimizer)], [])
+    telemetry.install_sink(None)
+    unheard = Checks(several=True)
+    unheard.prepared([model], [_Prepared(optimizer)], [])
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert (alone.active, unheard.active) == (False, False)
+    unheard.loss(torch.tensor(math.nan))
+    assert ear.events == []
+
+
+def test_parameters_are_told_at_prepare_and_at_powers_of_ten(ear: Ear) -> None:
+    model, optimizer = _training()
+    checks = Checks(several=True)
+    for _ in range(2):  # the second call of prepare knows them already
+        checks.prepared([model], [_Prepared(optimizer)], [model])
+    for _ in range(20):
+        _step(model, optimizer)
+    assert [key for key, _ in ear.of("parameters")] == [0, 1, 10]
+    first = ear.of("parameters")[0][1]
+    assert first[0] == 4
+    assert len(first) == 5
+
+
+def test_ranks_that_train_apart_on_purpose_are_left_alone(ear: Ear) -> None:
+    model, optimizer = _training()
+    model.require_backward_grad_sync = False  # type: ignore[assignment]
+    checks = Checks(several=True)
+    checks.prepared([model], [_Prepared(optimizer)], [model])
+    _step(model, optimizer)
+    assert [key for key, _ in ear.of("parameters")] == [0]
+
+
+def test_the_first_two_training_batches_are_told_and_the_hook_goes(ear: Ear) -> None:
+    model, _ = _training()
+    Checks(several=True).prepared([model], [], [])
+    model.eval()
+    model(torch.ones(2, 3))
+    model.train()
+    for value in range(4):
+        model(torch.full((2, 3), float(value)))
+    assert ear.of("batch") == [(1, [6.0, *[0.0] * 6]), (2, [6.0, *[1.0] * 6])]
+    assert not model._forward_pre_hooks
+
+
+def test_an_optimizer_that_was_not_prepared_is_told_of_once(ear: Ear) -> None:
+    model, optimizer = _training()
+    checks = Checks(several=True)
+    checks.prepared([model], [], [])
+    other, unrelated = _training()
+    _step(other, unrelated)
+    assert [event.text for event in ear.events if event.check == "mistake"] == []
+    for _ in range(3):
+        _step(model, optimizer)
+    [text] = [event.text for event in ear.events if event.check == "mistake"]
+    assert text.endswith("was not prepared itself: optimizer = accelerator.prepare(optimizer)")
+
+
+def test_nobody_looks_at_other_optimizers_for_ever(ear: Ear) -> None:
+    model, optimizer = _training()
+    before = len(_global_optimizer_post_hooks)
+    checks = Checks(several=True)
+    checks.prepared([model], [_Prepared(optimizer)], [])
+    assert len(_global_optimizer_post_hooks) == before + 1
+    for _ in range(UNPREPARED_STEPS + 1):
+        checks.loss(torch.tensor(1.0))
+        optimizer.step()
+    assert len(_global_optimizer_post_hooks) == before
+
+
+def test_the_first_number_that_is_not_finite_is_told_once(ear: Ear) -> None:
+    checks = Checks(several=True)
+    for value in (1.0, math.inf, math.nan):
+        checks.loss(torch.tensor(value, requires_grad=True))
+    assert ear.of("loss") == [(2, [math.inf])]
+    assert checks.norm(torch.tensor(math.nan)).isnan()
+    assert [key for key, _ in ear.of("gradients")] == [1]
+    checks.loss(torch.ones(3))  # no single number
+    checks.loss("not a tensor")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [torch.empty(0)],
+        [torch.empty(3, device="meta")],
+        [torch.eye(3).to_sparse()],
+        [torch.nn.LazyLinear(2).weight],
+    ],
+    ids=["none", "empty", "meta", "sparse", "lazy"],
+)
+def test_a_fingerprint_never_fails(tensors: list[torch.Tensor]) -> None:
+    assert fingerprint(tensors) == []
+
+
+def test_a_fingerprint_samples_large_tensors() -> None:
+    values = fingerprint([torch.arange(10_000), torch.ones(2, 2, dtype=torch.bfloat16)])
+    assert values[0] == 10_004
+    assert len(values) <= 65
+    assert fingerprint([torch.arange(10_000)]) != fingerprint([torch.arange(10_000) + 1])
+
+
+@pytest.mark.gpu
+def test_numbers_on_a_gpu_are_told_a_few_steps_later(ear: Ear) -> None:
+    checks = Checks(several=True)
+    for number in range(1, 31):
+        checks.loss(torch.tensor(math.nan if number == 5 else 1.0, device="cuda"))
+    assert [key for key, _ in ear.of("loss")] == [5]

@@ -1,0 +1,160 @@
+"""What is read of a rank from outside: faulthandler's dumps, torch's flight recorder, py-spy."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import sys
+import tempfile
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.debug import dumps, flight, native
+from notebook_accelerate.debug.protocol import Collective, HeartbeatEvent, StacksReply
+from notebook_accelerate.launch import crashes
+from notebook_accelerate.launch.tracebacks import name_cells
+from notebook_accelerate.telemetry import FrameInfo, RankFailure
+
+DUMP = """\
+Thread 0x00007f01 (most recent call first):
+  File "/lib/channel.py", line 175 in receive
+  File "/lib/agent.py", line 68 in _run
+
+Current thread 0x00007f02 [main] (most recent call first):
+  File "/tmp/ipykernel_5/77.py", line 12 in step
+  File "/tmp/ipykernel_5/77.py", line 30 in train
+  File "/x/launch/worker.py", line ??? in run
+"""
+
+
+def test_a_dump_is_read_with_the_signalled_thread_first() -> None:
+    threads = dumps.parse(DUMP)
+    assert list(threads) == ["main", "0x00007f01"]
+    assert [(frame.lineno, frame.function) for frame in threads["main"]] == [(0, "run"), (30, "train"), (12, "step")]
+    assert dumps.parse("Fatal Python error: Aborted") == {}
+
+
+def test_only_what_is_new_in_a_dump_file_is_read() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(b"old\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        text = dumps.read_new(file.fileno(), 4, 1.0)
+        assert "old" not in text
+        assert dumps.parse(text)[next(iter(dumps.parse(text)))][-1].function == (
+            "test_only_what_is_new_in_a_dump_file_is_read"
+        )
+        assert dumps.read_new(file.fileno(), os.fstat(file.fileno()).st_size, 0.1) == ""
+
+
+def _entry(number: int, name: str = "gloo:all_reduce", **more: Any) -> dict[str, Any]:
+    return {
+        "process_group": ["0", "default_pg"],
+        "collective_seq_id": number,
+        "profiling_name": name,
+        "input_sizes": [[2, 3]],
+        "input_dtypes": ["Float"],
+        "time_created_ns": 5_000_000_000,
+        "retired": True,
+        "state": "completed",
+        "is_p2p": False,
+        **more,
+    }
+
+
+def test_the_flight_recorder_tells_open_calls_and_the_last_one() -> None:
+    open_call = _entry(3, "nccl:broadcast", retired=False, state="started")
+    waiting, last = flight._parse({"entries": [_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)]})
+    assert waiting == (Collective("default_pg", 3, "broadcast", ((2, 3),), ("f32",), 5.0),)
+    assert waiting[0].text() == "broadcast #3 (f32 [2, 3])"
+    assert last == {"default_pg": 3}
+    assert flight._parse({}) == ((), {})
+
+
+def test_an_unknown_type_keeps_its_name() -> None:
+    waiting, _ = flight._parse({"entries": [_entry(1, retired=False, state="scheduled", input_dtypes=["Float8_e4m3"])]})
+    assert waiting[0].dtypes == ("float8_e4m3",)
+
+
+def test_the_recorders_variable_is_known_for_this_torch() -> None:
+    assert set(flight.environment().values()) == {flight.ENTRIES}
+    assert set(flight.environment()) <= {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+
+
+def test_without_torch_distributed_nothing_waits() -> None:
+    assert flight.read() == ((), {})
+
+
+def test_events_are_rebuilt_from_what_json_makes_of_them() -> None:
+    row = ["0", 4, "all_reduce", [[128]], ["f32"], 1.0]
+    reply = StacksReply(1, {"MainThread": [["f", 1, "g", ""]]}, 0.0, [row])  # type: ignore[arg-type, dict-item]
+    assert reply.threads["MainThread"] == (FrameInfo("f", 1, "g", ""),)
+    assert reply.waiting[0].shapes == ((128,),)
+    beat = HeartbeatEvent(0.0, row)  # type: ignore[arg-type]
+    assert beat.waiting is not None
+    assert beat.waiting.text() == "all_reduce #4 (f32 [128])"
+
+
+SPIED = """\
+Process 7: python
+Python v3.11.7
+
+Thread 7 (active): "MainThread"
+    do_futex_wait (libc.so.6)
+    lock (ctypes.cpp:12)
+    train (cell.py:3)
+Thread 8 (idle): "agent"
+    select (selectors.py:4)
+"""
+
+
+def test_py_spys_native_frames_are_read_outermost_first() -> None:
+    assert native.parse(SPIED) == ("train (cell.py:3)", "lock (ctypes.cpp:12)", "do_futex_wait (libc.so.6)")
+    assert native.parse("") == ()
+
+
+def test_a_missing_or_forbidden_py_spy_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "command", lambda: None)
+    assert native.stack(os.getpid()) == ()
+    monkeypatch.setattr(native, "command", lambda: sys.executable)  # refuses the arguments, as a forbidden py-spy does
+    assert native.stack(os.getpid()) == ()
+
+
+@pytest.mark.skipif(native.command() is None, reason="py-spy is not installed")
+def test_py_spy_sees_this_process_where_it_is_allowed_to() -> None:
+    stack = native.stack(os.getpid())
+    if not stack:
+        pytest.skip("py-spy may not look at this process (ptrace)")
+    assert ctypes is not None
+    assert any("test_py_spy_sees_this_process" in frame for frame in stack)
+
+
+ABORTED = """\
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match
+Fatal Python error: Aborted
+
+Thread 0x01 (most recent call first):
+  File "/lib/python3.11/site-packages/torch/distributed/c10d.py", line 3252 in all_reduce
+  File "/home/me/train.py", line 3 in shapes
+  File "/x/notebook_accelerate/launch/worker.py", line 185 in run
+""".splitlines()
+
+
+def test_a_crash_of_unlike_collectives_is_explained() -> None:
+    failure = RankFailure(0, "signal", 0.0, "killed by SIGABRT (signal 6)", signal=6)
+    assert crashes.explained(failure, ABORTED).message == (
+        "killed by SIGABRT (signal 6), at /home/me/train.py, line 3, in shapes: the ranks called a collective with "
+        "different shapes or in a different order (8 bytes came from a peer where 4 were expected)"
+    )
+    assert crashes.explained(failure, ["nothing of use"]) is failure
+    raised = RankFailure(0, "exception", 0.0, "KeyError: 1")
+    assert crashes.explained(raised, ABORTED) is raised
+
+
+def test_cells_are_named_only_where_they_are() -> None:
+    text = "> \x1b[32m/home/me/train.py\x1b[39m(3)f()"
+    assert name_cells(text) == text
+    assert name_cells("> \x1b[32m/tmp/ipykernel_5/77.py\x1b[39m(3)f()") == "> \x1b[32mCell\x1b[39m(3)f()"
