@@ -81,7 +81,15 @@ def _allocator() -> str:
     return ""
 
 
-_KNOWN_THREADS = ("IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread", "notebook-accelerate", "Subshell")
+_KNOWN_THREADS = (
+    "IOPub",
+    "Heartbeat",
+    "Control",
+    "Shell channel",
+    "IPythonHistorySavingThread",
+    "notebook-accelerate",
+    "Subshell",
+)
 
 
 def _busy_thread() -> str:
