@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.places import Place, here
+from notebook_accelerate.launch.places import Place, forget, here, leave_at_exit
 from notebook_accelerate.widgets.binding import Binding, live_bundle, ticker
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class LivePanel(ABC):
         with self._lock:
             where.show(live_bundle(self.widget, self.text) if not self.closed else self._static())
             self._places.append(where)
+            leave_at_exit(where, self._static)
         if not self.closed and self.run.ended is None:
             ticker.add(self.binding)
         if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
@@ -124,6 +125,7 @@ class LivePanel(ABC):
             static = self._static()
             for where in self._places:
                 where.show(static)
+                forget(where)
             _close_all(self.widget)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import ipywidgets
 
 from notebook_accelerate.launch import Run, curves, runs
+from notebook_accelerate.launch.places import here, leave_at_exit
 from notebook_accelerate.widgets import sections
 from notebook_accelerate.widgets.binding import live_bundle
 from notebook_accelerate.widgets.plot import Plot, Source
@@ -19,6 +20,7 @@ from notebook_accelerate.widgets.watching import duration
 
 MAX_COLUMNS = 8
 """Metrics that have a column."""
+_NOT_TRAINING = ("env", "num_processes", "block", "panel", "use_port")
 MAX_OVERLAID = 8
 """Runs whose curves are drawn: as many as there are colours."""
 
@@ -45,6 +47,8 @@ class RunsTable:
         self._table = ipywidgets.HTML()
         refresh = ipywidgets.Button(description="Refresh", tooltip="Read the runs again")
         refresh.add_class("na-stop")
+        refresh.layout.align_self = "flex-start"
+        refresh.layout.margin = "0 0 10px 0"
         refresh.on_click(lambda _: self.refresh())
         self.plot.on_msg(lambda *_: self.refresh())
         self.widget = ipywidgets.VBox([ipywidgets.HTML(style_sheet()), self._table, refresh, self.plot])
@@ -75,7 +79,7 @@ class RunsTable:
 
     def _differences(self) -> list[str]:
         """Return the settings that are not the same in all runs; those of the ranks' environment are not shown."""
-        names = [name for name in _fields(self.runs) if name not in ("env", "num_processes")]
+        names = [name for name in _fields(self.runs) if name not in _NOT_TRAINING]
         return [name for name in names if len({repr(getattr(run.config, name)) for run in self.runs}) > 1]
 
     def _metric_names(self) -> list[str]:
@@ -104,6 +108,14 @@ class RunsTable:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(lines)
+
+    def _ipython_display_(self) -> None:
+        """Show the live table; when the kernel ends, its static form takes the place."""
+        place = here()
+        if place is None:
+            raise NotImplementedError  # IPython then asks for the MIME bundle
+        place.show(live_bundle(self.widget, self.text))
+        leave_at_exit(place, lambda: {"text/html": self.html, "text/plain": self.text})
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return {**live_bundle(self.widget, self.text), "text/html": self.html}

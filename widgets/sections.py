@@ -129,7 +129,11 @@ def step_times(now: Now) -> str:
         for index, part in enumerate(PARTS)
     )
     bars = "".join(_stack(rank, longest) for rank in measured[:MAX_ROWS])
-    return f'<ul class="na-legend">{legend}</ul><div class="na-stacks">{bars}</div>'
+    note = (
+        '<p class="na-note">A rank&#39;s own time is what it cannot have spent waiting for others: all but backward, '
+        "where gradients are exchanged, and collectives.</p>"
+    )
+    return f'<ul class="na-legend">{legend}</ul><div class="na-stacks">{bars}</div>{note}'
 
 
 def _stack(rank: RankNow, longest: float) -> str:
@@ -146,10 +150,11 @@ def _stack(rank: RankNow, longest: float) -> str:
             f'<span style="width:{width:.2f}%;background:var(--na-part-{index})" title="{title}">{label}</span>'
         )
     badge = '<span class="na-badge">straggler</span>' if rank.late else ""
+    own = f", <b>{1000 * rank.own_seconds:,.1f}</b> of its own" if rank.own_seconds else ""
     return (
         f"<span>rank {rank.rank}{badge}</span>"
         f'<div class="na-stack" role="img" aria-label="rank {rank.rank}: {", ".join(words)}">{"".join(pieces)}</div>'
-        f"<span>{1000 * seconds:,.1f} ms per step</span>"
+        f"<span>{1000 * seconds:,.1f} ms per step{own}</span>"
     )
 
 

@@ -203,7 +203,8 @@ def _verdict(ranks: list[RankNow], *, active: bool) -> tuple[set[int], str]:
     if len(ranks) < 2:
         return set(), ""
     behind = {rank.rank: rank.behind for rank in ranks if rank.step is not None}
-    far = {rank: by for rank, by in behind.items() if by >= max(3, 0.02 * max(r.step or 0 for r in ranks))}
+    # Ranks of a run that has ended stopped where they were; only what they measured of themselves still counts.
+    far = {rank: by for rank, by in behind.items() if active and by >= max(3, 0.02 * max(r.step or 0 for r in ranks))}
     if far and len(far) < len(ranks):
         worst = max(far, key=lambda rank: far[rank])
         return set(far), f"Rank {worst} is {far[worst]:,} steps behind."

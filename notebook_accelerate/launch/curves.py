@@ -87,7 +87,8 @@ def number(value: float) -> str:
         return str(float(value))
     size = abs(value)
     if size and (size >= 1e6 or size < 1e-3):
-        return f"{value:.3g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:.4g}"
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from notebook_accelerate.launch.output import parent_message, running_kernel
@@ -37,10 +40,31 @@ class Place:
         )
 
 
+_at_exit: dict[Place, Callable[[], dict[str, Any]]] = {}
+
+
+def leave_at_exit(place: Place, static: Callable[[], dict[str, Any]]) -> None:
+    """See that ``place`` shows ``static()`` when the kernel ends: a live view without a kernel is an error message."""
+    if not _at_exit:
+        atexit.register(_leave)
+    _at_exit[place] = static
+
+
+def forget(place: Place) -> None:
+    """Undo ``leave_at_exit``."""
+    _at_exit.pop(place, None)
+
+
+def _leave() -> None:
+    for place, static in list(_at_exit.items()):
+        with suppress(Exception):  # the kernel is going: there is nobody to tell
+            place.show(static())
+
+
 def here() -> Place | None:
     """Return an output under the cell that runs now; None where there is no notebook."""
     kernel = running_kernel()
     return Place(kernel) if kernel is not None else None
 
 
-__all__ = ["Place", "here"]
+__all__ = ["Place", "forget", "here", "leave_at_exit"]

@@ -9,7 +9,7 @@ from tests.support.kernel import Cell, Kernel
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TRAIN = """
-import os, time
+import os, time, notebook_accelerate
 from notebook_accelerate import notebook_launcher, runs, telemetry
 from notebook_accelerate.telemetry import MetricEvent
 
@@ -129,3 +129,13 @@ def _answers(kernel: Kernel, count: int) -> list[float]:
         seconds.append(time.perf_counter() - begin)
         kernel.pump(0.05)
     return seconds
+
+
+def test_when_the_kernel_ends_static_forms_take_the_place_of_live_views() -> None:
+    with Kernel() as kernel:
+        kernel.check(TRAIN)
+        kernel.check("run = launch(0.2)")
+        panel, table = kernel.check("run.panel()"), kernel.check("notebook_accelerate.widgets.RunsTable()")
+        assert _kinds(panel) == _kinds(table) == ["live"]
+        kernel.client.shutdown()
+        kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report", 10)
