@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import MetricSeries, Store
 
 WIDTH, HEIGHT = 460, 210
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 30, 26
+LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
 MAX_TRACKS = 8
 """More ranks than this are not drawn: the eye could not tell them apart."""
 POINTS = 400
@@ -81,15 +81,24 @@ def _at(step: int) -> str:
     return f" at step {step:,}" if step >= 0 else ""
 
 
-def number(value: float) -> str:
-    """Return a number as an axis or a table shows it: short, no trailing zeros."""
+def labels(values: Sequence[float]) -> list[str]:
+    """Return the numbers of an axis, with as many digits as it takes to tell neighbours apart."""
+    if len(values) < 2:
+        return [number(value) for value in values]
+    largest, step = max(map(abs, values)), abs(values[1] - values[0])
+    digits = max(4, 2 + math.ceil(math.log10(largest / step))) if step else 4
+    return [number(value, digits) for value in values]
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Return a number as an axis or a table shows it: so many digits at most, no trailing zeros."""
     if not math.isfinite(value):
         return str(float(value))
     size = abs(value)
     if size and (size >= 1e6 or size < 1e-3):
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.4g}"
+        mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
+        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
+    return f"{value:.{digits}g}"
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
@@ -135,11 +144,12 @@ class _Frame:
 
     def axes(self) -> list[str]:
         parts = []
-        for value in ticks(self.y0, self.y1, 4):
+        rows = ticks(self.y0, self.y1, 4)
+        for value, label in zip(rows, labels(rows), strict=True):
             y = f"{self.y(value):.1f}"
             stroke = f'stroke="{GRID}" stroke-opacity=".22"'
             parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" {stroke}/>')
-            parts.append(_text(LEFT - 7, self.y(value) + 3.8, number(value), "end"))
+            parts.append(_text(LEFT - 7, self.y(value) + 3.8, label, "end"))
         below = HEIGHT - BOTTOM + 17
         parts += [_text(self.x(value), below, f"{value:,.10g}", "middle") for value in ticks(self.x0, self.x1, 5)]
         return parts

@@ -39,6 +39,19 @@ function format(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+/* Labels of an axis: as many digits as it takes to tell neighbours apart. */
+function ticks(splits) {
+  const found = splits.filter((value) => value != null);
+  const largest = Math.max(...found.map(Math.abs)), step = Math.abs(found[1] - found[0]) || largest || 1;
+  const digits = Math.min(9, Math.max(2, 1 + Math.ceil(Math.log10(largest / step + 1e-12))));
+  const small = largest && (largest >= 1e6 || largest < 1e-3);
+  return splits.map((value) => {
+    if (value == null) return "";
+    if (!value) return "0";
+    return small ? Number(value.toExponential(digits - 1)).toExponential().replace("e+", "e") : String(Number(value.toPrecision(digits + 1)));
+  });
+}
+
 function duration(seconds) {
   const whole = Math.round(Math.abs(seconds));
   const two = (n) => String(n).padStart(2, "0");
@@ -190,7 +203,7 @@ class Chart {
       axes: [
         { ...axis, grid: { show: false }, size: 26, space: 60,
           values: (u, splits) => splits.map((v) => (time ? duration(v) : format(v).replace(/^(-?\d+)$/, (n) => Number(n).toLocaleString("en")))) },
-        { ...axis, size: 52, space: 34, values: (u, splits) => splits.map((v) => (v == null ? "" : format(v))) },
+        { ...axis, size: 56, space: 34, values: (u, splits) => ticks(splits) },
       ],
       series,
       hooks: {
