@@ -12,7 +12,10 @@ from notebook_accelerate.launch.places import Place, here
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
 
-VIEWS = {"panel": "notebook_accelerate.widgets.run_panel:RunPanel"}
+VIEWS = {
+    "panel": "notebook_accelerate.widgets.run_panel:RunPanel",
+    "debug": "notebook_accelerate.widgets.debug_panel:DebugPanel",
+}
 """What a run can show, by name: module and class, called with the run."""
 
 STOP_GRACE = 5.0
@@ -22,6 +25,7 @@ class Viewed:
     """What a run can do to be seen."""
 
     _view: Any = None
+    _debug_view: Any = None
     _place: Place | None = None
     _launched_under: str = ""
 
@@ -37,6 +41,16 @@ class Viewed:
         if self._view is None or self._view.closed:
             self._view = load("panel")(self)
         return self._view
+
+    def debug_panel(self) -> Any:
+        """Return a panel that looks into the ranks: places, stacks, questions; as the last line of a cell it shows.
+
+        Raises:
+            ImportError: ipywidgets is not installed.
+        """
+        if self._debug_view is None or self._debug_view.closed:
+            self._debug_view = load("debug")(self)
+        return self._debug_view
 
     def request_stop(self, grace: float = STOP_GRACE) -> None:
         """Ask for the run's end and return at once; from any thread. A second call kills.

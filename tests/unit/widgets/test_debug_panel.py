@@ -1,0 +1,194 @@
+"""The debug panel, fed by hand and by a fake clock, without a browser; and over a real run."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import notebook_launcher
+from notebook_accelerate.debug.diagnosis import RankPlace, diagnose
+from notebook_accelerate.debug.protocol import Collective
+from notebook_accelerate.launch import Run
+from notebook_accelerate.telemetry import FrameInfo, RankFailure
+from notebook_accelerate.widgets.debug_panel import ALL, DebugPanel
+from notebook_accelerate.widgets.debug_parts import MAX_HISTORY, Entry
+from tests.support.runs import START, Clock, end, make_run
+
+EVIL = "<script>alert('&')</script>"
+
+
+@pytest.fixture
+def made() -> Iterator[list[DebugPanel]]:
+    """Return a list whose panels are closed at the end."""
+    panels: list[DebugPanel] = []
+    yield panels
+    for panel in panels:
+        panel.wait()
+        panel.close()
+
+
+def _panel(made: list[DebugPanel], run: Run, clock: Any = None) -> DebugPanel:
+    made.append(DebugPanel(run, clock or Clock()))
+    return made[-1]
+
+
+def _render(panel: DebugPanel, clock: Clock) -> str:
+    clock.turn(1.0)
+    panel.binding.touch()
+    assert panel.binding.tick()
+    return "\n".join(
+        getattr(panel, part).value for part in ("_head", "_problem", "_verdict", "_ranks", "_stacks", "_history")
+    )
+
+
+def _found(source: str = "dist.all_reduce(x)") -> Any:
+    frames = (FrameInfo("cell", 13, "train", source),)
+    call = Collective("0", 4, "all_reduce", ((128,),), ("f32",), START - 31)
+    waiting = [RankPlace(rank, "running", frames, START - 31, (call,), {"0": 4}) for rank in (0, 2)]
+    absent = RankPlace(1, "running", (FrameInfo("cell", 12, "train", "time.sleep(60)"),), START - 31, (), {"0": 3})
+    return diagnose([waiting[0], absent, waiting[1]], lambda frame: f"Cell In[7], line {frame.lineno}", START)
+
+
+def test_ranks_stand_with_state_and_step_before_anybody_looked(made: list[DebugPanel]) -> None:
+    run, clock = make_run(2), Clock()
+    run.store.last_step[1] = 1200
+    html = _render(_panel(made, run, clock), clock)
+    assert html.count("Running") == 2
+    assert "1,200" in html
+    assert html.count("not looked at yet") == 2
+    assert "Stacks" not in html
+
+
+def test_an_automatic_diagnosis_appears_by_itself(made: list[DebugPanel]) -> None:
+    run, clock = make_run(3), Clock()
+    panel = _panel(made, run, clock)
+    run.diagnoses.append(_found())
+    html = _render(panel, clock)
+    assert "<strong>rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[7], line 12" in html
+    assert "Place (1.0 s ago)" in html
+    assert html.count("waits in all_reduce #4") == 2
+    assert "ranks 0, 2:\n  Cell In[7], line 13, in train" in html  # equal stacks once
+    assert html.count("in train\n    dist.all_reduce(x)") == 1
+
+
+def test_warnings_of_mistakes_are_shown(made: list[DebugPanel]) -> None:
+    run, clock = make_run(2), Clock()
+    run.warnings.append("every rank trains on the same data")
+    assert "⚠ every rank trains on the same data" in _render(_panel(made, run, clock), clock)
+
+
+def test_words_from_elsewhere_are_escaped(made: list[DebugPanel]) -> None:
+    run, clock = make_run(3), Clock()
+    run.diagnoses.append(_found(EVIL))
+    run.warnings.append(EVIL)
+    panel = _panel(made, run, clock)
+    panel.history.append(Entry("ask", EVIL, {0: EVIL}))
+    panel._say(EVIL)
+    for html in (_render(panel, clock), panel.html):
+        assert "<script>" not in html
+        assert "&lt;script&gt;" in html
+
+
+def test_equal_answers_are_folded_and_colours_go() -> None:
+    entry = Entry("cast", "p loss", {0: "\x1b[32m1.5\x1b[0m\n", 1: "1.5", 2: "2.0"})
+    assert entry.text == "cast> p loss\n  ranks 0, 1: 1.5\n  rank 2: 2.0"
+
+
+def test_history_is_bounded(made: list[DebugPanel]) -> None:
+    panel = _panel(made, make_run(2))
+    for number in range(MAX_HISTORY + 5):
+        panel._note("ask", str(number), {0: "x"})
+    assert len(panel.history) == MAX_HISTORY
+    assert panel.history[-1].line == str(MAX_HISTORY + 4)
+
+
+def test_static_forms_hold_everything(made: list[DebugPanel]) -> None:
+    run = make_run(3)
+    run.diagnoses.append(_found())
+    panel = _panel(made, run)
+    panel._note("ask", "loss", {0: "1.0", 1: "1.0"})
+    assert panel.text.splitlines()[0] == f"run {run.id} (train): running"
+    for piece in ("rank 1 never reached all_reduce #4", "ask> loss", "ranks 0, 1: 1.0", "dist.all_reduce(x)"):
+        assert piece in panel.text
+        assert piece.replace(">", "&gt;") in panel.html
+    assert panel._repr_mimebundle_() == {"text/html": panel.html, "text/plain": panel.text}
+
+
+def test_controls_rest_once_there_is_nobody_to_ask(made: list[DebugPanel]) -> None:
+    run, clock = make_run(2), Clock()
+    panel = _panel(made, run, clock)
+    _render(panel, clock)
+    assert not panel.why_button.disabled
+    end(run)
+    _render(panel, clock)
+    assert panel.why_button.disabled
+    assert panel.line.disabled
+
+
+def test_held_ranks_can_be_asked_after_the_failure(made: list[DebugPanel]) -> None:
+    run, clock = make_run(2), Clock()
+    panel = _panel(made, run, clock)
+    run._released.clear()
+    end(run, "failed", (RankFailure(1, "exception", START, "KeyError: 1"),))
+    _render(panel, clock)
+    assert not panel.why_button.disabled
+    run._released.set()
+    _render(panel, clock)
+    assert panel.why_button.disabled
+
+
+def test_a_question_that_fails_is_told_of(made: list[DebugPanel]) -> None:
+    run, clock = make_run(2), Clock()
+    panel = _panel(made, run, clock)
+    panel.line.value = "x ="
+    panel.wait()
+    panel._send()
+    panel.wait()
+    assert "&#x27;x =&#x27; is not an expression" in _render(panel, clock)
+    assert panel.history == []
+
+
+def _loop() -> None:
+    number, rank = 21, int(os.environ["RANK"])
+    while number:
+        time.sleep(0.01)
+    print(rank)
+
+
+def test_over_a_real_run(made: list[DebugPanel]) -> None:
+    run = notebook_launcher(_loop, num_processes=2, use_port=0, start_method="fork", block=False)
+    try:
+        deadline = time.monotonic() + 10
+        while run.status != "running" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        panel = _panel(made, run, time.time)
+        panel.why_button.click()
+        panel.wait()
+        assert panel.found is not None
+        assert re.search(r"test_debug_panel\.py, line \d+, in _loop", panel.text)
+        panel.whom.value = "rank 1"
+        panel.line.value = "numb"
+        panel.wait()
+        assert panel.line.options == ("number",)
+        panel.line.value = "number * (rank + 1)"
+        panel.wait()
+        panel._on_line_message(None, {"event": "submit"}, [])
+        panel.wait()
+        assert panel.history[-1] == Entry("ask", "number * (rank + 1)", {1: "42"})
+        assert panel.line.value == ""
+        panel.whom.value = ALL
+        panel.pause_button.click()
+        panel.wait()
+        assert panel.history[-1].answers == {0: "paused", 1: "paused"}
+        panel.resume_button.click()
+        panel.wait()
+        assert panel.history[-1].answers == {0: "resumed", 1: "resumed"}
+    finally:
+        run.stop(1.0)
+    assert run.debug_panel() is not None
+    run.debug_panel().close()

@@ -1,0 +1,128 @@
+"""The parts of the debug panel as HTML and as text; every word that came from elsewhere is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.debug.session import Stacks
+from notebook_accelerate.widgets.sections import state
+from notebook_accelerate.widgets.watching import duration
+
+if TYPE_CHECKING:
+    from notebook_accelerate.debug.diagnosis import Diagnosis, RankPlace
+    from notebook_accelerate.launch import Run
+
+MAX_HISTORY = 50
+"""Questions and answers that are kept."""
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_CODE = ' style="font-family:monospace;white-space:pre-wrap;margin:4px 0"'
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line that was typed and what came back.
+
+    Attributes:
+        kind: "ask" or "cast".
+        line: What was typed.
+        answers: By rank, as they look.
+    """
+
+    kind: str
+    line: str
+    answers: Mapping[int, str]
+
+    @property
+    def text(self) -> str:
+        """The entry as plain text; equal answers stand once."""
+        rows = [f"  {who}: {answer}" for who, answer in self.folded()]
+        return "\n".join([f"{self.kind}> {self.line}", *rows])
+
+    def folded(self) -> list[tuple[str, str]]:
+        """Return the answers, each with the ranks that gave it."""
+        found: dict[str, list[int]] = {}
+        for rank, answer in self.answers.items():
+            found.setdefault(_COLOURS.sub("", answer).rstrip(), []).append(rank)
+        return [(rank_names(ranks), answer) for answer, ranks in found.items()]
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 0, 2"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def stacks_of(found: Diagnosis) -> Stacks:
+    """Return the stacks that a diagnosis has seen."""
+    return Stacks({place.rank: place.frames for place in found.places if place.frames}, found.name_place)
+
+
+def place_text(place: RankPlace | None, found: Diagnosis | None) -> str:
+    """Return where a rank was seen; "" where nobody has looked."""
+    return found.line_of(place.rank) if place is not None and found is not None else ""
+
+
+def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: float) -> str:
+    """Return the table of ranks: state, and the place where each was seen last."""
+    places = {place.rank: place for place in found.places} if found is not None else {}
+    seen = f" ({duration(max(0.0, now - found.time))} ago)" if found is not None else ""
+    rows = []
+    for info in run.ranks:
+        where = escape(place_text(places.get(info.rank), found)) or '<span class="na-muted">not looked at yet</span>'
+        mark = ' <span class="na-muted">at a breakpoint</span>' if info.rank in stopped else ""
+        step = "–" if info.last_step is None else f"{info.last_step:,}"
+        cells = f"<th scope='row'>{info.rank}</th><td>{state(info.state)}{mark}</td><td>{step}</td><td>{where}</td>"
+        rows.append(f"<tr>{cells}</tr>")
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Rank", "State", "Step", f"Place{seen}"))
+    return f'<table class="na-table"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+
+
+def verdict_html(run: Run, found: Diagnosis | None) -> str:
+    """Return the verdict, and the warnings of the usual mistakes."""
+    said = f'<p role="status"><strong>{escape(found.verdict)}</strong></p>' if found is not None else ""
+    return said + "".join(f'<p class="na-problem">⚠ {escape(text)}</p>' for text in run.warnings)
+
+
+def stacks_html(found: Diagnosis | None) -> str:
+    """Return the stacks, equal ones once, folded until somebody wants them."""
+    if found is None or not (stacks := stacks_of(found)):
+        return ""
+    return f"<details><summary>Stacks</summary><pre{_CODE}>{escape(repr(stacks))}</pre></details>"
+
+
+def history_html(entries: Sequence[Entry]) -> str:
+    """Return questions and answers, the newest first."""
+    blocks = []
+    for entry in reversed(entries):
+        answers = "\n".join(f"{who}: {answer}" for who, answer in entry.folded())
+        line = f"<b>{escape(entry.kind)}&gt; {escape(entry.line)}</b>"
+        blocks.append(f"<div><pre{_CODE}>{line}\n{escape(answers)}</pre></div>")
+    return f'<div role="log" aria-label="Questions and answers">{"".join(blocks)}</div>' if blocks else ""
+
+
+def text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> str:
+    """Return the whole panel as plain text."""
+    blocks = [f"run {run.id} ({run.function_name}): {run.status}"]
+    blocks += [f"⚠ {warning}" for warning in run.warnings]
+    if found is not None:
+        blocks += [found.text, repr(stacks_of(found))]
+    else:
+        blocks.append("\n".join(f"rank {info.rank}: {info.state}" for info in run.ranks))
+    return "\n\n".join(block for block in [*blocks, *(entry.text for entry in entries)] if block)
+
+
+__all__ = [
+    "MAX_HISTORY",
+    "Entry",
+    "history_html",
+    "place_text",
+    "rank_names",
+    "ranks_html",
+    "stacks_html",
+    "stacks_of",
+    "text",
+    "verdict_html",
+]
