@@ -1,0 +1,169 @@
+"""What a panel costs: per update, against plotly and an HTML table, and to the training that it shows."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ipywidgets
+
+from notebook_accelerate.telemetry import MetricEvent, Store
+from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.widgets.plot import Plot, Source
+from notebook_accelerate.widgets.run_panel import RunPanel
+from tests.benchmarks.bench import Figure, alternate, compared, row
+from tests.support.kernel import Kernel
+from tests.support.runs import START, Clock, make_run
+
+_POINTS = 20_000
+_UPDATES = 50
+
+_TRAIN = """
+import os, time, torch
+from notebook_accelerate import notebook_launcher, telemetry
+from notebook_accelerate.telemetry import MetricEvent
+torch.set_num_threads(1)
+def train(steps=300):
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    inputs = torch.randn(64, 256)
+    begin = time.perf_counter()
+    for step in range(steps):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        telemetry.emit(MetricEvent({"loss": loss.item()}, step))
+    return 1e3 * (time.perf_counter() - begin) / steps
+"""
+
+
+class _Counted:
+    """Counts what a widget sends."""
+
+    def __init__(self, widget: Any) -> None:
+        self.sent = 0
+        widget.comm.publish_msg = self._publish
+
+    def _publish(self, kind: str, data: Any = None, metadata: Any = None, buffers: Any = None, **_: Any) -> None:
+        self.sent += len(json.dumps(data, default=str)) + sum(len(buffer) for buffer in buffers or ())
+
+
+def _log(store: Store, begin: int, end: int) -> None:
+    store.add([
+        Record(0, START + step / 100, MetricEvent({"loss": math.exp(-step / 5000)}, step)) for step in range(begin, end)
+    ])  # fmt: skip
+
+
+def _curve() -> tuple[Callable[[], float], _Counted]:
+    store = Store()
+    _log(store, 0, _POINTS)
+    plot, state = Plot([Source(store, START)]), {"step": _POINTS}
+    counted = _Counted(plot)
+    plot.update(0.0)
+    plot.update(1000.0)
+    counted.sent = 0
+
+    def update() -> float:
+        _log(store, state["step"], state["step"] + 10)
+        state["step"] += 10
+        begin = time.perf_counter()
+        plot.update(1000.1)
+        return time.perf_counter() - begin
+
+    return update, counted
+
+
+def _plotly() -> tuple[Callable[[], float], _Counted]:
+    import plotly.graph_objects as go
+
+    steps = list(range(_POINTS))
+    values = [math.exp(-step / 5000) for step in steps]
+    figure = go.FigureWidget(go.Scattergl(x=steps, y=values))
+    counted = _Counted(figure)
+
+    def update() -> float:
+        for _ in range(10):
+            steps.append(len(steps))
+            values.append(math.exp(-len(steps) / 5000))
+        begin = time.perf_counter()
+        with figure.batch_update():
+            figure.data[0].x, figure.data[0].y = steps, values
+        return time.perf_counter() - begin
+
+    return update, counted
+
+
+def _table() -> tuple[Callable[[], float], _Counted]:
+    widget, state = ipywidgets.HTML(), {"step": 0}
+    counted = _Counted(widget)
+
+    def update() -> float:
+        state["step"] += 10
+        begin = time.perf_counter()
+        rows = "".join(f"<tr><td>{rank}</td><td>{state['step']}</td><td>{0.5:.4f}</td></tr>" for rank in range(8))
+        widget.value = f"<table>{rows}</table>"
+        return time.perf_counter() - begin
+
+    return update, counted
+
+
+@row("panels", "one update of a curve of 20,000 points")
+def updates() -> Iterator[Figure]:
+    """Append ten points, as ten times a second."""
+    (ours, here), (table, small) = _curve(), _table()
+    sides, counts = [ours, table], [here, small]
+    note = "plotly is not installed"
+    try:
+        theirs, there = _plotly()
+        sides, counts, note = [*sides, theirs], [*counts, there], "the peer is plotly's FigureWidget"
+    except ImportError:
+        pass
+    measured = alternate(_UPDATES, *sides)
+    kilobytes = [[count.sent / (_UPDATES + 1) / 1000] for count in counts]
+    plotly_time = measured[2] if len(measured) > 2 else ()
+    plotly_size = kilobytes[2] if len(kilobytes) > 2 else ()
+    yield compared("time in the kernel", measured[0], plotly_time, unit="ms", scale=1e3, ratio=1.0, note=note)
+    yield compared("sent to the browser", kilobytes[0], plotly_size, unit="kB", ratio=0.1, note=note)
+    yield compared("a table of 8 ranks in an HTML widget: time", measured[1], unit="ms", scale=1e3)
+    yield compared("a table of 8 ranks in an HTML widget: sent", kilobytes[1], unit="kB")
+
+
+@row("panels", "a whole panel of 8 ranks")
+def panel() -> Iterator[Figure]:
+    """Render the panel with everything in it, five times a second of a fake clock."""
+    run, clock = make_run(ranks=8), Clock()
+    for rank in range(8):
+        run.store.add([Record(rank, START, MetricEvent({"loss": 1.0, "lr": 0.1}, step)) for step in range(20_000)])
+    begin = time.perf_counter()
+    shown = RunPanel(run, clock)
+    yield Figure(what="to open it on 320,000 points", unit="ms", ours=1e3 * (time.perf_counter() - begin),
+                 goal="≤ 1000 ms", met=time.perf_counter() - begin <= 1.0)  # fmt: skip
+    clock.turn(60.0)
+
+    def update() -> float:
+        clock.turn(0.2)
+        for rank in range(8):
+            run.store.add([Record(rank, clock.now, MetricEvent({"loss": 1.0, "lr": 0.1}, 20_000))])
+        start = time.perf_counter()
+        shown.binding.tick()
+        return time.perf_counter() - start
+
+    yield compared("one update", alternate(_UPDATES, update)[0], unit="ms", scale=1e3, limit=20)
+    shown.close()
+
+
+@row("panels", "cost to the training")
+def training() -> Iterator[Figure]:
+    """Train in two ranks under a kernel, with the panel and without."""
+    with Kernel() as kernel:
+        kernel.check(_TRAIN, timeout=60)
+
+        def side(panel: bool) -> float:
+            launch = (
+                f"notebook_launcher(train, num_processes=2, use_port=0, env={{'OMP_NUM_THREADS': '1'}}, panel={panel})"
+            )
+            return float(kernel.value(f"sum({launch}.results) / 2", timeout=120))
+
+        shown, hidden = alternate(6, lambda: side(True), lambda: side(False))
+    yield compared("a step with the panel open; the peer has none", shown, hidden, unit="ms", ratio=1.05)
