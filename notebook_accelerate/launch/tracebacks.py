@@ -90,9 +90,15 @@ def cell_name(filename: str) -> str:
 def _number_in_history(shell: Any, filename: str) -> int | None:
     """Return the number of the last cell with the source that this name stands for: IPython 7 keeps no other table."""
     source = "".join(linecache.getlines(filename)).strip()
-    inputs = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", [])
-    cells = range(len(inputs) - 1, 0, -1) if source else ()
-    return next((number for number in cells if inputs[number].strip() == source), None)
+    history = getattr(shell, "history_manager", None)
+    if not source or history is None:
+        return None
+    for number in range(len(history.input_hist_raw) - 1, 0, -1):
+        raw = history.input_hist_raw[number]
+        # As it ran, or, for a cell magic, what stands below its first line.
+        if source in (history.input_hist_parsed[number].strip(), raw.partition("\n")[2].strip()):
+            return number
+    return None
 
 
 def name_cells(text: str) -> str:
