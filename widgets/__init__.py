@@ -10,17 +10,19 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.config_panel import ConfigPanel
     from notebook_accelerate.widgets.debug_panel import DebugPanel
     from notebook_accelerate.widgets.forms import Form
+    from notebook_accelerate.widgets.resources import ResourceStrip
     from notebook_accelerate.widgets.run_panel import RunPanel
     from notebook_accelerate.widgets.runs_table import RunsTable
     from notebook_accelerate.widgets.training_options import TrainingOptions
 
-__all__ = ["ConfigPanel", "DebugPanel", "Form", "RunPanel", "RunsTable", "TrainingOptions"]
+__all__ = ["ConfigPanel", "DebugPanel", "Form", "ResourceStrip", "RunPanel", "RunsTable", "TrainingOptions"]
 
 # Where each panel lives: importing this package loads no widget library.
 _NAMES_OF_MODULE = {
     "widgets.config_panel": ("ConfigPanel",),
     "widgets.debug_panel": ("DebugPanel",),
     "widgets.forms": ("Form",),
+    "widgets.resources": ("ResourceStrip",),
     "widgets.run_panel": ("RunPanel",),
     "widgets.runs_table": ("RunsTable",),
     "widgets.training_options": ("TrainingOptions",),

@@ -5,6 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
+
 from tests.support.kernel import Cell, Kernel
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -139,3 +144,16 @@ def test_when_the_kernel_ends_static_forms_take_the_place_of_live_views() -> Non
         assert _kinds(panel) == _kinds(table) == ["live"]
         kernel.client.shutdown()
         kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report", 10)
+
+
+@pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
+def test_a_notebook_that_ran_headless_keeps_the_report_and_converts() -> None:
+    cells = [nbformat.v4.new_code_cell(source) for source in (TRAIN, "launch(1.0);", "launch(0.3, panel=False)")]
+    book = nbformat.v4.new_notebook(cells=cells)
+    NotebookClient(book, timeout=90, kernel_name="python3", store_widget_state=False).execute()
+    shown = [output for cell in book.cells for output in cell.outputs if "data" in output]
+    assert [set(output["data"]) for output in shown] == [{"text/html", "text/plain"}] * 2
+    page, _ = HTMLExporter().from_notebook_node(book)
+    assert page.count('alt="Curve of loss: ') == 2
+    assert "Where the step" not in page, "nothing was measured, so nothing is said"
+    assert shown[0]["data"]["text/plain"].startswith("run ")
