@@ -65,7 +65,7 @@ $(KERNELS_BUILD)/%/.ready: $(READY)
 
 demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb \
-		examples/03_panels.ipynb
+		examples/03_panels.ipynb examples/04_debugging.ipynb
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
 test: lint $(if $(CHROMIUM),$(BROWSER_READY))

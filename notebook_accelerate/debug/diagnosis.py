@@ -173,7 +173,7 @@ class _Verdict:
         if len(calls) < 2:
             return ""
         sides = [f"{_ranks(ranks)} called {texts[call]}" for call, ranks in calls.items()]
-        return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides)
+        return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides) + _guard_of(here)
 
     def _absent(self, first: Collective, here: Sequence[RankPlace]) -> str:
         present = {place.rank for place in here}

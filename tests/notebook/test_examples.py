@@ -93,6 +93,22 @@ def test_the_panels_configure_watch_and_compare(kernel: Kernel) -> None:
     assert cells[-1].stdout.startswith("The panels are through")
 
 
+@pytest.mark.timeout(400)
+def test_a_desync_is_named_and_a_nan_is_traced(kernel: Kernel) -> None:
+    cells = run_all(kernel, ROOT / "examples" / "04_debugging.ipynb")
+
+    diagnosis = find(cells, "found = run.diagnose()").result
+    assert diagnosis is not None
+    assert "rank 0: Cell In[" in diagnosis["text/plain"]
+    assert "<strong>the ranks disagree at collective #" in diagnosis["text/html"]
+    assert find(cells, "run.stacks()").result_text is not None
+    assert kernel.value("found.verdict.endswith('so move it out of that block')") is True
+    assert "before any other rank's" in find(cells, "for warning in run.warnings").stdout
+    assert "FloatingPointError: the loss is nan" in find(cells, "def careful").stdout
+    assert "bad rows:          {0: [], 1: [87]}" in find(cells, "bad = run.ask").stdout
+    assert cells[-1].stdout.startswith("The desync was named by the diagnosis")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_saved_clean(path: Path) -> None:
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
