@@ -204,7 +204,10 @@ def _verdict(ranks: list[RankNow], *, active: bool) -> tuple[set[int], str]:
         return set(), ""
     behind = {rank.rank: rank.behind for rank in ranks if rank.step is not None}
     # Ranks of a run that has ended stopped where they were; only what they measured of themselves still counts.
-    far = {rank: by for rank, by in behind.items() if active and by >= max(3, 0.02 * max(r.step or 0 for r in ranks))}
+    # What ranks tell comes in batches, so that a difference of less than a second's steps means nothing.
+    pace = max((rank.rate or 0.0 for rank in ranks), default=0.0)
+    least = max(3.0, 0.02 * max((rank.step or 0 for rank in ranks), default=0), pace)
+    far = {rank: by for rank, by in behind.items() if active and by >= least}
     if far and len(far) < len(ranks):
         worst = max(far, key=lambda rank: far[rank])
         return set(far), f"Rank {worst} is {far[worst]:,} steps behind."

@@ -312,3 +312,13 @@ def test_the_table_of_runs_shows_differences_and_final_metrics() -> None:
     assert table.text.startswith("run  function")
     with pytest.raises(ValueError, match="no run 999999 in this kernel"):
         RunsTable([999999])
+
+
+def test_a_few_steps_behind_at_full_speed_are_no_straggler() -> None:
+    one = _Panel()
+    for second in range(4):
+        for rank in range(2):
+            feed(one.run, MetricEvent({"loss": 0.5}, 50 * second - 10 * rank), rank=rank)
+        html = one.look()
+    assert "No rank is behind." in html
+    assert "straggler" not in html
