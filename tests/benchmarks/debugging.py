@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
@@ -35,8 +36,7 @@ def unused() -> Iterator[Figure]:
 
 def launched(*, quiet: bool) -> float:
     """Return the seconds per step of rank 0 in a run of two ranks."""
-    import torch._dynamo  # what an optimizer's first step would import in each rank
-
+    import_module("torch._dynamo")  # an optimizer's first step would import it in each rank
     from notebook_accelerate import notebook_launcher
     from notebook_accelerate.debug import flight
 
