@@ -90,7 +90,7 @@ class _Launcher:
         try:
             self._thread.start()
             self._started.wait()
-            if self._problem is None:
+            if self._problem is None and not self._run.config.block:
                 views.show(self._run)  # once the ranks are off: making widgets takes as long as starting them
         except KeyboardInterrupt:
             self._request_stop(DEFAULT_GRACE)
@@ -102,10 +102,13 @@ class _Launcher:
 
     def see_through(self) -> None:
         """Wait for the end; the notebook's stop button stops the run, pressed twice it kills it."""
-        interrupted = False
-        while not self._run._done.is_set():
+        interrupted = shown = False
+        while not (self._run._done.is_set() and shown):
             try:
-                self._run.wait()
+                self._run.wait(None if shown else views.LIVE_AFTER_SECONDS)
+                if not shown:
+                    shown = True
+                    views.show(self._run)
             except KeyboardInterrupt:
                 self._request_stop(DEFAULT_GRACE)
                 interrupted = True

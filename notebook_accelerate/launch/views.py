@@ -19,6 +19,8 @@ VIEWS = {
 """What a run can show, by name: module and class, called with the run."""
 
 STOP_GRACE = 5.0
+LIVE_AFTER_SECONDS = 0.3
+"""A blocking run that ends sooner leaves its report without having had a live panel: making one takes 40 ms."""
 
 
 class Viewed:
