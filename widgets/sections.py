@@ -89,7 +89,7 @@ def ranks(now: Now, loss: str) -> str:
     more = len(now.ranks) - len(shown)
     left_out = f'<p class="na-muted">{more:,} more ranks like these.</p>' if more else ""
     warned = " na-warned" if now.warned else ""
-    verdict = f'<p class="na-verdict{warned}" role="status">{escape(now.verdict)}</p>' if now.verdict else ""
+    verdict = f'<p class="na-verdict{warned}">{escape(now.verdict)}</p>' if now.verdict else ""
     return (
         f'{verdict}<div class="na-scroll"><table class="na-table"><caption class="na-hidden">Ranks</caption><thead><tr>'
         f'<th scope="col">rank</th><th scope="col">state</th>{titles}<th scope="col" class="na-num">last heard</th>'

@@ -178,6 +178,11 @@ def test_dark_theme_and_keyboard(opened: Any, app: App) -> None:
     _watch(page)
     colour = page.page.evaluate("() => getComputedStyle(document.querySelector('.na-chip i')).backgroundColor")
     assert colour == "rgb(106, 165, 248)", "the light blue of the dark palette"
+    motion = "() => getComputedStyle(document.querySelector('.na-state'), '::before').animationName"
+    assert page.page.evaluate(motion) == "na-pulse"
+    page.page.emulate_media(reduced_motion="reduce")
+    assert page.page.evaluate(motion) == "none"
+    page.page.emulate_media(reduced_motion="no-preference")
     chart = page.page.locator(".na-chart").first
     chart.focus()
     page.page.keyboard.press("PageUp")

@@ -33,7 +33,7 @@ class Logs {
     this.errors = make("input", { type: "checkbox", onchange: () => this.schedule() });
     this.follow = make("input", { type: "checkbox", onchange: () => this.schedule() });
     this.follow.checked = true;
-    this.count = make("span", { class: "na-count", role: "status" });
+    this.count = make("span", { class: "na-count" });
     this.body = make("div", { class: "na-log", role: "log", tabindex: "0", "aria-label": "Output of the ranks", "aria-live": "off", id: this.key });
     el.append(make("div", { class: "na-logs" },
       make("div", { class: "na-tools" }, this.tabs, this.search,

@@ -233,12 +233,12 @@ class Chart {
     const index = this.u.cursor.idx;
     const stride = this.panel.smoothing > 0 ? 2 : 1;
     const parts = [];
-    const many = this.labels.length > 5;
+    const many = this.labels.length > 4;
     this.labels.forEach((label, i) => {
       const column = this.joined[1 + i * stride];
       let at = index == null ? column.length - 1 : index;
       while (at > 0 && column[at] == null) at--;
-      if (parts.length >= 5) return;
+      if (parts.length >= (many ? 3 : 4)) return;
       const value = make("span", {}, make("i", { style: `background:${this.panel.colour(label)}` }), format(column[at]));
       value.title = label;
       parts.push(value);
