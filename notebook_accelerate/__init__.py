@@ -12,7 +12,17 @@ from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
     from notebook_accelerate.accelerator import Accelerator
+    from notebook_accelerate.big_modeling import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+    )
     from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.config.parallelism_config import ParallelismConfig
     from notebook_accelerate.data_loader import skip_first_batches
     from notebook_accelerate.errors import (
         ChannelClosedError,
@@ -36,12 +46,14 @@ if TYPE_CHECKING:
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         DistributedType,
+        FullyShardedDataParallelPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
     from notebook_accelerate.utils.imports import is_rich_available
     from notebook_accelerate.utils.memory import find_executable_batch_size
+    from notebook_accelerate.utils.modeling import infer_auto_device_map, load_checkpoint_in_model
     from notebook_accelerate.utils.random import synchronize_rng_states
     from notebook_accelerate.widgets.config_panel import configure
 
@@ -56,11 +68,13 @@ __all__ = [
     "DeviceBusyError",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "InitProcessGroupKwargs",
     "LaunchConfig",
     "LaunchError",
     "NotebookAccelerateError",
+    "ParallelismConfig",
     "PartialState",
     "PortInUseError",
     "ProfileKwargs",
@@ -72,9 +86,18 @@ __all__ = [
     "WorkerDiedError",
     "WorkerError",
     "configure",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
     "is_rich_available",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "runs",
     "shutdown",
@@ -85,7 +108,17 @@ __all__ = [
 # Where each public name lives, by module below this package.
 _NAMES_OF_MODULE = {
     "accelerator": ("Accelerator",),
+    "big_modeling": (
+        "cpu_offload",
+        "cpu_offload_with_hook",
+        "disk_offload",
+        "dispatch_model",
+        "init_empty_weights",
+        "init_on_device",
+        "load_checkpoint_and_dispatch",
+    ),
     "config.launch": ("LaunchConfig",),
+    "config.parallelism_config": ("ParallelismConfig",),
     "data_loader": ("skip_first_batches",),
     "errors": (
         "ChannelClosedError",
@@ -109,12 +142,14 @@ _NAMES_OF_MODULE = {
         "DataLoaderConfiguration",
         "DistributedDataParallelKwargs",
         "DistributedType",
+        "FullyShardedDataParallelPlugin",
         "GradScalerKwargs",
         "InitProcessGroupKwargs",
         "ProfileKwargs",
     ),
     "utils.imports": ("is_rich_available",),
     "utils.memory": ("find_executable_batch_size",),
+    "utils.modeling": ("infer_auto_device_map", "load_checkpoint_in_model"),
     "utils.random": ("synchronize_rng_states",),
     "widgets.config_panel": ("configure",),
 }
@@ -122,11 +157,14 @@ _NAMES_OF_MODULE = {
 # Submodules that scripts reach as attributes after a plain `import notebook_accelerate`.
 _SUBMODULES = (
     "accelerator",
+    "big_modeling",
     "data_loader",
+    "hooks",
     "launchers",
     "local_sgd",
     "logging",
     "optimizer",
+    "parallelism_config",
     "scheduler",
     "state",
     "tracking",

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.errors import CheckpointError
-
 CUSTOM_OBJECT_NAME = "custom_checkpoint"
 DATALOADER_STATE_NAME = "dl_state_dict"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -135,25 +133,3 @@ def surplus(project_dir: Path, total_limit: int | None) -> list[Path]:
     """
     found = automatic_checkpoints(project_dir)
     return [] if total_limit is None else found[: max(len(found) - total_limit, 0)]
-
-
-def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name that was read from an index or a manifest, and refuse to leave the folder.
-
-    Args:
-        folder: The checkpoint.
-        name: A relative path.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        CheckpointError: The name is absolute, climbs out with "..", or reaches out through a link.
-    """
-    path = folder / name
-    if Path(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(
-            f"Refused: {folder} lists the file {name!r}, which is outside the folder. A checkpoint may only name its "
-            "own files; take this one from a source you trust."
-        )
-    return path

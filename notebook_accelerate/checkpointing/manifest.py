@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from notebook_accelerate.big_modeling.files import inside
 from notebook_accelerate.checkpointing.contract import WHOLE
-from notebook_accelerate.checkpointing.layout import MANIFEST_NAME, inside
+from notebook_accelerate.checkpointing.layout import MANIFEST_NAME
 from notebook_accelerate.errors import BrokenCheckpointError
 
 FORMAT = 1

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from notebook_accelerate.big_modeling.files import read_index, read_torch
 from notebook_accelerate.checkpointing import files, shards, staging
 from notebook_accelerate.checkpointing.shared import clean_state_dict_for_safetensors
 from notebook_accelerate.config import constants
@@ -86,8 +87,8 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
         path = Path(f)
         if path.suffix == ".safetensors":
             return files.read(path)
-        return files.read_torch(path, map_location=map_location, **kwargs)
-    return files.read_torch(f, map_location=map_location, **kwargs)
+        return read_torch(path, map_location=map_location, **kwargs)
+    return read_torch(f, map_location=map_location, **kwargs)
 
 
 def save_model(
@@ -193,7 +194,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     found = _weights_in(Path(path))
     if not found.name.endswith(".index.json"):
         return dict(files.read(found))
-    weight_map = shards.read_index(found)
+    weight_map = read_index(found)
     parts: dict[Path, dict[str, Any]] = {file: files.read(file) for file in sorted(set(weight_map.values()))}
     if missing := [name for name, file in weight_map.items() if name not in parts[file]]:
         raise CheckpointError(f"{found} names weights that its files do not hold: {', '.join(missing[:5])}")

@@ -6,14 +6,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from notebook_accelerate.checkpointing.layout import inside
 from notebook_accelerate.checkpointing.shared import memory_of
-from notebook_accelerate.errors import BrokenCheckpointError
 
 _UNITS = {
     "": 1,
@@ -112,29 +109,6 @@ def index_of(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def index_text(index: Mapping[str, Any]) -> str:
     """Return an index as Accelerate and transformers write it."""
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
-
-
-def read_index(path: Path) -> dict[str, Path]:
-    """Read an index file.
-
-    Args:
-        path: The index, for instance ``model.safetensors.index.json``.
-
-    Returns:
-        The file of each name.
-
-    Raises:
-        CheckpointError: It names a file outside its folder.
-        BrokenCheckpointError: It is no index, or a file is missing.
-    """
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: inside(path.parent, file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpointError(f"{path} is broken: it holds no weight_map ({error}).") from error
-    if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise BrokenCheckpointError(f"{path.parent} is incomplete: {', '.join(missing)} of {path.name} are not there.")
-    return files
 
 
 def shard_checkpoint(

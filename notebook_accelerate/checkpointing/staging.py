@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+from notebook_accelerate.big_modeling.files import inside
 from notebook_accelerate.checkpointing import layout
 from notebook_accelerate.checkpointing.manifest import read_manifest
 from notebook_accelerate.errors import CheckpointError
@@ -92,7 +93,7 @@ def _remove_stale(target: Path, keep: set[str]) -> None:
     except CheckpointError:
         return
     for name in {Path(name).parts[0] for name in old.files} - keep if old else ():
-        entry = layout.inside(target, name)
+        entry = inside(target, name)
         if entry.is_dir():
             shutil.rmtree(entry)
         else:

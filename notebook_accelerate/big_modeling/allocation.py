@@ -1,0 +1,377 @@
+"""The greedy walk behind `infer_auto_device_map`."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.sizes import as_names, readable
+from notebook_accelerate.big_modeling.walk import Tree, full_name, prefixes
+
+_WAITING, _PLACED = 1, 2
+
+
+class Allocation:
+    """Places the modules of a walk one after the other; the last device with room for the rest is the disk.
+
+    Modules and single tensors are numbers here: modules their position in the walk, tensors what comes after the last
+    module. Lists hold what belongs to each number, so that a step costs about a microsecond.
+
+    Args:
+        tree: The walk.
+        totals: Bytes of each module of the walk.
+        measure: Returns the bytes of a named tensor.
+        tied: Names of tied parameters, group by group.
+        limits: Bytes by device, in the order in which devices are filled.
+        no_split: Names of classes that are not divided.
+        verbose: Print every decision.
+        fallback: Look for a module that fits where a device would stay empty.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        totals: Sequence[Any],
+        measure: Callable[[str, torch.Tensor], Any],
+        tied: Sequence[Sequence[str]],
+        limits: Mapping[Any, int],
+        no_split: Any = None,
+        verbose: bool = False,
+        fallback: bool = False,
+    ) -> None:
+        self.tree, self.limits = tree, dict(limits)
+        self.accelerators = [device for device in limits if device not in ("cpu", "disk")]
+        self.used: dict[Any, Any] = {}
+        self.offloaded: list[int] = []
+        self._devices = [device for device in limits if device != "disk"] + ["disk"]
+        self._main = {"mps"} if "mps" in limits else {*self.accelerators[:1], "cpu"}
+        self._no_split = frozenset(as_names(no_split))
+        self._say = print if verbose else None
+        self._fallback = fallback
+        self._measure = measure
+        self._modules = len(tree.names)
+        self._names, self._sizes, self._after = list(tree.names), list(totals), list(tree.ends)
+        self._second = {name for group in tied for name in group[1:]}
+        self._tensors: dict[str, int] = {}
+        self._owner: dict[int, int] = {}
+        self._device_of: dict[int, Any] = {}
+        self._state = bytearray(self._modules)
+        self._numbers = {name: number for number, name in enumerate(tree.names)} if tied else {}
+        self._groups = _groups_by_prefix(tied)
+        self._own: list[Any] = []
+        self._layers = self._largest_from()
+        self._todo: list[int] = []
+        self._large: dict[int, Any] = {}
+        self._current = 0
+
+    # ---- the walk
+
+    def place_all(self) -> dict[str, Any]:
+        """Place everything and return the device of each name."""
+        top = self._parts(0)
+        self._large = self._large_tensors(top)
+        self._push(top)
+        todo, state, groups = self._todo, self._state, self._groups
+        while todo:
+            entry = todo.pop()
+            if state[entry] == _PLACED:
+                continue
+            state[entry] = 0
+            if self._large:
+                self._large.pop(entry, None)
+            if groups and self._names[entry] in groups:
+                self._place_tied(entry)
+            else:
+                self._place(entry)
+        return {self._names[entry]: device for entry, device in self._device_of.items()}
+
+    def _place(self, entry: int) -> None:
+        room = self._room(entry)
+        if self._say:
+            self._say(f"{self._names[entry]} ({readable(self._sizes[entry])}): {_words(room)} on {self._device()}")
+        if room is None or self._sizes[entry] <= room:
+            self._put(entry)
+        elif parts := self._parts_of(entry):
+            self._split(parts)
+        else:
+            self._next_device(entry)
+
+    def _place_tied(self, entry: int) -> None:
+        ties, room = self._tied_with(entry), self._room(entry)
+        if not ties:
+            self._place(entry)
+        elif room is None or self._together(entry, ties) <= room:
+            self._put_together(entry, ties)
+        elif self._sizes[entry] > room and (parts := self._parts_of(entry)):
+            self._split(parts)
+        elif self._sizes[entry] > room or not self._narrow(entry, ties, room):
+            self._next_device(entry)
+
+    def _put_together(self, entry: int, ties: Mapping[str, int]) -> None:
+        for other in set(ties.values()):
+            self._put(other)
+            if other < self._modules:
+                self._forget_layers(other)
+        self._put(entry)
+
+    def _narrow(self, entry: int, ties: Mapping[str, int], room: Any) -> bool:
+        """Divide a module that must come along for a shared parameter, where a part of it would fit."""
+        for name, other in ties.items():
+            parts = self._parts_of(other)
+            by_name = {self._names[part]: part for part in parts}
+            narrowed = {tied: _holder(tied, by_name, was) for tied, was in ties.items()}
+            if parts and self._together(entry, narrowed) <= room:
+                if self._say:
+                    self._say(f"  {self._names[other]} shares {name}: split")
+                self._replace(other, parts)
+                self._push([entry])
+                return True
+        return False
+
+    def _together(self, entry: int, ties: Mapping[str, int]) -> Any:
+        """Return the bytes of an entry and those it shares parameters with; totals count a parameter once already."""
+        return self._sizes[entry] + sum(self._sizes[other] for other in set(ties.values()))
+
+    def _next_device(self, entry: int) -> None:
+        if self._fallback and not self.used.get(self._device()) and self._fill(entry):
+            return
+        if self._say:
+            self._say(f"  no room on {self._device()}: on to the next device")
+        self._current += 1
+        self._push([entry])
+
+    def _fill(self, entry: int) -> bool:
+        """Place the first module, breadth first, that fits the empty device."""
+        limit = self.limits[self._device()]
+        if self._device() in self._main:
+            limit -= self._layers[0]
+        queue = deque([entry, *(other for other in reversed(self._todo) if self._state[other] == _WAITING)])
+        while queue:
+            found = queue.popleft()
+            if found < self._modules and self._sizes[found] <= limit and self._names[found] not in self._groups:
+                self._push([entry])
+                self._take_out(found)
+                self._put(found)
+                self._forget_layers(found)
+                return True
+            queue += self._parts_of(found)
+        return False
+
+    def _take_out(self, found: int) -> None:
+        """Split what is around a module until it waits by itself."""
+        while self._state[found] != _WAITING:
+            outer = self.tree.parents[found]
+            while self._state[outer] != _WAITING:
+                outer = self.tree.parents[outer]
+            self._replace(outer, self._parts(outer))
+
+    # ---- entries
+
+    def _push(self, entries: Sequence[int]) -> None:
+        self._todo += reversed(entries)
+        for entry in entries:
+            self._state[entry] = _WAITING
+
+    def _split(self, parts: Sequence[int]) -> None:
+        if self._say:
+            self._say(f"  no room on {self._device()}: split")
+        self._large = {}
+        self._push(parts)
+
+    def _replace(self, entry: int, parts: Sequence[int]) -> None:
+        """Put parts where a waiting entry was."""
+        place = len(self._todo) - 1 - self._todo[::-1].index(entry)
+        self._todo[place : place + 1] = list(reversed(parts))
+        self._state[entry] = 0
+        for part in parts:
+            self._state[part] = _WAITING
+
+    def _parts_of(self, entry: int) -> list[int]:
+        """Return what an entry can be divided into; nothing for layers, tensors and classes that stay whole."""
+        if entry >= self._modules or self.tree.ends[entry] == entry + 1:
+            return []
+        return [] if type(self.tree.modules[entry]).__name__ in self._no_split else self._parts(entry)
+
+    def _parts(self, node: int) -> list[int]:
+        """Return a module's parameters, its children and its buffers."""
+        ends, module = self.tree.ends, self.tree.modules[node]
+        found = [self._tensor(node, key, node + 1) for key, value in module._parameters.items() if value is not None]
+        child, end = node + 1, ends[node]
+        while child < end:
+            found.append(child)
+            child = ends[child]
+        return found + [self._tensor(node, key, end) for key, value in module._buffers.items() if value is not None]
+
+    def _tensor(self, node: int, key: str, after: int) -> int:
+        """Number a tensor; once, for a module may be asked for its parts again."""
+        name = full_name(self.tree.names[node], key)
+        if (known := self._tensors.get(name)) is not None:
+            return known
+        number = len(self._names)
+        self._names.append(name)
+        self._sizes.append(
+            self._measure(name, getattr(self.tree.modules[node], key)) if name not in self._second else 0
+        )
+        self._after.append(after)
+        self._state.append(0)
+        self._tensors[name] = number
+        self._owner[number] = node
+        if self._numbers:
+            self._numbers[name] = number
+        return number
+
+    def _put(self, entry: int) -> None:
+        device = self._devices[self._current]
+        self.used[device] = self.used.get(device, 0) + self._sizes[entry]
+        self._device_of[entry] = device
+        self._state[entry] = _PLACED
+        if self._say:
+            self._say(f"  {self._names[entry]} goes to {device}")
+        if device in ("cpu", "disk") and entry < self._modules:
+            self.offloaded.append(entry)
+
+    # ---- sizes
+
+    def _device(self) -> Any:
+        return self._devices[self._current]
+
+    def _room(self, entry: int) -> Any:
+        """Return the bytes left on the current device; None for the disk, which has no limit."""
+        device = self._devices[self._current]
+        if device == "disk":
+            return None
+        room = self.limits[device] - self.used.get(device, 0)
+        if device in self._main:
+            later = self._layers[self._after[entry]]
+            room -= max(later, *self._large.values())
+        return room
+
+    def _large_tensors(self, top: Sequence[int]) -> dict[int, Any]:
+        """Return the model's own tensors that are the largest of all layers: room is kept until it is first split."""
+        tensors = {entry: self._sizes[entry] for entry in top if entry >= self._modules}
+        largest = max(tensors.values(), default=0)
+        return {entry: size for entry, size in tensors.items() if size == largest and size > self._layers[0]}
+
+    def reserve(self, device: Any) -> Any:
+        """Return the bytes that a device keeps for the largest offloaded layer.
+
+        Args:
+            device: An accelerator.
+        """
+        if device not in self._main:
+            return 0
+        return max((max(self._own[node : self.tree.ends[node]]) for node in self.offloaded), default=0)
+
+    def _largest_from(self) -> list[Any]:
+        """Return, by position, the bytes of the largest layer from there on: what keeps the whole walk linear."""
+        ends, modules, no_split, sizes = self.tree.ends, self.tree.modules, self._no_split, self._sizes
+        own: list[Any] = [0] * (self._modules + 1)
+        inside = 1  # position after the last layer: what is inside it is no layer; the model itself is always split
+        for index in range(1, self._modules):
+            if index >= inside and (
+                ends[index] == index + 1 or (no_split and type(modules[index]).__name__ in no_split)
+            ):
+                own[index] = sizes[index]
+                inside = ends[index]
+        self._own = own
+        largest, most = list(own), 0
+        for index in range(self._modules - 1, -1, -1):
+            most = max(most, own[index])
+            largest[index] = most
+        return largest
+
+    def _forget_layers(self, node: int) -> None:
+        """Count the layers of a module that was placed out of turn no more."""
+        end = self.tree.ends[node]
+        for index in range(end - 1, -1, -1):
+            own = 0 if index >= node else self._own[index]
+            largest = max(own, self._layers[index + 1])
+            if index < node and largest == self._layers[index]:
+                return
+            self._layers[index] = largest
+
+    def _tied_with(self, entry: int) -> dict[str, int]:
+        """Return the waiting entries that share parameters with an entry, by the parameter's name there."""
+        found: dict[str, int] = {}
+        for group in self._groups[self._names[entry]]:
+            for tied in group:
+                numbers = (self._numbers.get(outer) for outer in prefixes(tied))
+                waiting = (number for number in numbers if number is not None and self._state[number] == _WAITING)
+                if (number := next(waiting, None)) is not None:
+                    found[tied] = number
+        return found
+
+    # ---- the result
+
+    def joined(self) -> dict[str, Any]:
+        """Return the device of each name, with what is together on one device under its parent's name."""
+        devices = self._devices_of_nodes()
+        found: dict[str, Any] = {}
+        node = 0
+        while node < self._modules:
+            device = devices[node]
+            if device is not None and device is not MIXED:
+                found[self._names[node]] = device
+                node = self.tree.ends[node]
+            else:
+                node += 1
+        inside = [number for number in self._device_of if number >= self._modules]
+        for number in inside:
+            name = self._names[number]
+            if not any(outer in found for outer in prefixes(name)):
+                found[name] = self._device_of[number]
+        return found
+
+    def _devices_of_nodes(self) -> list[Any]:
+        """Return the one device of everything in each module; MIXED where there are several, None where nothing is."""
+        devices: list[Any] = [None] * self._modules
+        counts = [0] * self._modules
+        for number, device in self._device_of.items():
+            if number < self._modules:
+                devices[number], counts[number] = device, 1
+        for number, device in self._device_of.items():
+            if number >= self._modules:
+                node = self._owner[number]
+                counts[node] += 1
+                devices[node] = device if devices[node] is None or devices[node] == device else MIXED
+        parents = self.tree.parents
+        for node in range(self._modules - 1, 0, -1):
+            device = devices[node]
+            if device is not None:
+                parent = parents[node]
+                counts[parent] += counts[node]
+                have = devices[parent]
+                devices[parent] = device if have is None or have == device else MIXED
+        # A single entry keeps its own name: Accelerate joins from two on.
+        return [
+            MIXED if count == 1 and device is not MIXED and node not in self._device_of else device
+            for node, (device, count) in enumerate(zip(devices, counts, strict=True))
+        ]
+
+
+MIXED = object()
+
+
+def _holder(tied: str, parts: Mapping[str, int], was: int) -> int:
+    return next((parts[outer] for outer in prefixes(tied) if outer in parts), was)
+
+
+def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
+    """Return the tied groups that reach out of each module they touch."""
+    found: dict[str, list[Sequence[str]]] = defaultdict(list)
+    for group in tied:
+        members: dict[str, int] = defaultdict(int)
+        for name in group:
+            for outer in prefixes(name):
+                members[outer] += 1
+        for outer, count in members.items():
+            if count < len(group):
+                found[outer].append(group)
+    return found
+
+
+def _words(room: Any) -> str:
+    return "no limit" if room is None else f"{readable(max(room, 0))} left"

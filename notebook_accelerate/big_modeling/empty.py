@@ -1,0 +1,95 @@
+"""Models without memory: their tensors are made on the meta device, or on any other, whatever the code says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from notebook_accelerate.config import environ
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Make the models that are built inside without memory: their parameters are on the meta device.
+
+    Args:
+        include_buffers: Buffers and all other tensors too. None: False, or what ACCELERATE_INIT_INCLUDE_BUFFERS says.
+
+    Example:
+        with init_empty_weights():
+            model = torch.nn.Linear(10**6, 10**6)  # 4 TB, were it not empty
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Make the parameters of the models that are built inside on a device.
+
+    Args:
+        device: The device.
+        include_buffers: Buffers and all other tensors too (`torch.device` as a context does the rest). None: False,
+            or what ACCELERATE_INIT_INCLUDE_BUFFERS says.
+    """
+    if include_buffers is None:
+        include_buffers = environ.flag("ACCELERATE_INIT_INCLUDE_BUFFERS", default=False)
+    with ExitStack() as stack:
+        if include_buffers:
+            stack.enter_context(torch.device(device))
+            return (yield)
+        register = torch.nn.Module.register_parameter
+        torch.nn.Module.register_parameter = _registering(register, device)  # type: ignore[method-assign]
+        stack.callback(setattr, torch.nn.Module, "register_parameter", register)
+        yield
+
+
+def _registering(register: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """Return `Module.register_parameter` with a move to a device; a parameter that is tied stays one object."""
+    moved: dict[int, tuple[Any, Any]] = {}
+
+    def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is None or param.device == device:
+            return
+        known = moved.get(id(param))
+        if known is None or known[0] is not param:  # the original is kept alive, so that its id stays its own
+            known = moved[id(param)] = (param, moved_to(param, device))
+        self._parameters[name] = known[1]
+
+    return register_parameter
+
+
+def moved_to(parameter: torch.nn.Parameter, device: Any) -> torch.nn.Parameter:
+    """Return a parameter of the same class and attributes on another device.
+
+    Args:
+        parameter: The parameter.
+        device: Where to.
+    """
+    moved: torch.nn.Parameter = like(parameter, parameter.detach().to(device))
+    return moved
+
+
+def like(parameter: torch.Tensor, value: torch.Tensor) -> Any:
+    """Return a parameter of the class and attributes of another, with other data.
+
+    Args:
+        parameter: The parameter to be like.
+        value: The data.
+    """
+    kind: Any = type(parameter)
+    if kind is torch.nn.Parameter:
+        made = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        return made
+    attributes = dict(parameter.__dict__)
+    try:  # quantized parameters take their attributes as arguments
+        return kind(value, requires_grad=parameter.requires_grad, **attributes)
+    except TypeError:
+        made = kind(value, requires_grad=parameter.requires_grad)
+        made.__dict__.update(attributes)
+        return made

@@ -1,0 +1,191 @@
+"""Reading files of weights: safetensors and torch's format, indexes, and names that stay inside their folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import safetensors
+import torch
+
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+_MOST_HEADER = 100_000_000
+"""Bytes: the limit that the format's own reader has."""
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Resolve a file name that was read from an index or a manifest, and refuse to leave the folder.
+
+    Args:
+        folder: The checkpoint.
+        name: A relative path.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: The name is absolute, climbs out with "..", or reaches out through a link.
+    """
+    path = folder / name
+    if Path(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"Refused: {folder} lists the file {name!r}, which is outside the folder. A checkpoint may only name its "
+            "own files; take this one from a source you trust."
+        )
+    return path
+
+
+def read_index(path: Path) -> dict[str, Path]:
+    """Read an index file.
+
+    Args:
+        path: The index, for instance ``model.safetensors.index.json``.
+
+    Returns:
+        The file of each name.
+
+    Raises:
+        CheckpointError: It names a file outside its folder.
+        BrokenCheckpointError: It is no index, or a file is missing.
+    """
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: inside(path.parent, file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpointError(f"{path} is broken: it holds no weight_map ({error}).") from error
+    if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+        raise BrokenCheckpointError(f"{path.parent} is incomplete: {', '.join(missing)} of {path.name} are not there.")
+    return files
+
+
+def open_safetensors(path: str | Path, device: Any = "cpu") -> Any:
+    """Open a safetensors file; use it as a context.
+
+    Args:
+        path: The file.
+        device: Where its tensors go.
+
+    Raises:
+        BrokenCheckpointError: It is broken or not there.
+    """
+    try:
+        return safetensors.safe_open(path, framework="pt", device=_device_name(device))
+    except (safetensors.SafetensorError, OSError) as error:
+        raise BrokenCheckpointError(f"{path} is broken: {error}") from error
+
+
+def _device_name(device: Any) -> Any:
+    return device if isinstance(device, int) else str(device)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is in a file.
+
+    Attributes:
+        offset: First byte.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def safetensors_layout(path: Path) -> dict[str, Place]:
+    """Read where a safetensors file has its tensors.
+
+    Args:
+        path: The file.
+
+    Raises:
+        BrokenCheckpointError: It is broken, truncated or not there.
+    """
+    with open_safetensors(path):  # the format's own checks: sizes, overlaps, the length of the file
+        stat = path.stat()
+    return _layout(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(path: Path, _modified: int, _size: int) -> dict[str, Place]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        assert length <= _MOST_HEADER
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Place(8 + length + info["data_offsets"][0], tuple(info["shape"]), _DTYPES[info["dtype"]])
+        for name, info in header.items()
+        if info["dtype"] in _DTYPES
+    }
+
+
+def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options: Any) -> Any:
+    """Read a file in torch's format with `weights_only=True`; numpy arrays and numbers count as data.
+
+    Args:
+        file: The file, or what torch.load takes.
+        map_location: Where tensors go; the CPU by default.
+        options: More arguments of torch.load, for instance ``weights_only=False`` for a file you trust.
+
+    Raises:
+        BrokenCheckpointError: The file cannot be read to its end.
+        CheckpointError: The file holds objects that `weights_only` loading refuses.
+    """
+    options.setdefault("weights_only", True)
+    try:
+        with torch.serialization.safe_globals(numpy_globals()):
+            return torch.load(file, map_location=map_location, **options)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            raise CheckpointError(_refusal(file, error)) from error
+        detail = next(iter(str(error).splitlines()), "it ends too early")
+        raise BrokenCheckpointError(f"{file} is broken: {detail}") from error
+
+
+def _refusal(file: Any, error: Exception) -> str:
+    detail = next(line.strip() for line in str(error).splitlines() if "GLOBAL" in line)
+    return (
+        f"{file} holds more than data and was not loaded ({detail}) If you trust where it comes from, allow the class: "
+        "torch.serialization.add_safe_globals([TheClass]), or everything: "
+        'accelerator.load_state(folder, load_kwargs={"weights_only": False}).'
+    )
+
+
+def numpy_globals() -> list[Any]:
+    """List what pickled numpy arrays and numbers need, under the names of numpy 1 and 2."""
+    core = np._core if hasattr(np, "_core") else np.core
+    multiarray: Any = core.multiarray
+    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFDUS"}
+    plain: list[Any] = [np.ndarray, np.dtype, *sorted(dtypes, key=str)]
+    for function in (multiarray._reconstruct, multiarray.scalar):
+        plain += [(function, f"numpy.{package}.multiarray.{function.__name__}") for package in ("core", "_core")]
+    return [*plain, _encode()]
+
+
+def _encode() -> Any:
+    import _codecs  # numpy numbers carry their bytes as encoded text
+
+    return _codecs.encode

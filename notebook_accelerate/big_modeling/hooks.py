@@ -1,0 +1,175 @@
+"""Hooks around a module's forward: the general ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+class ModelHook:
+    """What happens before and after a module's forward, and when it is attached and detached.
+
+    Attributes:
+        no_grad: Compute the module without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Prepare a module when the hook is attached to it; return the module."""
+        return module
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for the forward."""
+        return args, kwargs
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        """Return the output of the forward."""
+        return output
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Undo `init_hook`; return the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, one after the other.
+
+    Args:
+        hooks: The hooks.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Let every hook prepare the module."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the arguments through every hook."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        """Pass the output through every hook."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Let every hook undo what it prepared."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> torch.nn.Module:
+    """Attach a hook to a module: its `forward` is replaced by one that calls the hook too.
+
+    Args:
+        module: The module.
+        hook: The hook; it replaces one that is there already.
+        append: Keep the one that is there, and call this one after it.
+
+    Returns:
+        The module.
+    """
+    if append and getattr(module, "_hf_hook", None) is not None:
+        before = module._hf_hook
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook)
+    old_forward = module._old_forward if hasattr(module, "_hf_hook") else module.forward
+    if not hasattr(module, "_hf_hook"):
+        module._old_forward = old_forward
+    module = hook.init_hook(module)
+    module._hf_hook = hook
+    forward = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
+    module.forward = forward
+    return module  # type: ignore[no-any-return]
+
+
+def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    # A function of the module, not a closure: a copy of the module calls the copy's hook.
+    hook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)
+    else:
+        output = module._old_forward(*args, **kwargs)
+    return hook.post_forward(module, output)
+
+
+def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Module:
+    """Detach a module's hook: it is as before.
+
+    Args:
+        module: The module.
+        recurse: Those of its submodules too.
+
+    Returns:
+        The module.
+    """
+    state = vars(module)
+    if "_hf_hook" in state:
+        module._hf_hook.detach_hook(module)
+        del module._hf_hook
+    if "_old_forward" in state:
+        # The class's own forward is found without an attribute; one that the module had stays one.
+        bound = getattr(module._old_forward, "__func__", None) is getattr(type(module), "forward", None)
+        if bound:
+            state.pop("forward", None)
+        else:
+            module.forward = module._old_forward
+        del module._old_forward
+    state.pop("to", None) if getattr(state.get("to"), "_of_dispatch", False) else None
+    for name in [name for name, value in state.items() if getattr(value, "_of_dispatch", False)]:
+        del state[name]
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module  # type: ignore[no-any-return]
+
+
+def remove_hook_from_submodules(module: torch.nn.Module) -> None:
+    """Detach the hooks of a module and of all that is inside it.
+
+    Args:
+        module: The module.
+    """
+    remove_hook_from_module(module, recurse=True)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keeps a module's weights in one dtype and computes in another.
+
+    Args:
+        storage_dtype: Dtype between forwards, for instance float8_e4m3fn.
+        compute_dtype: Dtype during the forward.
+        non_blocking: Do not wait for the conversions.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Convert the weights to the dtype they are kept in."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Convert the weights to the dtype of the computation."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        """Convert the weights back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output

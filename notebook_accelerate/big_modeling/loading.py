@@ -1,0 +1,332 @@
+"""Weights from files into models, one tensor at a time, straight to where they belong."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.device_map import check_device_map, infer_auto_device_map
+from notebook_accelerate.big_modeling.dispatch import dispatch_model
+from notebook_accelerate.big_modeling.memory import get_balanced_memory
+from notebook_accelerate.big_modeling.offload import OffloadedWeightsLoader, offload_weight, save_offload_index
+from notebook_accelerate.big_modeling.shards import Shard, shards_of, tensors_of
+from notebook_accelerate.big_modeling.sizes import dtype_of
+from notebook_accelerate.big_modeling.sources import FileSource, Source
+from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accelerate.big_modeling.tied import device_of, find_tied_parameters, retie_parameters
+from notebook_accelerate.big_modeling.walk import submodule
+from notebook_accelerate.errors import CheckpointMismatchError
+
+_LOG = logging.getLogger(__name__)
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read one file of weights.
+
+    Args:
+        checkpoint_file: safetensors, or torch's format (read with `weights_only=True`).
+        device_map: Device by module name, each tensor goes there; what is on "disk" there, and all without a map, goes
+            to the CPU.
+
+    Returns:
+        The named tensors.
+
+    Raises:
+        CheckpointError: The file is broken, or holds more than data.
+    """
+    sources = Shard(Path(checkpoint_file)).sources()
+
+    def device_for(name: str) -> Any:
+        device = device_of(name, device_map) if device_map is not None else None
+        return "cpu" if device is None or str(device) == "disk" else device
+
+    return dict(tensors_of(sources, device_for))
+
+
+def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], offload_folder: Any) -> None:
+    """Load the weights of an offload folder into a model on the CPU.
+
+    Args:
+        model: The model.
+        index: Dtype and shape, or file, by name; an empty one loads nothing.
+        offload_folder: The folder.
+    """
+    if not index:
+        return
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in index:
+        set_module_tensor_to_device(model, name, "cpu", value=weights[name].clone())
+
+
+def load_checkpoint_in_model(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: Any = None,
+    offload_state_dict: bool = False,  # noqa: ARG001
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,  # noqa: ARG001
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint into a model, each tensor straight to its device; one tensor is in flight at a time.
+
+    All names and shapes are checked before anything is loaded (a pickled shard's when its turn comes). What goes to
+    disk stays in the checkpoint's safetensors files, which the offload folder's index then names; other files' tensors
+    are written to the folder.
+
+    Args:
+        model: The model, on any device; the meta device too.
+        checkpoint: A file, an index, or a folder that holds one of either.
+        device_map: Device by module name; None: where the model is, the CPU for what is on the meta device.
+        offload_folder: Folder for what the map puts on "disk".
+        dtype: What floating weights are converted to; None: what the model has.
+        offload_state_dict: Taken for compatibility: weights for the CPU are never in memory twice.
+        offload_buffers: Buffers of modules on disk go there too.
+        keep_in_fp32_modules: Parts of names of modules that stay in float32.
+        offload_8bit_bnb: Taken for compatibility: weights that are quantized while loading go through
+            `load_and_quantize_model`.
+        strict: Raise where names are missing or unexpected, rather than warn.
+        full_state_dict: The checkpoint has whole tensors, whatever the model has (distributed tensors).
+        broadcast_from_rank0: Rank 0 alone reads the files; every rank must call this.
+
+    Raises:
+        ValueError: There are no weights, the map misses some, or no folder is named.
+        CheckpointMismatchError: Shapes differ; with `strict`, names too.
+        CheckpointError: A file is broken, holds more than data, or is outside its folder.
+    """
+    if device_map is not None:
+        check_device_map(model, device_map)
+        if offload_folder is None and "disk" in [str(device) for device in device_map.values()]:
+            raise ValueError(
+                "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`."
+            )
+    if broadcast_from_rank0 or _distributed_tensors(model):
+        _load_distributed(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
+        return
+    tied = find_tied_parameters(model)
+    shards = shards_of(checkpoint)
+    kept = tuple(keep_in_fp32_modules or ())
+    loading = _Loading(model, device_map, offload_folder, dtype, offload_buffers, kept)
+    loading.check([shard.sources() for shard in shards if shard.path.suffix == ".safetensors"])
+    for shard in shards:
+        loading.load(shard)
+    loading.finish(checkpoint, tied, strict)
+
+
+class _Loading:
+    """One checkpoint on its way into one model."""
+
+    def __init__(
+        self, model: torch.nn.Module, device_map: Mapping[str, Any] | None, folder: Any, dtype: Any, buffers: bool,
+        kept: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self._model, self._map, self._folder = model, device_map, folder
+        self._dtype = None if dtype is None else dtype_of(dtype)
+        self._kept, self._offload_buffers = kept, buffers
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._wanted = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        self._state = set(model.state_dict())
+        self._loaded: set[str] = set()
+        self._unexpected: list[str] = []
+        self._index: dict[str, Any] = {}
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def check(self, parts: list[dict[str, Source]]) -> None:
+        """Compare shapes, of all tensors at once."""
+        wrong = [
+            f"{name}: {tuple(source.shape)} in the checkpoint, {tuple(self._wanted[name].shape)} in the model"
+            for sources in parts
+            for name, source in sources.items()
+            if name in self._wanted and tuple(source.shape) != tuple(self._wanted[name].shape)
+        ]
+        if wrong:
+            lines = "\n  ".join(wrong[:10])
+            raise CheckpointMismatchError(
+                f"size mismatch for {len(wrong)} tensor{'s' * (len(wrong) > 1)}; nothing of their file was loaded:\n"
+                f"  {lines}\nThis checkpoint is of another model."
+            )
+
+    def load(self, shard: Shard) -> None:
+        """Load one file."""
+        sources = shard.sources()
+        self.check([sources])
+        for name, source in sources.items():
+            if name not in self._state:
+                self._unexpected.append(name)
+                continue
+            self._place(name, source)
+            self._loaded.add(name)
+
+    def _place(self, name: str, source: Source) -> None:
+        device = device_of(name, self._map) if self._map is not None else None
+        dtype = self._dtype_of(name, source)
+        if str(device) == "disk":
+            if name in self._parameters or self._offload_buffers:
+                self._leave_on_disk(name, source, dtype)
+                return
+            device = "cpu"
+        old = self._wanted[name]
+        if device is None:
+            device = "cpu" if old.device.type == "meta" else old.device
+        if self._fits(old, source, torch.device(device), dtype):
+            source.read_into(old.detach())
+        else:
+            value = source.load(torch.device(device))
+            set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
+
+    def _dtype_of(self, name: str, source: Source) -> torch.dtype | None:
+        if not source.dtype.is_floating_point:
+            return None
+        if self._dtype is not None and any(part in name.split(".") for part in self._kept):
+            return torch.float32
+        return self._dtype
+
+    @staticmethod
+    def _fits(old: torch.Tensor, source: Source, device: torch.device, dtype: torch.dtype | None) -> bool:
+        """Tell whether a tensor can be read straight into the model's memory."""
+        same = old.device == device and old.device.type == "cpu" and old.dtype == source.dtype
+        return same and old.is_contiguous() and dtype in (None, old.dtype)
+
+    def _leave_on_disk(self, name: str, source: Source, dtype: torch.dtype | None) -> None:
+        dtype = dtype or (self._wanted[name].dtype if source.dtype.is_floating_point else source.dtype)
+        if isinstance(source, FileSource) and source.dtype == dtype:
+            short = str(source.dtype).removeprefix("torch.")
+            self._index[name] = {
+                "safetensors_file": str(source.path.absolute()), "weight_name": name, "dtype": short,
+                "shape": list(source.shape),
+            }  # fmt: skip
+        else:
+            value = source.load(torch.device("cpu")).to(dtype)
+            self._index = offload_weight(value, name, self._folder, index=self._index)
+        owner, key = submodule(self._model, name)
+        absent = torch.empty(source.shape, dtype=dtype, device="meta")
+        set_module_tensor_to_device(owner, key, "meta", value=absent, dtype=dtype)
+
+    def finish(self, checkpoint: Any, tied: list[list[str]], strict: bool) -> None:
+        """Write the index, tie again, and say what did not match."""
+        save_offload_index(self._index, self._folder) if self._index else None
+        for group in tied:
+            if self._loaded & set(group):
+                first = next(name for name in group if name in self._loaded)
+                retie_parameters(self._model, [[first, *(name for name in group if name != first)]])
+                self._loaded |= set(group)
+                self._index.update({name: self._index[first] for name in group if first in self._index})
+        save_offload_index(self._index, self._folder) if self._index else None
+        missing = sorted(self._state - self._loaded)
+        if not (missing or self._unexpected):
+            return
+        kind = type(self._model).__name__
+        lines = [f"{what} key(s): {', '.join(names[:10])}{' and more' * (len(names) > 10)}"
+                 for what, names in (("Missing", missing), ("Unexpected", self._unexpected)) if names]  # fmt: skip
+        if strict:
+            raise CheckpointMismatchError(f"Error(s) in loading {checkpoint} into {kind}: " + "; ".join(lines))
+        _LOG.warning(
+            "%s and %s do not match: %s. The rest was loaded; pass strict=True to make this an error.",
+            checkpoint, kind, "; ".join(lines),
+        )  # fmt: skip
+
+
+def _distributed_tensors(model: torch.nn.Module) -> bool:
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def _load_distributed(model: torch.nn.Module, checkpoint: Any, strict: bool, full: bool, broadcast: bool) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    reads = not broadcast or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    state: dict[str, Any] = {}
+    for shard in shards_of(checkpoint) if reads else []:
+        state.update(tensors_of(shard.sources(), lambda _: "cpu"))
+    if not torch.distributed.is_initialized():
+        model.load_state_dict(state, strict=strict)
+        return
+    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=strict)
+    set_model_state_dict(model, state, options=options)
+
+
+def load_checkpoint_and_dispatch(
+    model: torch.nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Any = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: Any = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> torch.nn.Module:
+    """Load a checkpoint into a model and put its modules on their devices.
+
+    Args:
+        model: The model, mostly from `init_empty_weights`.
+        checkpoint: A file, an index, or a folder that holds one of either.
+        device_map: Device by module name; "auto", "balanced", "balanced_low_0" or "sequential" make one; None loads
+            only.
+        max_memory: Bytes or "10GB" by device, for the maps that are made.
+        no_split_module_classes: Names of classes that are not divided among devices.
+        offload_folder: Folder for what the map puts on "disk".
+        offload_buffers: Keep buffers away too.
+        dtype: What floating weights are converted to.
+        offload_state_dict: See `load_checkpoint_in_model`.
+        skip_keys: Keyword arguments that are not moved.
+        preload_module_classes: Classes whose weights come all at once, those of their submodules too.
+        force_hooks: Attach hooks even where the whole model is on one device.
+        strict: Raise where names are missing or unexpected.
+        full_state_dict: See `load_checkpoint_in_model`.
+        broadcast_from_rank0: Rank 0 alone reads the files; every rank must call this.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The map is none.
+        CheckpointError: See `load_checkpoint_in_model`.
+    """
+    if isinstance(device_map, str):
+        device_map = _made_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    load_checkpoint_in_model(
+        model, checkpoint, device_map, offload_folder, dtype, bool(offload_state_dict), offload_buffers, strict=strict,
+        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0,
+    )  # fmt: skip
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes, force_hooks=force_hooks,
+    )  # fmt: skip
+
+
+def _made_map(
+    model: torch.nn.Module, kind: str, max_memory: Any, classes: Any, dtype: Any, buffers: bool
+) -> dict[str, Any]:
+    if kind not in _STRATEGIES:
+        raise ValueError(
+            f"device_map={kind!r}: If passing a string for `device_map`, please choose 'auto', 'balanced', "
+            "'balanced_low_0' or 'sequential'."
+        )
+    if kind != "sequential":
+        max_memory = get_balanced_memory(
+            model, max_memory, no_split_module_classes=classes, dtype=dtype, low_zero=kind == "balanced_low_0"
+        )
+    return infer_auto_device_map(
+        model, max_memory, no_split_module_classes=classes, dtype=dtype, offload_buffers=buffers
+    )
