@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,10 +42,16 @@ class FullyShardedDataParallelPlugin:
     backward_prefetch: str | BackwardPrefetch | None = None
     """FSDP 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH)."""
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
+    """A precision's name, a dict of param_dtype, reduce_dtype and output_dtype (FSDP 1: buffer_dtype), or torch's own.
+
+    Default: that of the `Accelerator`.
+    """
     auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = None
+    """Which modules become units, or a callable as torch's FSDP takes it (FSDP_AUTO_WRAP_POLICY); default: no_wrap."""
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
     """Whether parameters rest in main memory (FSDP_OFFLOAD_PARAMS); default: False."""
     ignored_modules: Iterable[torch.nn.Module] | str | None = None
+    """Modules that stay whole on every rank, or a regular expression of their full names (FSDP_IGNORED_MODULES)."""
     state_dict_type: str | StateDictType | None = None
     """FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT (FSDP_STATE_DICT_TYPE)."""
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
@@ -79,24 +86,186 @@ class FullyShardedDataParallelPlugin:
             self.sync_module_states = True  # the other ranks receive what rank 0 has loaded
 
     def _read_units(self) -> None:
-        if self.transformer_cls_names_to_wrap is None and (names := environ.text("FSDP_TRANSFORMER_CLS_TO_WRAP")):
+        names: Any = self.transformer_cls_names_to_wrap or environ.text("FSDP_TRANSFORMER_CLS_TO_WRAP")
+        if isinstance(names, str):
             self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",")]
+        if self.auto_wrap_policy is None or isinstance(self.auto_wrap_policy, str):
+            allowed = constants.FSDP_AUTO_WRAP_POLICY
+            self.auto_wrap_policy = _choice("auto_wrap_policy", self.auto_wrap_policy, allowed, "NO_WRAP")
+        if self.ignored_modules is None:
+            self.ignored_modules = environ.text("FSDP_IGNORED_MODULES")
         if self.min_num_params is None:
             self.min_num_params = environ.integer("FSDP_MIN_NUM_PARAMS")
 
     def _read_choices(self) -> None:
         if self.fsdp_version == 1:
-            self.sharding_strategy = _choice(
-                "sharding_strategy", self.sharding_strategy, constants.FSDP_SHARDING_STRATEGY, "FULL_SHARD"
-            )
+            # FSDP 1 takes its strategy under both names.
+            given = self.reshard_after_forward if self.sharding_strategy is None else self.sharding_strategy
+            self.sharding_strategy = _choice("sharding_strategy", given, constants.FSDP_SHARDING_STRATEGY, "FULL_SHARD")
             self.backward_prefetch = _choice(
                 "backward_prefetch", self.backward_prefetch, constants.FSDP_BACKWARD_PREFETCH, None
             )
-        elif self.reshard_after_forward is None:
-            self.reshard_after_forward = environ.flag("FSDP_RESHARD_AFTER_FORWARD", default=True)
+        else:
+            self._check_version_2()
         allowed = constants.FSDP_STATE_DICT_TYPE if self.fsdp_version == 1 else constants.FSDP2_STATE_DICT_TYPE
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         self.state_dict_type = _choice("state_dict_type", self.state_dict_type, allowed, default)
+
+    def _check_version_2(self) -> None:
+        for name in ("sharding_strategy", "backward_prefetch"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} belongs to FSDP 1; with fsdp_version=2 leave it out "
+                    "(reshard_after_forward=True shards like FULL_SHARD, False like SHARD_GRAD_OP)"
+                )
+        if self.reshard_after_forward is None:
+            self.reshard_after_forward = environ.flag("FSDP_RESHARD_AFTER_FORWARD", default=True)
+        if isinstance(self.reshard_after_forward, str):
+            self.reshard_after_forward = environ.parse_flag(self.reshard_after_forward)
+
+    # -- choices as torch's objects -----------------------------------------------------------------------------------
+
+    def policy_for(self, model: torch.nn.Module) -> Callable[..., bool] | None:
+        """Return the wrap policy for a model.
+
+        Args:
+            model: The model, not wrapped.
+
+        Returns:
+            A callable as torch's FSDP takes it; None where the model is one unit.
+
+        Raises:
+            ValueError: A class of `transformer_cls_names_to_wrap` is not in the model, or no class is known.
+        """
+        if callable(self.auto_wrap_policy):
+            return self.auto_wrap_policy
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        if self.auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
+            classes = _classes_of(model, self.transformer_cls_names_to_wrap)
+            return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        if self.auto_wrap_policy == "SIZE_BASED_WRAP":
+            return functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params or 10**8)
+        return None
+
+    def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
+        """Replace a policy given by name by torch's callable for a model.
+
+        Args:
+            model: The model.
+        """
+        self.auto_wrap_policy = self.policy_for(model)
+
+    def set_mixed_precision(
+        self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Choose torch's mixed precision policy by a precision's name.
+
+        Args:
+            mixed_precision: fp16, bf16 or fp32, or a dtype.
+            buffer_autocast: FSDP 1: leave buffers in float32.
+            override: Replace a policy that was given.
+        """
+        if (
+            self.mixed_precision_policy is not None
+            and not isinstance(self.mixed_precision_policy, str)
+            and not override
+        ):
+            self.validate_mixed_precision_policy()
+            return
+        import torch
+
+        dtype = _dtype_of(mixed_precision)
+        self.mixed_precision_policy = {"param_dtype": dtype, "reduce_dtype": dtype}
+        if self.fsdp_version == 1:
+            self.mixed_precision_policy["buffer_dtype"] = torch.float32 if buffer_autocast else dtype
+        self.validate_mixed_precision_policy()
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Replace a mixed precision policy given by name or as a dict by torch's object.
+
+        Raises:
+            ValueError: It is none of this FSDP version.
+        """
+        given = self.mixed_precision_policy
+        if isinstance(given, str):
+            self.set_mixed_precision(given, override=True)
+            return
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        if isinstance(given, dict):
+            try:
+                dtypes = {name: _dtype_of(value) if name.endswith("dtype") else value for name, value in given.items()}
+                self.mixed_precision_policy = kind(**dtypes)
+            except TypeError as error:
+                raise ValueError(f"mixed_precision_policy={given!r} does not fit {kind.__name__}: {error}") from error
+        elif given is not None and not isinstance(given, kind):
+            raise ValueError(
+                f"mixed_precision_policy is a {type(given).__name__}; with fsdp_version={self.fsdp_version} pass a "
+                f"torch.distributed.fsdp.{kind.__name__}, a dict of dtypes, or the name of a precision"
+            )
+
+    def set_cpu_offload(self) -> None:
+        """Replace `cpu_offload` given as a truth value by torch's object."""
+        from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+        if not isinstance(self.cpu_offload, bool):
+            return
+        if self.fsdp_version == 1:
+            self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
+        else:
+            self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()  # type: ignore[assignment]
+
+    def validate_cpu_offload(self) -> None:
+        """Check that `cpu_offload` belongs to this FSDP version.
+
+        Raises:
+            ValueError: It does not.
+        """
+        from torch.distributed.fsdp import CPUOffload, OffloadPolicy
+
+        kind: Any = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
+        if not isinstance(self.cpu_offload, (bool, kind)):
+            raise ValueError(
+                f"cpu_offload is a {type(self.cpu_offload).__name__}; with fsdp_version={self.fsdp_version} pass True, "
+                f"False or a torch.distributed.fsdp.{'CPUOffload' if self.fsdp_version == 1 else 'CPUOffloadPolicy'}"
+            )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters rest in main memory."""
+        from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
+
+        given: Any = self.cpu_offload
+        return (
+            given.offload_params
+            if isinstance(given, CPUOffload)
+            else given is True or isinstance(given, CPUOffloadPolicy)
+        )
+
+    def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
+        """Choose how state dicts are made, as torch's objects.
+
+        Args:
+            state_dict_type: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT; None keeps the plugin's choice.
+        """
+        from torch.distributed import fsdp
+
+        allowed = constants.FSDP_STATE_DICT_TYPE if self.fsdp_version == 1 else constants.FSDP2_STATE_DICT_TYPE
+        given = _choice("state_dict_type", state_dict_type or self.state_dict_type, allowed, None)
+        self.state_dict_type = fsdp.StateDictType[given] if isinstance(given, str) else given
+        if self.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT:
+            self.state_dict_config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            self.optim_state_dict_config = fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        elif self.state_dict_type == fsdp.StateDictType.SHARDED_STATE_DICT:
+            self.state_dict_config = fsdp.ShardedStateDictConfig(offload_to_cpu=True)
+            self.optim_state_dict_config = fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
+
+    @property
+    def state_dict_kind(self) -> str:
+        """The name of the state dict's type."""
+        return str(getattr(self.state_dict_type, "name", self.state_dict_type))
 
     @staticmethod
     def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
@@ -120,6 +289,41 @@ def _choice(name: str, value: Any, allowed: list[str], default: str | None) -> A
     if value.upper() not in allowed:
         raise ValueError(f"{name}={value!r} is not allowed; allowed: {', '.join(allowed)}")
     return value.upper()
+
+
+_PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32", "fp8": "bfloat16"}
+
+
+def _dtype_of(name: Any) -> Any:
+    """Return a dtype given as such, by torch's name or by that of a precision; None stays None."""
+    import torch
+
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    text = str(getattr(name, "value", name)).removeprefix("torch.")
+    found = getattr(torch, _PRECISIONS.get(text, text), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype; pass one of {', '.join(_PRECISIONS)}, or a torch.dtype")
+    return found
+
+
+def _classes_of(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
+    """Find the classes that become units: those named, or those that the model says must not be split."""
+    wanted = list(names) if names is not None else list(getattr(model, "_no_split_modules", None) or ())
+    if not wanted:
+        raise ValueError(
+            f"auto_wrap_policy='transformer_based_wrap' needs the classes of {type(model).__name__} that become units; "
+            'pass transformer_cls_names_to_wrap=["Block"]'
+        )
+    found = {name: get_module_class_from_name(model, name) for name in wanted}
+    missing = [name for name, kind in found.items() if kind is None]
+    if missing and (names is not None or len(missing) == len(wanted)):
+        present = sorted({type(child).__name__ for child in model.modules() if any(True for _ in child.children())})
+        raise ValueError(
+            f"transformer_cls_names_to_wrap names {', '.join(missing)}, which {type(model).__name__} has not; its "
+            f"modules with children are {', '.join(present)}"
+        )
+    return {kind for kind in found.values() if kind is not None}
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:

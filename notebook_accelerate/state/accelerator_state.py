@@ -8,6 +8,7 @@ import torch
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType, PrecisionType
+from notebook_accelerate.state.layout import arrange, plugins_from_environ
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.state.partial_state import PartialState
 from notebook_accelerate.state.shared import SharedDict, Slots
@@ -102,13 +103,16 @@ class AcceleratorState(PartialState):
     def _fill(self, place: PartialState, asked: Slots) -> None:
         if asked["_mixed_precision"] is None:
             asked = {**asked, "_mixed_precision": precision_from_environ()}
-        self.__dict__.update(place.__dict__, device_mesh=None, use_ipex=False, **asked)
+        asked = {**asked, **plugins_from_environ(asked)}
+        place_and_settings = {**place.__dict__, "device_mesh": None, "use_ipex": False, **asked}
+        self.__dict__.update(place_and_settings, **arrange(place_and_settings))
         self._choose_type()
 
     def _change(self, place: PartialState, asked: Slots) -> None:
         new = {name: value for name, value in asked.items() if value is not None}
         before = {name: self.__dict__.get(name) for name in ("device", *new)}
         self.__dict__.update(place.__dict__, **new)
+        self.__dict__.update(arrange(self.__dict__))
         self._choose_type()
         changes = [_change_in_words(name, old, self.__dict__[name]) for name, old in before.items()]
         if any(changes):

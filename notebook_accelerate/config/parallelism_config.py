@@ -1,0 +1,244 @@
+"""`ParallelismConfig`: how the ranks are arranged; what is None is read from PARALLELISM_CONFIG_* variables."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# From the outermost to the innermost: ranks that differ in the last dimension are neighbours, and talk the most.
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
+_HANDLERS = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+}
+
+
+@dataclass
+class ParallelismConfig:
+    """The degrees of each way to be parallel; their product is the number of ranks.
+
+    Ranks are numbered with tp innermost, then sp, cp, dp_shard, and dp_replicate outermost.
+    """
+
+    dp_replicate_size: int | None = None
+    """How many replicas of the (sharded) model train on different data; default: 1."""
+    dp_shard_size: int | None = None
+    """Over how many ranks each replica's parameters are sharded (FSDP 2); default: 1."""
+    tp_size: int | None = None
+    """Over how many ranks each layer's tensors are split; default: 1."""
+    cp_size: int | None = None
+    """Over how many ranks each sequence is split by context parallelism; default: 1."""
+    cp_backend: Literal["torch"] | None = None
+    """What computes context parallelism; default: torch."""
+    sp_size: int | None = None
+    """Over how many ranks each sequence is split by DeepSpeed's sequence parallelism; default: 1."""
+    sp_backend: Literal["deepspeed"] | None = None
+    """What computes sequence parallelism; default: deepspeed."""
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        self._mesh: DeviceMesh | None = None
+        for name in _DIMENSIONS:
+            size = getattr(self, f"{name}_size")
+            size = environ.integer(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1) if size is None else size
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}_size={size!r} is not allowed; pass a whole number of at least 1")
+            setattr(self, f"{name}_size", size)
+        for name, allowed in _BACKENDS.items():
+            chosen = getattr(self, name) or environ.text(f"PARALLELISM_CONFIG_{name.upper()}", allowed[0])
+            if chosen not in allowed:
+                raise ValueError(f"{name}={chosen!r} is not allowed; allowed: {', '.join(allowed)}")
+            setattr(self, name, chosen)
+        self._check_combination()
+        for name, kind in _HANDLERS.items():
+            if self._degree(name) > 1 and getattr(self, f"{name}_handler") is None:
+                setattr(self, f"{name}_handler", kind())
+
+    def _check_combination(self) -> None:
+        if self.cp_enabled and self.sp_enabled:
+            raise ValueError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences; set one of them to 1"
+            )
+        if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ValueError(
+                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size} needs sharding between them, "
+                f"because whole replicas of split tensors cannot be kept equal; write "
+                f"ParallelismConfig(dp_shard_size={self.dp_replicate_size}, tp_size={self.tp_size})"
+            )
+
+    def __repr__(self) -> str:
+        degrees = ", ".join(f"{name}_size={self._degree(name)}" for name in _DIMENSIONS)
+        return f"ParallelismConfig({degrees}, total_size={self.total_size})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as plain data.
+
+        Returns:
+            A dict by field; handlers as dicts, None where there is none.
+        """
+        return asdict(self)
+
+    # -- degrees ------------------------------------------------------------------------------------------------------
+
+    def _degree(self, name: str) -> int:
+        return int(getattr(self, f"{name}_size") or 1)
+
+    def _active(self, *names: str) -> list[str]:
+        return [name for name in names if self._degree(name) > 1]
+
+    @property
+    def total_size(self) -> int:
+        """The number of ranks that the degrees make."""
+        return math.prod(self._degree(name) for name in _DIMENSIONS)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks read different data: dp_replicate times dp_shard."""
+        return self._degree("dp_replicate") * self._degree("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many ranks work on the same data: tp times cp times sp."""
+        return self._degree("tp") * self._degree("cp") * self._degree("sp")
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are replicas."""
+        return self._degree("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded over data-parallel ranks."""
+        return self._degree("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether tensors are split."""
+        return self._degree("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split by context parallelism."""
+        return self._degree("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are split by sequence parallelism."""
+        return self._degree("sp") > 1
+
+    # -- dimensions of the mesh ---------------------------------------------------------------------------------------
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The dimensions along which ranks read different data; flattened, the submesh is named dp."""
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The dimensions along which ranks work on the same data."""
+        return self._active("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The dimensions over which parameters are sharded; flattened, the submesh is named dp_shard_cp."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The dimensions over which losses are averaged; flattened, the submesh is named dp_cp."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The dimensions of the mesh that FSDP works on: replicas, where there are any, and shards."""
+        return [*self._active("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All dimensions with a degree above 1."""
+        return [*self.dp_dim_names, *self.non_dp_dim_names]
+
+    # -- the mesh -----------------------------------------------------------------------------------------------------
+
+    def check_world_size(self, world_size: int) -> None:
+        """Compare the product of the degrees with the number of ranks.
+
+        Args:
+            world_size: How many ranks there are.
+
+        Raises:
+            ValueError: They differ; the message is the equation.
+        """
+        if self.total_size == world_size:
+            return
+        factors = " * ".join(f"{name}_size={self._degree(name)}" for name in self._active(*_DIMENSIONS)) or "1"
+        rest = world_size // (self.total_size // self._degree("dp_shard"))
+        fits = rest >= 1 and rest * (self.total_size // self._degree("dp_shard")) == world_size
+        change = f"set dp_shard_size={rest}, or start" if fits else "start"
+        raise ValueError(
+            f"the degrees of ParallelismConfig do not make the world: {factors} = {self.total_size}, but there are "
+            f"{world_size} ranks; {change} {self.total_size} ranks"
+        )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Arrange the ranks in a mesh, and keep it; every rank must call this.
+
+        Args:
+            device_type: Type of the ranks' devices: cpu, cuda, ...
+
+        Returns:
+            A mesh with the dimensions above degree 1, outermost first, and the flattened submeshes dp, dp_shard_cp and
+            dp_cp; None where every degree is 1.
+        """
+        names = self._active(*_DIMENSIONS)
+        if not names:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = tuple(self._degree(name) for name in names)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
+        flattened = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for flat, parts in flattened.items():
+            if parts:
+                mesh[tuple(parts)]._flatten(flat)
+        self._mesh = mesh
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Return the mesh, built where it does not exist yet; then every rank must call this.
+
+        Args:
+            device_type: Type of the ranks' devices; None returns what was built before.
+
+        Returns:
+            The mesh; None where every degree is 1, or none was built.
+
+        Raises:
+            ValueError: The mesh was built for another type of device.
+        """
+        if self._mesh is None:
+            return None if device_type is None else self.build_device_mesh(device_type)
+        if device_type is not None and self._mesh.device_type != device_type:
+            raise ValueError(
+                f"the mesh of this ParallelismConfig is of device type {self._mesh.device_type!r}, not "
+                f"{device_type!r}; make a new ParallelismConfig for the other type"
+            )
+        return self._mesh
+
+
+__all__ = ["ParallelismConfig"]

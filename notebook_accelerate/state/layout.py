@@ -1,0 +1,64 @@
+"""The parallel layout of a state: plugins that the launch asked for, and the mesh of ranks."""
+
+from __future__ import annotations
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.parallelism_config import ParallelismConfig
+from notebook_accelerate.state.shared import Slots
+
+_FROM_ENVIRON = {
+    "fsdp_plugin": ("ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", ParallelismConfig),
+}
+
+
+def plugins_from_environ(asked: Slots) -> Slots:
+    """Make the plugins that the launch asked for and the user did not give.
+
+    Args:
+        asked: What the user gave, by name.
+
+    Returns:
+        The new plugins by name.
+    """
+    return {
+        name: kind()
+        for name, (variable, kind) in _FROM_ENVIRON.items()
+        if asked.get(name) is None and environ.flag(variable)
+    }
+
+
+def arrange(slots: Slots) -> Slots:
+    """Check the parallel layout against the world, and arrange the ranks in its mesh; every rank must call this.
+
+    Args:
+        slots: The state's settings.
+
+    Returns:
+        The mesh, and the FSDP plugin that the layout implies where the user gave none.
+
+    Raises:
+        ValueError: The degrees do not make the world, or need another plugin.
+    """
+    layout = slots.get("parallelism_config")
+    if not isinstance(layout, ParallelismConfig):
+        return {}
+    layout.check_world_size(slots["num_processes"])
+    fsdp = slots.get("fsdp_plugin")
+    shards = layout.dp_shard_enabled or layout.cp_enabled
+    if shards and fsdp is None:
+        fsdp = FullyShardedDataParallelPlugin(fsdp_version=2)
+    if fsdp is not None and layout.total_size > 1:
+        if fsdp.fsdp_version != 2:
+            raise ValueError(
+                f"a ParallelismConfig arranges FSDP 2, and fsdp_plugin has fsdp_version={fsdp.fsdp_version}; write "
+                "FullyShardedDataParallelPlugin(fsdp_version=2), or leave parallelism_config out (FSDP 1 has "
+                "sharding_strategy='HYBRID_SHARD' for replicas of shards)"
+            )
+        if not shards:
+            raise ValueError(
+                f"fsdp_plugin shards, but {layout!r} shards over nothing; set dp_shard_size above 1, or leave "
+                "fsdp_plugin out"
+            )
+    return {"device_mesh": layout.get_device_mesh(slots["device"].type), "fsdp_plugin": fsdp}
