@@ -151,6 +151,7 @@ class Accelerator(AcceleratorViews):
                 ddp_handler=self._handlers.ddp,
             )
         )
+        self.scaler = self.strategy.setup.scaler  # FSDP 1 has one of its own
         # The lists are the strategy's own; libraries on top of Accelerate read them under these names.
         self._models = self.strategy.models
         self._optimizers = self.strategy.optimizers
