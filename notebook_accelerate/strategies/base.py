@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -82,6 +82,11 @@ class Strategy:
     """How checkpoints hold the models: whole, or a name of its own where the strategy writes and reads them itself."""
     should_save_model: ClassVar[bool] = True
     """Whether the model's weights are whole on a rank that saves."""
+    order: ClassVar[Mapping[str, int]] = {"scheduler": 1}
+    """Which kinds of objects are prepared after (above 0) or before the others.
+
+    Schedulers come last: they look for the prepared optimizer they belong to.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -104,8 +109,7 @@ class Strategy:
         """
         kinds = [kind_of(item) for item in objects]
         results = list(objects)
-        # Schedulers come last: they look for the prepared optimizer they belong to.
-        for position in sorted(range(len(kinds)), key=lambda index: kinds[index] == "scheduler"):
+        for position in sorted(range(len(kinds)), key=lambda index: self.order.get(kinds[index], 0)):
             results[position] = self._prepare_one(kinds[position], objects[position], placements[position])
         return results
 

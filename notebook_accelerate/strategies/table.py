@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies.base import Strategy
 from notebook_accelerate.strategies.ddp import DDPStrategy
 from notebook_accelerate.strategies.setup import Setup
@@ -23,10 +24,25 @@ def _unavailable(kind: str) -> StrategyFactory:
     return refuse
 
 
+def _fsdp(setup: Setup) -> Strategy:
+    """Choose the version; torch.distributed.fsdp takes a second to import, so only who asks for it waits."""
+    if setup.state.num_processes == 1:
+        warn_once("fsdp_plugin has no effect in a world of one process: there is nobody to share shards with")
+        return SingleStrategy(setup)
+    if setup.state.fsdp_plugin.fsdp_version == 1:
+        from notebook_accelerate.strategies.fsdp1 import FSDP1Strategy
+
+        return FSDP1Strategy(setup)
+    from notebook_accelerate.strategies.fsdp2 import FSDP2Strategy
+
+    return FSDP2Strategy(setup)
+
+
 STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.NO.value: SingleStrategy,
     **{kind.value: DDPStrategy for kind in DistributedType if kind.value.startswith("MULTI_")},
-    **{kind: _unavailable(kind) for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")},
+    DistributedType.FSDP.value: _fsdp,
+    **{kind: _unavailable(kind) for kind in ("DEEPSPEED", "MEGATRON_LM", "XLA")},
 }
 """What makes a strategy, by `DistributedType`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +11,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from notebook_accelerate.precision import restore_forward
 
 _WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
+
+
+def _is_wrapper(model: torch.nn.Module) -> bool:
+    # FSDP takes a second to import; a model can be wrapped by it only where somebody has.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return isinstance(model, _WRAPPERS) or (fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel))
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -72,6 +79,6 @@ def extract_model_from_parallel(
 
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(model, _WRAPPERS) or is_compiled_module(model):
+    while _is_wrapper(model) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module  # type: ignore[assignment]
     return model

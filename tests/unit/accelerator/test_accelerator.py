@@ -88,8 +88,8 @@ class TestSettings:
             Accelerator(cpu=True, mixed_precision="fp8")
 
     def test_a_plugin_of_a_later_strategy_is_a_clear_error(self) -> None:
-        with pytest.raises(ValueError, match="training with FSDP is not available in this version"):
-            Accelerator(cpu=True, fsdp_plugin=object())
+        with pytest.raises(ValueError, match="training with MEGATRON_LM is not available in this version"):
+            Accelerator(cpu=True, megatron_lm_plugin=object())
 
     def test_old_split_batches(self) -> None:
         with pytest.warns(FutureWarning, match="DataLoaderConfiguration\\(split_batches=True\\)"):
