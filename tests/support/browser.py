@@ -40,7 +40,7 @@ SCREENSHOTS = ROOT / ".build" / "screenshots"
 App = Literal["lab", "notebook"]
 # Said by the applications themselves, whatever the notebook holds.
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
-_NOISE = ("favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]")
+_NOISE = ("favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]", "debugger state")
 # Thrown by Notebook 7.6 while it starts, with any notebook or none.
 _NOTEBOOK_ITSELF = ("(reading 'schema')", "Command 'filebrowser:open-path' not registered")
 
