@@ -38,9 +38,12 @@ FLAGS = [
 ]  # fmt: skip
 SCREENSHOTS = ROOT / ".build" / "screenshots"
 App = Literal["lab", "notebook"]
-# Said by the applications themselves, whatever the notebook holds.
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
-_NOISE = ("favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]", "debugger state")
+# Said by the applications themselves, whatever the notebook holds; the last one when a page is reloaded.
+_NOISE = (
+    "favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]",
+    "Could not restore the debugger state",
+)  # fmt: skip
 # Thrown by Notebook 7.6 while it starts, with any notebook or none.
 _NOTEBOOK_ITSELF = ("(reading 'schema')", "Command 'filebrowser:open-path' not registered")
 
