@@ -388,7 +388,8 @@ class Group:
         if watched.process.exit_descriptor is not None:
             self._selector.unregister(watched.process.exit_descriptor)
         self._read_outputs(watched)
-        while self._read_channel(watched):
+        # Not until its end: a process that the rank left behind, as a DataLoader's worker, may hold it open.
+        while watched.process.ends.channel.readable() and self._read_channel(watched):
             pass
         self._forget(watched)
         watched.info.exit = _exit_text(end)

@@ -176,6 +176,14 @@ class Channel:
             return []
         return self.receive_available()
 
+    def readable(self) -> bool:
+        """Whether there is something to read now: messages, a part of one, or the end of the stream."""
+        if self._closed:
+            return False
+        waiter = select.poll()
+        waiter.register(self._socket, select.POLLIN)
+        return bool(waiter.poll(0))
+
     def receive_available(self) -> list[Stamped]:
         """Return what can be read without waiting; raises ``ChannelClosedError`` at the end of the stream."""
         try:
