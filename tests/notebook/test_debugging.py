@@ -60,6 +60,20 @@ def unlike_order():
     for call in calls if rank() == 0 else reversed(calls):
         call(torch.ones(4))
 
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if rank() == 1 and index >= 4:
+            time.sleep(60)
+        return torch.ones(2)
+
+def waits_for_data():
+    group()
+    for batch in torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1):
+        dist.all_reduce(batch)
+
 def in_native_code():
     group()
     if rank() == 1:
@@ -210,6 +224,12 @@ def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> Non
     assert answers["0"] == "2"
     assert "holds the interpreter in native code" in answers["1"]
     assert text.count("rank 1") == 2
+
+
+def test_a_rank_that_waits_for_its_data_loader(kernel: Kernel) -> None:
+    verdict, _ = diagnosed(kernel, "waits_for_data", "waits(run) and any(p.last for p in run.diagnose().places)")
+    assert verdict.startswith("rank 1 never reached all_reduce #3 (f32 [2, 2]); it is at Cell In["), verdict
+    assert "for batch in torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1):" in verdict
 
 
 def test_a_rank_that_returned_early(kernel: Kernel) -> None:
