@@ -1,0 +1,321 @@
+"""How much memory training and inference need per rank, before anything is allocated."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.empty import init_on_device
+from notebook_accelerate.big_modeling.sizes import dtype_of, readable, sizes_of
+from notebook_accelerate.big_modeling.tied import device_of
+from notebook_accelerate.big_modeling.walk import tree_of
+
+_PANEL = "notebook_accelerate.widgets.memory_panel"
+"""Draws what is computed here; loaded on first use, for views are above this room."""
+
+OPTIMIZERS: dict[str, float] = {
+    "adamw": 8, "adam": 8, "adamw_8bit": 2, "adagrad": 4, "lion": 4, "rmsprop": 4, "sgd_momentum": 4, "sgd": 0,
+}  # fmt: skip
+"""Bytes of state per trainable element; torch keeps states in the weights' dtype, here float32."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which parts a strategy divides among ranks.
+
+    Attributes:
+        weights: Whether each rank has its share of the weights only.
+        gradients: The same for gradients.
+        optimizer: The same for optimizer states.
+        buckets: Whether gradients are copied once more for their reduction.
+    """
+
+    weights: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    buckets: bool = False
+
+
+STRATEGIES: dict[str, Sharing] = {
+    "single": Sharing(),
+    "ddp": Sharing(buckets=True),
+    "zero1": Sharing(optimizer=True),
+    "zero2": Sharing(gradients=True, optimizer=True),
+    "shard_grad_op": Sharing(gradients=True, optimizer=True),
+    "zero3": Sharing(weights=True, gradients=True, optimizer=True),
+    "fsdp": Sharing(weights=True, gradients=True, optimizer=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes per rank, by part.
+
+    Attributes:
+        training: Weights, gradients, optimizer, activations, buffers and what the strategy adds.
+        inference: Weights, buffers, activations.
+        assumptions: What the numbers rest on, one sentence each.
+    """
+
+    training: dict[str, int]
+    inference: dict[str, int]
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def training_total(self) -> int:
+        """Bytes that training needs on each rank."""
+        return sum(self.training.values())
+
+    @property
+    def inference_total(self) -> int:
+        """Bytes that inference needs on each rank."""
+        return sum(self.inference.values())
+
+    def __str__(self) -> str:
+        lines = [f"{'per rank':<14}{'training':>12}{'inference':>12}"]
+        for part in self.training:
+            inference = readable(self.inference[part]) if part in self.inference else "–"
+            lines.append(f"{part:<14}{readable(self.training[part]):>12}{inference:>12}")
+        lines.append(f"{'together':<14}{readable(self.training_total):>12}{readable(self.inference_total):>12}")
+        return "\n".join([*lines, *self.assumptions])
+
+    def _repr_html_(self) -> str:
+        text: str = importlib.import_module(_PANEL).estimate_html(self)
+        return text
+
+
+def estimate_memory(
+    model_or_config: Any,
+    dtype: Any = "float32",
+    optimizer: str = "adamw",
+    strategy: str = "single",
+    num_processes: int = 1,
+    batch_size: int = 1,
+    sequence_length: int | None = None,
+    inputs: Any = None,
+) -> MemoryEstimate:
+    """Say what training and inference need per rank, from the meta device alone: nothing is allocated.
+
+    Activations are counted by running the model on the meta device and adding up what autograd keeps.
+
+    Args:
+        model_or_config: A model on any device, a function that makes one, or a configuration of transformers.
+        dtype: Dtype of weights and gradients.
+        optimizer: One of `OPTIMIZERS`.
+        strategy: One of `STRATEGIES`.
+        num_processes: Number of ranks.
+        batch_size: Samples per rank and step.
+        sequence_length: Tokens per sample, where the model takes token numbers.
+        inputs: What the model is called with, in place of tokens: a tensor, a tuple, or a mapping of names; only shapes
+            and dtypes count.
+
+    Returns:
+        Bytes by part.
+
+    Raises:
+        ValueError: A name is not known, or a number is not positive.
+    """
+    _check(optimizer, strategy, num_processes, batch_size)
+    sharing, ranks = STRATEGIES[strategy], num_processes
+    model = _empty_model(model_or_config).to(dtype_of(dtype))
+    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    weights = sum(each.nbytes for each in model.parameters())
+    buffers = sum(each.nbytes for each in model.buffers())
+    if inputs is None and sequence_length is not None:
+        inputs = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+    kept, largest, problem = _activations(model, inputs)
+    divided = {
+        "weights": -(-weights // ranks) if sharing.weights else weights,
+        "gradients": -(-trained // ranks) if sharing.gradients else trained,
+        "optimizer": round(elements * OPTIMIZERS[optimizer] / (ranks if sharing.optimizer else 1)),
+    }
+    training = {**divided, "activations": kept, "buffers": buffers}
+    gathered = 2 * _largest_block(model) if sharing.weights and ranks > 1 else 0
+    training["strategy"] = (trained if sharing.buckets and ranks > 1 else 0) + gathered
+    inference = {"weights": divided["weights"], "activations": largest, "buffers": buffers, "strategy": gathered}
+    return MemoryEstimate(
+        training=training, inference=inference, assumptions=_assumptions(problem, sharing, ranks, optimizer)
+    )
+
+
+def _check(optimizer: str, strategy: str, num_processes: int, batch_size: int) -> None:
+    for what, value, known in (("optimizer", optimizer, OPTIMIZERS), ("strategy", strategy, STRATEGIES)):
+        if value not in known:
+            raise ValueError(f"{what}={value!r} is not known; pass one of {', '.join(known)}")
+    for what, number in (("num_processes", num_processes), ("batch_size", batch_size)):
+        if number < 1:
+            raise ValueError(f"{what}={number} is not allowed; pass a whole number of at least 1")
+
+
+def _empty_model(source: Any) -> torch.nn.Module:
+    if isinstance(source, torch.nn.Module):
+        import copy
+
+        memo = {id(each): _empty_like(each) for each in (*source.parameters(), *source.buffers())}
+        return copy.deepcopy(source, memo)
+    with init_on_device(torch.device("meta"), include_buffers=True):
+        if hasattr(source, "model_type"):
+            made: torch.nn.Module = importlib.import_module("transformers").AutoModel.from_config(source)
+        elif callable(source):
+            made = source()
+        else:
+            raise ValueError(
+                f"estimate_memory takes a model, a function that makes one, or a transformers configuration, not "
+                f"{type(source).__name__}"
+            )
+    return made
+
+
+def _empty_like(tensor: torch.Tensor) -> Any:
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
+    """Return the bytes that autograd keeps, the largest output of a module, and why both are 0 if they are."""
+    if inputs is None:
+        return 0, 0, "Activations are left out: pass sequence_length= or inputs= to count them."
+    args, kwargs = _called_with(inputs)
+    own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+    largest = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if id(base) not in own:
+            kept[id(base)] = base
+        return tensor
+
+    def measure(_: Any, __: Any, output: Any) -> None:
+        nonlocal largest
+        if isinstance(output, torch.Tensor):
+            largest = max(largest, output.nbytes)
+
+    handles = [module.register_forward_hook(measure) for module in model.modules()]
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - the model's own code; what it cannot do on the meta device is said
+        return 0, 0, f"Activations are left out: the model does not run on the meta device ({error})."
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sum(tensor.nbytes for tensor in kept.values()), 2 * largest, ""
+
+
+def _called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), {name: _on_meta(value) for name, value in inputs.items()}
+    values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tuple(_on_meta(value) for value in values), {}
+
+
+def _on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _largest_block(model: torch.nn.Module) -> int:
+    blocks = [child for name, child in model.named_modules() if name.rpartition(".")[2].isdigit()]
+    found = (sum(each.nbytes for each in block.parameters()) for block in blocks or model.children())
+    return max(found, default=0)
+
+
+def _assumptions(problem: str, sharing: Sharing, ranks: int, optimizer: str) -> tuple[str, ...]:
+    lines = [problem] if problem else ["Activations are what autograd keeps of one step, without checkpointing."]
+    if OPTIMIZERS[optimizer]:
+        lines.append(f"{optimizer} keeps {OPTIMIZERS[optimizer]:g} bytes per trained element.")
+    if sharing.buckets and ranks > 1:
+        lines.append("DDP copies gradients into buckets; gradient_as_bucket_view=True saves that.")
+    if sharing.weights and ranks > 1:
+        lines.append("Two blocks are gathered at a time: the one that computes and the next.")
+    return (*lines, "The framework itself (CUDA context, allocator, workspaces) comes on top: 0.5 to 1.5 GB per GPU.")
+
+
+# ---- device maps
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """One entry of a device map.
+
+    Attributes:
+        name: The module.
+        device: Where its weights are.
+        size: Their bytes.
+        moves: Bytes that come to the computing device on each forward.
+    """
+
+    name: str
+    device: str
+    size: int
+    moves: int
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A device map with sizes.
+
+    Attributes:
+        blocks: Its entries, in the model's order.
+        limits: Bytes by device, where they are known.
+    """
+
+    blocks: tuple[PlacedBlock, ...]
+    limits: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def moves(self) -> int:
+        """Bytes that move on each forward."""
+        return sum(block.moves for block in self.blocks)
+
+    def overfull(self) -> list[str]:
+        """List the devices with more on them than their limit."""
+        used: dict[str, int] = {}
+        for block in self.blocks:
+            used[block.device] = used.get(block.device, 0) + block.size
+        return [device for device, size in used.items() if size > self.limits.get(device, size)]
+
+    def __str__(self) -> str:
+        lines = []
+        for block in self.blocks:
+            moved = f", {readable(block.moves)} to the device on each forward" if block.moves else ""
+            lines.append(f"{block.device:<6}{readable(block.size):>9}  {block.name or 'the whole model'}{moved}")
+        lines += [f"device {device} holds more than its limit" for device in self.overfull()]
+        return "\n".join([*lines, f"{readable(self.moves)} move on each forward"])
+
+    def _repr_html_(self) -> str:
+        text: str = importlib.import_module(_PANEL).device_map_html(self)
+        return text
+
+
+def placed(
+    model: torch.nn.Module,
+    device_map: Mapping[str, Any],
+    dtype: Any = None,
+    max_memory: Mapping[Any, Any] | None = None,
+) -> PlacedModel:
+    """Add sizes to a device map, and what moves on each forward.
+
+    Args:
+        model: The model, on any device.
+        device_map: Device by module name.
+        dtype: What floating weights are converted to.
+        max_memory: Bytes by device.
+    """
+    sizes = sizes_of(tree_of(model), dtype)
+    names = {str(device) for device in device_map.values()}
+    computing = names - {"cpu", "disk"}
+    blocks = []
+    for name in device_map:
+        device = str(device_of(name, device_map))
+        away = device == "disk" or (device == "cpu" and bool(computing))
+        size = int(sizes.get(name, 0))
+        blocks.append(PlacedBlock(name, device, size, size if away else 0))
+    return PlacedModel(tuple(blocks), {str(device): int(size) for device, size in (max_memory or {}).items()})

@@ -1,0 +1,316 @@
+"""Weights in 8 and 4 bits, by bitsandbytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
+from notebook_accelerate.big_modeling.dispatch import dispatch_model
+from notebook_accelerate.big_modeling.empty import init_empty_weights
+from notebook_accelerate.big_modeling.memory import get_balanced_memory
+from notebook_accelerate.big_modeling.offload import offload_weight, save_offload_index
+from notebook_accelerate.big_modeling.shards import shards_of, tensors_of
+from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accelerate.big_modeling.tied import device_of, find_tied_parameters, retie_parameters
+from notebook_accelerate.big_modeling.walk import full_name, prefixes, submodule
+from notebook_accelerate.config.quantization import BnbQuantizationConfig
+from notebook_accelerate.errors import CheckpointMismatchError
+from notebook_accelerate.hardware.checks import is_bnb_available
+
+_LOG = logging.getLogger(__name__)
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_and_quantize_model(
+    model: torch.nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Any = None,
+    no_split_module_classes: Any = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001
+) -> torch.nn.Module:
+    """Quantize a model's linear layers, as it is or while its weights are loaded.
+
+    Args:
+        model: The model; on the meta device where its weights are loaded.
+        bnb_quantization_config: What is quantized, and how.
+        weights_location: A file, an index, or a folder that holds one of either; needed on the meta device.
+        device_map: Device by module name, or "auto" and its kin; None: the accelerator, or the CPU where there is none.
+        no_split_module_classes: Names of classes that are not divided among devices.
+        max_memory: Bytes or "10GB" by device, for maps that are made.
+        offload_folder: Folder for what the map puts on "disk"; offloaded modules are not quantized.
+        offload_state_dict: Taken for compatibility: one tensor is in memory at a time.
+
+    Returns:
+        The model, quantized in place, on its devices.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+        ValueError: The model is on the meta device and no weights are named, or the map offloads without leave.
+        CheckpointError: The weights cannot be read, or are of another model.
+    """
+    if not is_bnb_available():
+        raise ImportError("Quantization needs bitsandbytes: pip install bitsandbytes")
+    config = bnb_quantization_config
+    kept = list(get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules)
+    wide = list(config.keep_in_fp32_modules or [])
+    empty = any(parameter.device.type == "meta" for parameter in model.parameters())
+    if empty and weights_location is None:
+        raise ValueError(
+            "`weights_location` should be the folder path containing the weights of the model: the model is on the "
+            "meta device, so it has none of its own."
+        )
+    if isinstance(device_map, str) or device_map is None:
+        device_map = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    away = [name for name, device in device_map.items() if str(device) == "disk" or _offloaded_cpu(device, device_map)]
+    if away:
+        _LOG.warning("%s will not be quantized: they are offloaded.", ", ".join(away))
+    tied = find_tied_parameters(model)
+    source = None if empty or weights_location is not None else _own_weights(model)
+    model = replace_with_bnb_layers(model, config, modules_to_not_convert=[*kept, *wide, *away])
+    _fill(model, config, source, weights_location, device_map, offload_folder)
+    retie_parameters(model, tied)
+    model.is_quantized = True  # type: ignore[assignment]
+    model.is_loaded_in_4bit = config.load_in_4bit  # type: ignore[assignment]
+    model.is_loaded_in_8bit = config.load_in_8bit  # type: ignore[assignment]
+    if len({str(device) for device in device_map.values()}) == 1 and not away:
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+    return dispatch_model(model, device_map, offload_dir=offload_folder)
+
+
+def _offloaded_cpu(device: Any, device_map: Mapping[str, Any]) -> bool:
+    """Tell whether the CPU only keeps weights: where there is an accelerator in the map."""
+    return str(device) == "cpu" and any(str(other) not in ("cpu", "disk") for other in device_map.values())
+
+
+def _own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def _fill(
+    model: torch.nn.Module, config: Any, own: Any, location: Any, device_map: Mapping[str, Any], folder: Any
+) -> None:
+    """Put every weight on its device, in its dtype; the device's move quantizes what is to be quantized."""
+    parts = [own.items()] if own is not None else (
+        tensors_of(shard.sources(), lambda _: "cpu") for shard in shards_of(location)
+    )  # fmt: skip
+    index: dict[str, Any] = {}
+    missing = set(model.state_dict()) if own is None else set()
+    for part in parts:
+        for name, value in part:
+            missing.discard(name)
+            device = device_of(name, device_map)
+            if str(device) == "disk":
+                index = offload_weight(_cast(name, value, config), name, folder, index=index)
+            else:
+                _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
+    save_offload_index(index, folder) if index else None
+    left = [name for name in sorted(missing) if _is_empty(model, name) and name not in index]
+    if left:
+        raise CheckpointMismatchError(f"{location} lacks {', '.join(left[:5])}: it is of another model")
+
+
+def _is_empty(model: torch.nn.Module, name: str) -> bool:
+    try:
+        owner, key = submodule(model, name)
+    except AttributeError:
+        return False
+    return getattr(getattr(owner, key, None), "is_meta", False)
+
+
+def _cast(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
+    if not value.is_floating_point():
+        return value
+    wide = any(part in name.split(".") or name.startswith(part) for part in config.keep_in_fp32_modules or [])
+    return value.to(torch.float32 if wide else config.torch_dtype)
+
+
+def _place(model: torch.nn.Module, name: str, value: torch.Tensor, device: Any) -> None:
+    try:
+        owner, key = submodule(model, name)
+    except AttributeError:
+        return
+    old = owner._parameters.get(key)
+    if type(old).__name__ in ("Int8Params", "Params4bit") and isinstance(old, torch.nn.Parameter):
+        kind: Any = type(old)
+        fresh = kind(value, requires_grad=False, **old.__dict__)
+        owner._parameters[key] = fresh.to(device)  # this move quantizes
+    elif key in owner._parameters or key in owner._buffers:
+        set_module_tensor_to_device(owner, key, device, value=value, dtype=value.dtype)
+
+
+def get_quantized_model_device_map(
+    model: torch.nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: Any = None,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+) -> dict[str, Any]:
+    """Make a device map for a model that is quantized, from the sizes that it will have.
+
+    Args:
+        model: The model.
+        bnb_quantization_config: What is quantized.
+        device_map: "auto", "balanced", "balanced_low_0", "sequential", a map, or None: one device.
+        max_memory: Bytes or "10GB" by device.
+        no_split_module_classes: Names of classes that are not divided among devices.
+
+    Raises:
+        ValueError: The string names no strategy.
+    """
+    if device_map is None:
+        accelerator = torch.accelerator.current_accelerator()
+        return {"": "cpu" if accelerator is None else torch.accelerator.current_device_index()}
+    if not isinstance(device_map, str):
+        return dict(device_map)
+    if device_map not in _MAPS:
+        raise ValueError(
+            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'."
+        )
+    config = bnb_quantization_config
+    whole = set(config.skip_modules or []) | set(config.keep_in_fp32_modules or [])
+    special = {
+        name: torch.float32 if set(name.split(".")) & set(config.keep_in_fp32_modules or []) else config.torch_dtype
+        for name, _ in model.named_parameters()
+        if set(prefixes(name)) & whole or set(name.split(".")) & whole
+    }
+    common = {"no_split_module_classes": no_split_module_classes, "dtype": config.target_dtype}
+    if device_map != "sequential":
+        low_zero = device_map == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, special_dtypes=special, low_zero=low_zero, **common)
+    return infer_auto_device_map(model, max_memory, special_dtypes=special, **common)
+
+
+def get_keys_to_not_convert(model: torch.nn.Module) -> list[str]:
+    """List the modules that are better not quantized: the last one (the head), and what is tied to another.
+
+    Args:
+        model: The model.
+    """
+    tied = sorted({name for group in find_tied_parameters(model) for name in group[1:]})
+    children = list(model.named_children())
+    last = [children[-1][0]] if children else []
+    found = [*last, *(name for name in tied if name not in last)]
+    return [name.removesuffix(".weight").removesuffix(".bias") for name in found]
+
+
+def replace_with_bnb_layers(
+    model: torch.nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: list[str] | None = None,
+    current_key_name: list[str] | None = None,
+) -> torch.nn.Module:
+    """Replace linear layers by bitsandbytes' ones, empty.
+
+    Args:
+        model: The model; changed in place.
+        bnb_quantization_config: Which kind.
+        modules_to_not_convert: Names of modules, or last parts of names, that stay.
+        current_key_name: Where the model is in a larger one.
+
+    Returns:
+        The model.
+    """
+    kept = set(modules_to_not_convert or [])
+    root = ".".join(current_key_name or [])
+    replaced = False
+    for name, module in list(model.named_modules()):
+        path = full_name(root, name)
+        if not isinstance(module, torch.nn.Linear) or kept & {*prefixes(path)[1:], *path.split(".")} or not name:
+            continue
+        owner, key = submodule(model, name)
+        setattr(owner, key, _quantized_like(module, bnb_quantization_config))
+        replaced = True
+    if not replaced:
+        _LOG.warning("No linear modules were found in the model: nothing is quantized.")
+    return model
+
+
+def _quantized_like(linear: torch.nn.Linear, config: Any) -> torch.nn.Module:
+    import bitsandbytes as bnb
+
+    shape = (linear.in_features, linear.out_features)
+    with init_empty_weights():
+        if config.load_in_8bit:
+            made = bnb.nn.Linear8bitLt(
+                *shape, bias=linear.bias is not None, has_fp16_weights=False, threshold=config.llm_int8_threshold
+            )
+        else:
+            made = bnb.nn.Linear4bit(
+                *shape,
+                bias=linear.bias is not None,
+                compute_dtype=config.bnb_4bit_compute_dtype,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_type=config.bnb_4bit_quant_type,
+            )
+    made.requires_grad_(False)
+    return made.train(linear.training)  # type: ignore[no-any-return]
+
+
+def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
+    """Tell whether a model has bitsandbytes' 4-bit layers.
+
+    Args:
+        model: The model.
+    """
+    return any(
+        kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
+        for module in model.modules()
+        for kind in type(module).__mro__
+    )
+
+
+def get_parameter_device(parameter: torch.nn.Module) -> torch.device:
+    """Return the device of a module's first parameter.
+
+    Args:
+        parameter: The module (the name is Accelerate's).
+    """
+    return next(parameter.parameters()).device
+
+
+def quantize_and_offload_8bit(
+    model: torch.nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype,
+    offload_folder: str | os.PathLike[str],
+    offload_index: dict[str, Any],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Quantize one weight to 8 bits and write it, with its scales, to an offload folder.
+
+    Args:
+        model: The model; its weight goes to the meta device.
+        param: The weight.
+        param_name: Its dotted name.
+        new_dtype: Dtype before it is quantized.
+        offload_folder: The folder.
+        offload_index: Where dtype and shape are noted.
+        fp16_statistics: Scales, where `param` is quantized already.
+    """
+    if fp16_statistics is None:
+        _place(model, param_name, param.to(new_dtype), get_quantizing_device())
+        owner, key = submodule(model, param_name)
+        quantized: Any = owner._parameters[key]
+        param, fp16_statistics = quantized.data, quantized.SCB
+    offload_weight(param.cpu(), param_name, offload_folder, index=offload_index)
+    if fp16_statistics is not None:
+        name = param_name.replace("weight", "SCB")
+        offload_weight(fp16_statistics.cpu(), name, offload_folder, index=offload_index)
+    absent = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    set_module_tensor_to_device(model, param_name, "meta", value=absent, dtype=param.dtype)
+
+
+def get_quantizing_device() -> Any:
+    """Return where weights are quantized: the accelerator, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator
