@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debug.protocol import HeartbeatEvent
+from notebook_accelerate.debug.protocol import HEARTBEAT_SECONDS, HeartbeatEvent
 
 if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis
     from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.stopwatch import Stopwatch
     from notebook_accelerate.launch.supervisor import Group
 
 STALL_SECONDS = 10.0
@@ -34,23 +35,21 @@ class StallWatch:
         self.busy = False
         self.group_timeout: float | None = None
 
-    def note(self, rank: int, beat: HeartbeatEvent, now: float, *, quiet: bool = False) -> None:
+    def note(self, rank: int, beat: HeartbeatEvent, stopwatch: Stopwatch) -> None:
         """A heartbeat has come.
 
         Args:
             rank: Whose.
             beat: The heartbeat.
-            now: The stopwatch's time.
-            quiet: Whether the user holds a rank, so that a standstill is no news.
+            stopwatch: The run's; it stands while the user holds a rank, and a standstill is no news then.
         """
         self._beats[rank] = beat
         collective = beat.waiting
         if collective is None:
             self._waiting_since.pop(rank, None)
         elif self._waiting_since.get(rank, (None, 0.0))[0] != (collective.group, collective.number):
-            waited = time.time() - collective.since
-            self._waiting_since[rank] = ((collective.group, collective.number), now - waited)
-        if not (quiet or self._reported or self.busy) and self._stalled():
+            self._waiting_since[rank] = ((collective.group, collective.number), stopwatch.at(collective.since))
+        if not (stopwatch.standing or self._reported or self.busy) and self._stalled():
             self._reported = True
             self.diagnose_then(lambda verdict: self._report(f"run {self._run.id} stands still: {verdict}"))
 
@@ -59,7 +58,9 @@ class StallWatch:
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
-        return [(since + self.group_timeout, text) for _, since in self._waiting_since.values()]
+        # Only once the next heartbeat, too, has found the rank there: it may have gone on meanwhile.
+        patience = self.group_timeout + 1.5 * HEARTBEAT_SECONDS
+        return [(since + patience, text) for _, since in self._waiting_since.values()]
 
     def _stalled(self) -> bool:
         alive = [info.rank for info in self._run.ranks if info.state in ("starting", "running")]

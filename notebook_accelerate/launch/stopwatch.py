@@ -12,13 +12,18 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._paused = 0.0
+        self._pauses: list[tuple[float, float]] = []
         self._since: dict[Hashable, float] = {}
 
     def now(self) -> float:
         """Return the time by this watch."""
+        return self.at(time.time())
+
+    def at(self, moment: float) -> float:
+        """Return what this watch showed, or will show if it goes on standing, at a ``time.time()``."""
         with self._lock:
-            return (min(self._since.values()) if self._since else time.time()) - self._paused
+            open_one = [(min(self._since.values()), moment)] if self._since else []
+            return moment - sum(max(0.0, min(moment, end) - begin) for begin, end in [*self._pauses, *open_one])
 
     def pause(self, who: Hashable) -> None:
         """``who``, as a rank, begins to wait for the user."""
@@ -30,7 +35,7 @@ class Stopwatch:
         with self._lock:
             began = min(self._since.values(), default=0.0)
             if self._since.pop(who, None) is not None and not self._since:
-                self._paused += time.time() - began
+                self._pauses.append((began, time.time()))
 
     @property
     def standing(self) -> bool:

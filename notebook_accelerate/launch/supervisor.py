@@ -333,7 +333,7 @@ class Group:
             self._publisher.line("stderr", f"⚠ {text}")
 
     def _on_heartbeat(self, watched: _Watched, event: HeartbeatEvent) -> None:
-        self._watch_for_stall.note(watched.process.rank, event, self.stopwatch.now(), quiet=self.stopwatch.standing)
+        self._watch_for_stall.note(watched.process.rank, event, self.stopwatch)
         running = {each.process.rank for each in self._alive() if each.info.state == "running"}
         steps = {rank: step for rank, step in self._run.store.last_step.items() if rank in running}
         self._warn(self._mistakes.beat(steps))

@@ -147,3 +147,20 @@ def test_the_stopwatch_stands_while_anybody_waits() -> None:
     assert not watch.standing
     assert 0 <= watch.now() - begin < 0.08
     assert time.time() - watch.now() >= 0.1
+    assert abs(watch.at(begin - 5) - (begin - 5)) < 0.001
+    later = time.time() + 5
+    assert abs(later - watch.at(later) - (time.time() - watch.now())) < 0.05
+
+
+def test_the_stopwatch_knows_what_it_showed_at_an_earlier_moment() -> None:
+    watch = Stopwatch()
+    before = time.time()
+    time.sleep(0.05)
+    watch.pause(0)
+    time.sleep(0.1)
+    during = time.time()
+    assert watch.at(before) == before
+    assert watch.at(during) == pytest.approx(watch.now(), abs=0.001)
+    watch.resume(0)
+    assert watch.at(before) == before
+    assert during - watch.at(during) == pytest.approx(0.1, abs=0.05)
