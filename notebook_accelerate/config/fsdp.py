@@ -137,14 +137,15 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ValueError: A class of `transformer_cls_names_to_wrap` is not in the model, or no class is known.
         """
-        if callable(self.auto_wrap_policy):
-            return self.auto_wrap_policy
+        given: Any = self.auto_wrap_policy
+        if callable(given):
+            return given  # type: ignore[no-any-return]
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-        if self.auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
+        if given == "TRANSFORMER_BASED_WRAP":
             classes = _classes_of(model, self.transformer_cls_names_to_wrap)
             return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-        if self.auto_wrap_policy == "SIZE_BASED_WRAP":
+        if given == "SIZE_BASED_WRAP":
             return functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params or 10**8)
         return None
 

@@ -64,7 +64,7 @@ class FSDPStrategy(Strategy):
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         self.setup.precision.wrap_model(inner)
-        wrapped = model._orig_mod if is_compiled_module(model) else model
+        wrapped: nn.Module = _bare(model)
         if not self.is_sharded(wrapped):
             before = names_of(wrapped)
             if self.setup.precision.compute_dtype is not None and upcast(wrapped):

@@ -15,7 +15,14 @@ from notebook_accelerate.state.world import world_from_environ
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
 from notebook_accelerate.strategies.fsdp2 import broadcast_start
 from notebook_accelerate.strategies.fsdp_pointers import flat_names_of, names_of
-from notebook_accelerate.strategies.fsdp_units import checkpoint_activations, ignored_of, units_of
+from notebook_accelerate.strategies.fsdp_units import (
+    checkpoint_activations,
+    ignored_of,
+    keeping_ties,
+    retie,
+    tied_names,
+    units_of,
+)
 from notebook_accelerate.strategies.setup import Setup
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
@@ -66,6 +73,7 @@ class FSDP1Strategy(FSDPStrategy):
         if plugin.activation_checkpointing:
             units = checkpoint_activations(model, units, bool(plugin.activation_checkpointing_offload))
         chosen = set(units)
+        offloads = plugin.offloads and self.setup.device.type != "cpu"  # there, they rest in main memory anyway
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=lambda module, recurse, **_: recurse or module in chosen,
@@ -73,7 +81,7 @@ class FSDP1Strategy(FSDPStrategy):
             limit_all_gathers=plugin.limit_all_gathers,
             use_orig_params=bool(plugin.use_orig_params),
             mixed_precision=plugin.mixed_precision_policy,
-            cpu_offload=CPUOffload(offload_params=True) if plugin.offloads else None,
+            cpu_offload=CPUOffload(offload_params=True) if offloads else None,
             backward_prefetch=_prefetch(plugin.backward_prefetch),
             forward_prefetch=bool(plugin.forward_prefetch),
             **self._sharding(plugin),
@@ -96,13 +104,15 @@ class FSDP1Strategy(FSDPStrategy):
         """Return how units get to the device, and rank 0's weights to the others."""
         device = self.setup.device
         hollow = any(parameter.is_meta for parameter in model.parameters())
-        make = plugin.param_init_fn or (_emptying(device) if hollow else None)
+        make = plugin.param_init_fn or (keeping_ties(_emptying(device), model) if hollow else None)
         if device.type != "cpu":
             synced = bool(plugin.sync_module_states)
             return {"device_id": device, "sync_module_states": synced, "param_init_fn": make}
         # torch's FSDP 1 sends the first weights over accelerators only; here they are sent before.
         if hollow:
+            ties = tied_names(model)
             model.to_empty(device=device)
+            retie(model, ties)
         if plugin.sync_module_states:
             broadcast_start(model, device)
         return {"device_id": device, "param_init_fn": plugin.param_init_fn}
@@ -132,7 +142,7 @@ class FSDP1Strategy(FSDPStrategy):
         owners = [model for model in self.models if any(id(parameter) in wanted for parameter in model.parameters())]
         if not owners:
             return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
-        norms = [model.clip_grad_norm_(max_norm, norm_type) for model in owners]  # type: ignore[operator]
+        norms: list[torch.Tensor] = [model.clip_grad_norm_(max_norm, norm_type) for model in owners]  # type: ignore[operator]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 

@@ -49,7 +49,8 @@ class FSDP2Strategy(FSDPStrategy):
         # A flattened submesh only where it is needed: torch is about to give up slicing by flattened names.
         shards = layout.dp_shard_cp_dim_names
         flat = shards if len(shards) == 1 else ["dp_shard_cp"]
-        return mesh[(*layout.fsdp_dim_names[:-1], *flat)]  # type: ignore[no-any-return]
+        names = (*layout.fsdp_dim_names[:-1], *flat)
+        return mesh[names]  # type: ignore[no-any-return]
 
     def is_sharded(self, model: Any) -> bool:
         """Tell whether a model is sharded.
@@ -108,8 +109,8 @@ class FSDP2Strategy(FSDPStrategy):
         hollow = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if hollow:
             raise ValueError(
-                f"{type(model).__name__} has parameters without values ({', '.join(hollow[:3])}, ...): load its weights "
-                "on rank 0 and write FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)"
+                f"{type(model).__name__} has parameters without values ({', '.join(hollow[:3])}, ...): load its "
+                "weights on rank 0, with FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)"
             )
         if plugin.sync_module_states is not False:
             broadcast_start(model, self.setup.device)
@@ -125,7 +126,7 @@ class FSDP2Strategy(FSDPStrategy):
             owner.register_buffer(name.rpartition(".")[2], buffer.to(device), persistent=False)
         retie(model, ties)
         # Units note their parameters' new objects when something is applied to them.
-        model._apply(lambda tensor: tensor)
+        model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
     def unsynchronised(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward of sharded models does not exchange gradients.

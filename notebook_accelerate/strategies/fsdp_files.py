@@ -7,12 +7,14 @@ of ranks, and so do sharded folders.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
@@ -39,7 +41,17 @@ def whole_model_state(model: nn.Module) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return get_model_state_dict(model, options=_options(full_state_dict=True, cpu_offload=True))
+    state = get_model_state_dict(model, options=_whole(model))
+    return state if _rank() == 0 else {}
+
+
+def _whole(model: nn.Module) -> Any:
+    """Return torch's options for a whole state on rank 0, in main memory.
+
+    On the CPU, FSDP 1 takes no copy for "offloading" and frees what it returned (torch 2.13): every rank gets a copy.
+    """
+    flat_on_cpu = isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu"
+    return _options(full_state_dict=True, cpu_offload=not flat_on_cpu)
 
 
 def _file(name: str, index: int, rank: int | None = None) -> str:
@@ -47,10 +59,19 @@ def _file(name: str, index: int, rank: int | None = None) -> str:
     return f"{numbered}.bin" if rank is None else f"{numbered}_rank{rank}.bin"
 
 
+Filter = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _all(state: dict[str, Any]) -> dict[str, Any]:
+    return state
+
+
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def save_model(model: nn.Module, folder: str | os.PathLike[str], index: int, kind: str) -> None:
+def save_model(
+    model: nn.Module, folder: str | os.PathLike[str], index: int, kind: str, keep: Filter | None = None
+) -> None:
     """Write a sharded model into a folder; every rank must call this.
 
     Args:
@@ -58,22 +79,29 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str], index: int, kin
         folder: The folder.
         index: Position of the model among the prepared ones.
         kind: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
+        keep: Returns the part of a state that is written; None means all.
     """
-    folder = Path(folder)
+    folder, keep = Path(folder), keep or _all
     if kind == "SHARDED_STATE_DICT":
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        _write_shards({"model": get_model_state_dict(model)}, folder / f"{constants.FSDP_MODEL_NAME}_{index}")
+        _write_shards({"model": keep(get_model_state_dict(model))}, folder / f"{constants.FSDP_MODEL_NAME}_{index}")
     elif kind == "LOCAL_STATE_DICT":
         local = {name: tensor.detach() for name, tensor in _own_tensors(model).items()}
         torch.save(local, folder / _file(constants.FSDP_MODEL_NAME, index, _rank()))
     else:
         state = whole_model_state(model)
         if _rank() == 0:
-            torch.save(state, folder / _file(constants.FSDP_MODEL_NAME, index))
+            torch.save(keep(state), folder / _file(constants.FSDP_MODEL_NAME, index))
 
 
-def load_model(model: nn.Module, folder: str | os.PathLike[str], index: int = 0, strict: bool = True) -> Any:
+def load_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    index: int = 0,
+    strict: bool = True,
+    keep: Filter | None = None,
+) -> Any:
     """Read a sharded model from a folder; every rank must call this.
 
     Args:
@@ -81,6 +109,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], index: int = 0,
         folder: The folder.
         index: Position of the model among the prepared ones.
         strict: Whether the names must be those of the model.
+        keep: Returns the part of a state that was written; None means all.
 
     Returns:
         The names that were missing or not expected, where torch tells.
@@ -94,7 +123,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], index: int = 0,
     shards = folder / f"{constants.FSDP_MODEL_NAME}_{index}"
     whole = folder / _file(constants.FSDP_MODEL_NAME, index)
     if shards.is_dir() or (folder / ".metadata").is_file():
-        state = {"model": get_model_state_dict(model)}
+        state = {"model": (keep or _all)(get_model_state_dict(model))}
         _read_shards(state, shards if shards.is_dir() else folder)
         return set_model_state_dict(model, state["model"], options=_options(strict=strict))
     if whole.is_file():
@@ -145,7 +174,7 @@ def save_optimizer(
         state = get_optimizer_state_dict(model, optimizer)
         _write_shards({"optimizer": state}, folder / f"{constants.OPTIMIZER_NAME}_{index}")
         return
-    state = get_optimizer_state_dict(model, optimizer, options=_options(full_state_dict=True, cpu_offload=True))
+    state = get_optimizer_state_dict(model, optimizer, options=_whole(model))
     if _rank() == 0:
         torch.save(state, folder / _file(constants.OPTIMIZER_NAME, index))
 
@@ -187,16 +216,18 @@ def load_optimizer(
 
 
 def _write_shards(state: dict[str, Any], folder: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+    save(state, storage_writer=FileSystemWriter(folder))
 
 
 def _read_shards(state: dict[str, Any], folder: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    load(state, storage_reader=FileSystemReader(folder))
 
 
 def _read_whole(path: Path) -> Any:

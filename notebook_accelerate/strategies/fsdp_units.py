@@ -103,6 +103,35 @@ def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
             setattr(owners[name.rpartition(".")[0]], name.rpartition(".")[2], parameter)
 
 
+def keeping_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[nn.Module], Any]:
+    """Make a function that gives modules their memory keep shared parameters shared.
+
+    Args:
+        make: Called with each module.
+        model: The model, its parameters shared as they should be.
+
+    Returns:
+        The function to use instead.
+    """
+    owners: dict[tuple[int, str], int] = {
+        (id(module), name): id(parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    made: dict[int, nn.Parameter] = {}
+
+    def made_once(module: nn.Module) -> Any:
+        result = make(module)
+        for name, parameter in list(module._parameters.items()):
+            key = owners.get((id(module), name))
+            if key is not None and parameter is not None:
+                setattr(module, name, made.setdefault(key, parameter))
+        return result
+
+    return made_once
+
+
 def ignored_of(model: nn.Module, given: Iterable[nn.Module] | str | None) -> list[nn.Module]:
     """List the modules that FSDP leaves alone.
 

@@ -160,10 +160,10 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
             "get_parameters_from_modules",
             "load_fsdp_model",
             "load_fsdp_optimizer",
-            "merge_fsdp_weights",
             "save_fsdp_model",
             "save_fsdp_optimizer",
         ),
+        "checkpointing.merging": ("merge_fsdp_weights",),
     },
     "imports": {
         "hardware.checks": (
