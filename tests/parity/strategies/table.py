@@ -1,0 +1,41 @@
+"""The strategies that must train as plain torch does, each with the ranks it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+_FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
+_SECOND = {"fsdp_version": 2, **_UNITS}
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp1": {"fsdp": _FIRST},
+    "fsdp1, gradients and optimizer": {"fsdp": {**_FIRST, "sharding_strategy": "SHARD_GRAD_OP"}},
+    "fsdp1, checkpointed activations": {"fsdp": {**_FIRST, "activation_checkpointing": True}},
+    "fsdp1, rank 0 loads": {"fsdp": {**_FIRST, "cpu_ram_efficient_loading": True}},
+    "fsdp2": {"fsdp": _SECOND},
+    "fsdp2, one unit": {"fsdp": {"fsdp_version": 2}},
+    "fsdp2, units by size": {"fsdp": {"fsdp_version": 2, "auto_wrap_policy": "size_based_wrap", "min_num_params": 200}},
+    "fsdp2, whole in backward": {"fsdp": {**_SECOND, "reshard_after_forward": False}},
+    "fsdp2, checkpointed activations": {"fsdp": {**_SECOND, "activation_checkpointing": True}},
+    "fsdp2, offloaded": {"fsdp": {**_SECOND, "cpu_offload": True}},
+    "fsdp2, rank 0 loads": {"fsdp": {**_SECOND, "cpu_ram_efficient_loading": True}},
+    "fsdp2 by degrees": {"fsdp": _SECOND, "degrees": {"dp_shard_size": 2}},
+}
+"""By name: what a `Case` is made of."""
+
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}},
+    "fsdp2": {"fsdp": _SECOND},
+    "fsdp2, replicas of shards": {"fsdp": _SECOND, "degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}},
+}
+
+FORMS: dict[str, dict[str, Any]] = {
+    "fsdp1, whole": _FIRST,
+    "fsdp1, sharded": {**_FIRST, "state_dict_type": "SHARDED_STATE_DICT"},
+    "fsdp1, local": {**_FIRST, "state_dict_type": "LOCAL_STATE_DICT"},
+    "fsdp2, sharded": _SECOND,
+    "fsdp2, whole": {**_SECOND, "state_dict_type": "FULL_STATE_DICT"},
+}
+"""How checkpoints are written."""

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from notebook_accelerate.strategies.fsdp_units import (
+    checkpoint_activations,
+    ignored_of,
+    keeping_ties,
+    retie,
+    tied_names,
+    units_of,
+    upcast,
+)
+from notebook_accelerate.utils import FullyShardedDataParallelPlugin
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ModuleList([Block(), Block()]), nn.Linear(4, 1))
+
+
+BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+
+
+def test_units_by_class() -> None:
+    built = model()
+    assert units_of(built, BLOCKS) == list(built[1])
+    assert units_of(built, None) == []
+
+
+def test_units_by_size_are_never_lists() -> None:
+    built = model()
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20)
+    assert units_of(built, policy) == [built[0], built[1][0].inner, built[1][1].inner]
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
+    assert units_of(built, policy) == []  # the list alone is large enough
+
+
+def test_a_parameter_that_two_units_share_is_left_to_what_is_around_them() -> None:
+    built = model()
+    built[1][1].inner.weight = built[1][0].inner.weight
+    assert units_of(built, BLOCKS) == []
+    assert tied_names(built) == [["1.0.inner.weight", "1.1.inner.weight"]]
+
+
+def test_what_lost_its_ties_gets_them_again() -> None:
+    built = model()
+    built[1][1].inner.weight = built[1][0].inner.weight
+    ties = tied_names(built)
+    built.to("meta")
+    assert tied_names(built) == []
+    retie(built, ties)
+    assert tied_names(built) == ties
+    init = keeping_ties(lambda module: module.to_empty(device="cpu", recurse=False), built)
+    for module in built.modules():
+        init(module)
+    assert tied_names(built) == ties
+    assert not any(parameter.is_meta for parameter in built.parameters())
+
+
+def test_ignored_modules_by_name() -> None:
+    built = model()
+    assert ignored_of(built, r"1\.\d") == list(built[1])
+    assert ignored_of(built, [built[0]]) == [built[0]]
+    with pytest.raises(ValueError, match="ignored_modules='none' matches no module of Sequential"):
+        ignored_of(built, "none")
+
+
+def test_checkpointed_units_compute_the_same() -> None:
+    built = model()[1]
+    inputs = torch.ones(2, 4)
+    expected = built[1](built[0](inputs))
+    names = list(built.state_dict())
+    units = checkpoint_activations(built, list(built), offload=False)
+    assert list(built) == units
+    assert torch.equal(built[1](built[0](inputs)), expected)
+    assert list(built.state_dict()) == names
+    with pytest.raises(ValueError, match="activation_checkpointing=True computes units again"):
+        checkpoint_activations(built, [], offload=False)
+
+
+def test_low_precision_is_raised_where_it_is_trained() -> None:
+    built = nn.Linear(2, 2).to(torch.bfloat16)
+    built.bias.requires_grad_(False)
+    assert upcast(built)
+    assert (built.weight.dtype, built.bias.dtype) == (torch.float32, torch.bfloat16)
+    assert not upcast(built)
+
+
+class TestPlugin:
+    def test_classes_that_the_model_has_not(self) -> None:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block, Layer"
+        )
+        with pytest.raises(
+            ValueError, match=r"names Layer, which Sequential has not; its modules with children are Block"
+        ):
+            plugin.policy_for(model())
+        plugin.transformer_cls_names_to_wrap = None
+        with pytest.raises(ValueError, match=r'pass transformer_cls_names_to_wrap=\["Block"\]'):
+            plugin.policy_for(model())
+
+    def test_mixed_precision_by_name(self) -> None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy={"param_dtype": "bf16"})
+        plugin.set_mixed_precision("fp16")
+        assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+        plugin.set_mixed_precision("fp16", override=True)
+        assert plugin.mixed_precision_policy.reduce_dtype == torch.float16
+        first = FullyShardedDataParallelPlugin(mixed_precision_policy=plugin.mixed_precision_policy)
+        with pytest.raises(ValueError, match=r"pass a torch\.distributed\.fsdp\.MixedPrecision,"):
+            first.validate_mixed_precision_policy()
+
+    def test_options_of_the_other_version(self) -> None:
+        with pytest.raises(ValueError, match="sharding_strategy='FULL_SHARD' belongs to FSDP 1"):
+            FullyShardedDataParallelPlugin(fsdp_version=2, sharding_strategy="FULL_SHARD")
+        assert (
+            FullyShardedDataParallelPlugin(reshard_after_forward="shard_grad_op").sharding_strategy == "SHARD_GRAD_OP"
+        )
+
+    def test_choices_become_torchs_objects(self) -> None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+        plugin.set_cpu_offload()
+        plugin.set_state_dict_type("full_state_dict")
+        plugin.validate_cpu_offload()
+        assert plugin.offloads
+        assert plugin.state_dict_type.name == plugin.state_dict_kind == "FULL_STATE_DICT"
+        plugin.set_auto_wrap_policy(model())
+        assert plugin.auto_wrap_policy is None
