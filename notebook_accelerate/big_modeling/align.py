@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from notebook_accelerate.big_modeling.empty import like
 from notebook_accelerate.big_modeling.hooks import ModelHook
@@ -146,9 +147,9 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
             if self._begins is not None:
-                self._begins.begin()
+                _untraced(self._begins.begin)
         if self.offload:
-            self._bring_in()
+            _untraced(self._bring_in)
         device = self.execution_device
         if device is None:
             return args, kwargs
@@ -182,7 +183,7 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         """Put the weights away and move the output."""
         if self.offload:
-            self._put_away()
+            _untraced(self._put_away)
         if self.io_same_device and self.input_device is not None:
             if not (isinstance(output, torch.Tensor) and output.device == self.input_device):
                 output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
@@ -194,6 +195,19 @@ class AlignDevicesHook(ModelHook):
             held[key] = absent
         if self._prefetcher is not None and self._unit is not None:
             self._prefetcher.give_back(self._unit)
+
+
+@_disable_dynamo
+def _break_graph(function: Any) -> None:
+    function()
+
+
+def _untraced(function: Any) -> None:
+    """Call what is no computation; torch.compile breaks its graph there, and is not imported for that elsewhere."""
+    if torch.compiler.is_compiling():
+        _break_graph(function)
+    else:
+        function()
 
 
 def _all_on(values: Any, device: torch.device) -> bool:

@@ -246,7 +246,7 @@ class Allocation:
         room = self.limits[device] - self.used.get(device, 0)
         if device in self._main:
             later = self._layers[self._after[entry]]
-            room -= max(later, *self._large.values())
+            room -= max([later, *self._large.values()]) if self._large else later
         return room
 
     def _large_tensors(self, top: Sequence[int]) -> dict[int, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,6 @@ import torch
 from notebook_accelerate.big_modeling.files import inside, safetensors_layout
 from notebook_accelerate.big_modeling.offload import OffloadedWeightsLoader, PrefixedDataset
 from notebook_accelerate.errors import BrokenCheckpointError
-
-_OPEN_FILES = 16
 
 
 class Source:
@@ -98,34 +94,13 @@ class FileSource(Source):
         flat: Any = tensor.data.reshape(-1).view(torch.uint8).numpy()
         view = memoryview(flat)
         done = 0
-        file = FILES.open(self.path)
-        while done < self.nbytes:
-            count = os.preadv(file, [view[done:]], self.offset + done)
-            if not count:
-                raise BrokenCheckpointError(f"{self.path} ends too early: it changed since the model was offloaded.")
-            done += count
-
-
-class _Files:
-    """The files that were read last, kept open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: OrderedDict[Path, Any] = OrderedDict()
-
-    def open(self, path: Path) -> int:
-        """Return the descriptor of a file."""
-        with self._lock:
-            file = self._open.pop(path, None)
-            if file is None or file.closed:
-                file = path.open("rb", buffering=0)
-            self._open[path] = file
-            while len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)  # closed when nobody reads from it
-            return int(file.fileno())
-
-
-FILES = _Files()
+        # Opened each time: a descriptor that is kept would outlive the model, and miss that the file was replaced.
+        with self.path.open("rb", buffering=0) as file:
+            while done < self.nbytes:
+                count = os.preadv(file.fileno(), [view[done:]], self.offset + done)
+                if not count:
+                    raise BrokenCheckpointError(f"{self.path} ends too early: it changed since it was offloaded.")
+                done += count
 
 
 def source_of(weights: Mapping[str, Any], name: str) -> Source | None:

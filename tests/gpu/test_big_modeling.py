@@ -1,0 +1,45 @@
+"""Offloading to a CUDA device: copied ahead on a side stream, the same bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from notebook_accelerate import cpu_offload, disk_offload, dispatch_model
+from tests.unit.big_modeling.models import Deep
+
+pytestmark = pytest.mark.gpu
+TOKENS = torch.arange(12).reshape(3, 4)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk", "map"])
+@pytest.mark.parametrize("own", [False, True])
+def test_offloaded_models_give_the_same(tmp_path: Path, where: str, own: bool) -> None:
+    model = Deep(blocks=8, width=512, own=own).eval()
+    device = torch.device("cuda", 0)
+    plain = model.to(device)(TOKENS.to(device))
+    model.to("cpu")
+    if where == "cpu":
+        cpu_offload(model, device)
+    elif where == "disk":
+        disk_offload(model, tmp_path, device)
+    else:
+        device_map = {name: "cpu" if index % 2 else "disk" for index, name in enumerate([f"h.{i}" for i in range(8)])}
+        rest = {"emb": 0, "ln": 0, "head": "disk", **({"scale": 0} if own else {})}
+        dispatch_model(model, {**device_map, **rest}, offload_dir=tmp_path)
+    with torch.no_grad():
+        for _ in range(20):
+            assert torch.equal(model(TOKENS).to(device), plain)
+
+
+def test_copies_do_not_overtake_the_computation() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)]).eval()
+    device = torch.device("cuda", 0)
+    x = torch.randn(4096, 2048, device=device)
+    plain = model.to(device)(x)
+    cpu_offload(model.to("cpu"), device)
+    with torch.no_grad():
+        for _ in range(50):
+            assert torch.equal(model(x), plain)

@@ -1,0 +1,148 @@
+"""Hooks and single tensors; facts observed with Accelerate 1.15."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accelerate import hooks
+from notebook_accelerate.big_modeling import attach_layerwise_casting_hooks, cpu_offload_with_hook
+from notebook_accelerate.utils import align_module_device, has_offloaded_params, set_module_tensor_to_device
+from tests.unit.big_modeling.models import ThreeLayers, devices
+
+CPU = torch.device("cpu")
+
+
+class PlusOne(hooks.ModelHook):
+    """Adds one before and after."""
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        return (args[0] + 1,), kwargs
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return output + 1
+
+
+def _hooked(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+
+
+def test_hooks_are_called_replaced_appended_and_removed() -> None:
+    model, x = ThreeLayers().eval(), torch.randn(2, 3)
+    plain, once, twice = model(x), model(x + 1) + 1, model(x + 2) + 2
+    hooks.add_hook_to_module(model, PlusOne())
+    assert torch.equal(model(x), once)
+    assert model.forward.__name__ == "forward"
+    hooks.add_hook_to_module(model, PlusOne())
+    assert torch.equal(model(x), once)
+    hooks.add_hook_to_module(model, PlusOne(), append=True)
+    assert isinstance(model._hf_hook, hooks.SequentialHook)
+    torch.testing.assert_close(model(x), twice)
+    hooks.remove_hook_from_module(model)
+    assert torch.equal(model(x), plain)
+    assert not {"_hf_hook", "_old_forward"} & set(vars(model))
+
+
+def test_a_copy_has_its_own_hook_and_hooked_models_are_pickled() -> None:
+    model = hooks.add_hook_to_module(nn.Linear(2, 2), PlusOne())
+    other: Any = copy.deepcopy(model)
+    other.weight.data.zero_()
+    x = torch.ones(1, 2)
+    assert not torch.equal(model(x), other(x))
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_no_grad_of_a_hook() -> None:
+    class Frozen(hooks.ModelHook):
+        no_grad = True
+
+    model = hooks.add_hook_to_module(nn.Linear(2, 2), Frozen())
+    assert not model(torch.ones(1, 2)).requires_grad
+
+
+def test_where_hooks_are_attached() -> None:
+    model = ThreeLayers()
+    hooks.attach_execution_device_hook(model, "cpu")
+    assert _hooked(model) == {"", "linear1", "batchnorm", "linear2"}
+    model = ThreeLayers()
+    hooks.attach_align_device_hook(model, execution_device=CPU)
+    assert _hooked(model) == {"linear1", "batchnorm", "linear2"}
+    model = ThreeLayers()
+    hooks.attach_align_device_hook_on_blocks(model, execution_device=CPU)
+    assert _hooked(model) == {""}
+    model = ThreeLayers()
+    hooks.attach_align_device_hook_on_blocks(
+        model, execution_device={"linear1": CPU, "linear2": CPU}, offload={"linear1": True, "linear2": False}
+    )
+    assert _hooked(model) == {"", "linear1", "linear2"}
+    assert has_offloaded_params(model.linear1)
+    assert not has_offloaded_params(model.linear2)
+    hooks.remove_hook_from_submodules(model)
+    assert _hooked(model) == set()
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_offloading_hooks_give_the_same_and_come_off_again(offload_buffers: bool) -> None:
+    model, x = ThreeLayers().eval(), torch.randn(2, 3)
+    plain, state = model(x), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    hooks.attach_align_device_hook(model, execution_device=CPU, offload=True, offload_buffers=offload_buffers)
+    where = devices(model)
+    assert where["linear1.weight"] == "meta"
+    assert where["batchnorm.running_mean"] == ("meta" if offload_buffers else "cpu")
+    for _ in range(2):
+        assert torch.equal(model(x), plain)
+        assert devices(model) == where
+    with align_module_device(model.linear1):
+        assert torch.equal(model.linear1.weight, state["linear1.weight"])
+    hooks.remove_hook_from_submodules(model)
+    assert set(devices(model).values()) == {"cpu"}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_layerwise_casting() -> None:
+    model, x = ThreeLayers().eval(), torch.randn(2, 3)
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes["linear1.weight"] == torch.bfloat16
+    assert dtypes["batchnorm.weight"] == torch.float32
+    assert model(x).dtype == torch.float32
+    assert model.linear1.weight.dtype == torch.bfloat16
+    other = nn.Sequential(nn.Linear(3, 3), nn.Embedding(3, 3))
+    attach_layerwise_casting_hooks(
+        other, torch.bfloat16, torch.float32, skip_modules_pattern="^0", skip_modules_classes=(nn.Embedding,)
+    )
+    assert _hooked(other) == set()
+
+
+def test_offloading_by_hand() -> None:
+    first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2), CPU)
+    second, hook = cpu_offload_with_hook(nn.Linear(2, 2), CPU, prev_module_hook=first_hook)
+    second(first(torch.ones(1, 2)))
+    hook.offload()
+    hook.remove()
+    assert _hooked(second) == set()
+
+
+def test_set_module_tensor() -> None:
+    model = ThreeLayers()
+    with pytest.raises(ValueError, match="does not have a parameter or a buffer named foo"):
+        set_module_tensor_to_device(model, "linear1.foo", "cpu")
+    with pytest.raises(AttributeError, match="zip"):
+        set_module_tensor_to_device(model, "zip.weight", "cpu")
+    set_module_tensor_to_device(model, "linear1.weight", "meta")
+    with pytest.raises(ValueError, match="is on the meta device, we need a `value`"):
+        set_module_tensor_to_device(model, "linear1.weight", "cpu")
+    with pytest.raises(ValueError, match="this looks incorrect"):
+        set_module_tensor_to_device(model, "linear1.weight", "cpu", value=torch.ones(5, 5))
+    set_module_tensor_to_device(model, "linear1.weight", "cpu", value=torch.ones(4, 3, dtype=torch.float16))
+    assert model.linear1.weight.dtype == torch.float32
+    assert model.linear1.weight.requires_grad
+    set_module_tensor_to_device(model, "linear1.weight", "cpu", value=torch.ones(4, 3), dtype=torch.bfloat16)
+    assert model.linear1.weight.dtype == torch.bfloat16
+    set_module_tensor_to_device(model, "batchnorm.num_batches_tracked", "cpu", value=torch.tensor(3.5))
+    assert model.batchnorm.num_batches_tracked.item() == 3

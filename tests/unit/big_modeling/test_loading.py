@@ -1,0 +1,168 @@
+"""Checkpoints into models."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from notebook_accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
+from notebook_accelerate.utils import load_state_dict, shard_checkpoint
+from tests.unit.big_modeling.models import Deep, ThreeLayers, devices
+
+TOKENS = torch.arange(12).reshape(3, 4)
+
+
+def _empty(**options: Any) -> Deep:
+    with init_empty_weights():
+        return Deep(**options).eval()
+
+
+def _save(model: Deep, folder: Path, kind: str) -> Path:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if kind == "pickle":
+        torch.save(state, folder / "pytorch_model.bin")
+    elif kind == "safetensors":
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        shards, index = shard_checkpoint(state, 1000, "model.safetensors")
+        for name, shard in shards.items():
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["pickle", "safetensors", "shards"])
+@pytest.mark.parametrize("place", [None, {"": "cpu"}, "disk"])
+def test_every_form_loads_everywhere(tmp_path: Path, kind: str, place: Any) -> None:
+    model = Deep(width=16).eval()
+    folder = _save(model, tmp_path, kind)
+    if place == "disk":
+        place = {"emb": "cpu", "h": "disk", "ln": "cpu", "head": "disk"}
+    loaded = load_checkpoint_and_dispatch(_empty(width=16), folder, place, offload_folder=tmp_path / "away")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(loaded(TOKENS), model(TOKENS))
+    if place and "h" in place:
+        assert devices(loaded)["h.0.a.weight"] == "meta"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
+def test_maps_that_are_made(tmp_path: Path, strategy: str) -> None:
+    model = Deep(width=16).eval()
+    loaded: Any = load_checkpoint_and_dispatch(
+        _empty(width=16), _save(model, tmp_path, "shards"), strategy, max_memory={"cpu": 6000},
+        offload_folder=tmp_path / "away",
+    )  # fmt: skip
+    assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS), model(TOKENS))
+
+
+def test_strategies_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="please choose 'auto'"):
+        load_checkpoint_and_dispatch(_empty(), tmp_path, "foo")
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    folder = _save(Deep(), tmp_path, "safetensors")
+    model = _empty()
+    load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype="float16", keep_in_fp32_modules=["ln"])
+    assert model.emb.weight.dtype == torch.float16
+    assert model.ln.weight.dtype == torch.float32
+
+
+def test_tied_weights_are_one_again(tmp_path: Path) -> None:
+    model = Deep(tied=True)
+    save_file({k: v for k, v in model.state_dict().items() if k != "head.weight"}, tmp_path / "model.safetensors")
+    loaded = _empty(tied=True)
+    load_checkpoint_in_model(loaded, tmp_path, strict=True)
+    assert loaded.head.weight is loaded.emb.weight
+    assert torch.equal(loaded.head.weight, model.emb.weight)
+
+
+def test_weights_go_into_the_memory_that_is_there(tmp_path: Path) -> None:
+    model, other = Deep(), Deep()
+    address = other.emb.weight.data_ptr()
+    load_checkpoint_in_model(other, _save(model, tmp_path, "safetensors"))
+    assert other.emb.weight.data_ptr() == address
+    assert torch.equal(other.emb.weight, model.emb.weight)
+
+
+def test_names_that_do_not_match(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = dict(ThreeLayers().state_dict())
+    state["zip.weight"] = state.pop("linear1.bias")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointMismatchError, match=r"Missing key\(s\): linear1.bias; Unexpected key\(s\): zip"):
+        load_checkpoint_in_model(ThreeLayers(), tmp_path, strict=True)
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_in_model(ThreeLayers(), tmp_path)
+    assert "linear1.bias" in caplog.text
+    assert "zip.weight" in caplog.text
+
+
+@pytest.mark.parametrize("place", [None, {"": "cpu"}])
+def test_shapes_that_do_not_match_leave_the_model_alone(tmp_path: Path, place: Any) -> None:
+    state = {name: torch.zeros_like(tensor) for name, tensor in ThreeLayers().state_dict().items()}
+    state["linear2.bias"] = torch.zeros(9)
+    save_file(state, tmp_path / "model.safetensors")
+    model = ThreeLayers()
+    with pytest.raises(CheckpointMismatchError, match=r"linear2.bias: \(9,\) in the checkpoint, \(5,\) in the model"):
+        load_checkpoint_in_model(model, tmp_path, place)
+    assert model.linear1.weight.any()
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    folder = _save(Deep(), tmp_path, "shards")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-10])
+    with pytest.raises(BrokenCheckpointError, match="is broken"):
+        load_checkpoint_in_model(_empty(), folder)
+    shard.unlink()
+    with pytest.raises(BrokenCheckpointError, match=f"{shard.name} of model.safetensors.index.json are not there"):
+        load_checkpoint_in_model(_empty(), folder)
+
+
+def test_an_index_may_not_leave_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    save_file({"emb.weight": torch.zeros(20, 10)}, tmp_path / "outside.safetensors")
+    index = {"weight_map": {"emb.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        load_checkpoint_in_model(_empty(), folder)
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("touched"),))
+
+
+def test_pickles_hold_weights_only(tmp_path: Path) -> None:
+    torch.save({"emb.weight": _Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds more than data"):
+        load_checkpoint_in_model(_empty(), tmp_path)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder containing"):
+        load_checkpoint_in_model(_empty(), tmp_path)
+    with pytest.raises(ValueError, match="should be the path to a file"):
+        load_checkpoint_in_model(_empty(), tmp_path / "nothing")
+    folder = _save(Deep(), tmp_path, "safetensors")
+    with pytest.raises(ValueError, match="please pass along an `offload_folder`"):
+        load_checkpoint_in_model(_empty(), folder, {"": "disk"})
+
+
+def test_one_file(tmp_path: Path) -> None:
+    model = ThreeLayers()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = load_state_dict(tmp_path / "model.safetensors", {"linear1": "cpu", "batchnorm": "disk", "linear2": "cpu"})
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())

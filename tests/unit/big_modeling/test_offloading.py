@@ -1,0 +1,210 @@
+"""Models on disk and on the CPU: the same results bit for bit, read ahead in a small arena."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accelerate import cpu_offload, disk_offload, dispatch_model, hooks
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.utils import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+from notebook_accelerate.utils.modeling import get_state_dict_offloaded_model
+from tests.unit.big_modeling.models import Deep, devices
+
+TOKENS = torch.arange(12).reshape(3, 4)
+MAP = {"emb": "cpu", "h.0": "disk", "h.1": "cpu", "h.2": "disk", "h.3": "disk", "ln": "cpu", "head": "disk"}
+
+
+def _prefetcher(model: nn.Module) -> Any:
+    return next(hook._prefetcher for module in model.modules() if (hook := getattr(module, "_hf_hook", None))
+                and getattr(hook, "_prefetcher", None))  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_disk_gives_the_same_bit_for_bit(tmp_path: Path, own: bool, tied: bool) -> None:
+    model = Deep(width=32, own=own, tied=tied).eval()
+    plain = model(TOKENS)
+    disk_offload(model, tmp_path)
+    assert set(devices(model).values()) == {"meta"}
+    with torch.no_grad():
+        for _ in range(5):
+            assert torch.equal(model(TOKENS), plain)
+    assert set(devices(model).values()) == {"meta"}
+
+
+def test_weights_are_read_ahead_into_one_small_arena(tmp_path: Path) -> None:
+    model = Deep(blocks=10, width=64).eval()
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        model(TOKENS)
+        model(TOKENS)
+        prefetcher = _prefetcher(model)
+        arena, read = prefetcher._arena, prefetcher.reads_ahead
+        block = 2 * (64 * 64 + 64) * 4
+        assert arena.numel() <= 2 * (block + 4 * 256)
+        parameters = [id(each) for unit in prefetcher._plan.parameters for each in unit]
+        model(TOKENS)
+        assert prefetcher._arena is arena
+        assert prefetcher.reads_ahead > read
+        assert [id(each) for unit in prefetcher._plan.parameters for each in unit] == parameters
+
+
+def test_other_orders_than_the_first_are_right_too(tmp_path: Path) -> None:
+    model = Deep(blocks=6, width=32).eval()
+    parts = [(model.h[i], torch.randn(2, 32)) for i in (4, 1, 5, 0, 0, 3)]
+    plain, expected = model(TOKENS), [part(x) for part, x in parts]
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(TOKENS), plain)
+            for (part, x), value in zip(parts, expected, strict=True):
+                assert torch.equal(part(x), value)
+        model.h = nn.ModuleList(reversed(model.h))
+        backwards = model(TOKENS)
+        for _ in range(3):
+            assert torch.equal(model(TOKENS), backwards)
+
+
+def test_an_error_in_a_forward_does_not_stop_the_next(tmp_path: Path) -> None:
+    model = Deep(blocks=4, width=32, own=True).eval()
+    plain = model(TOKENS)
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        model(TOKENS)
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                model(TOKENS + 100)
+            assert torch.equal(model(TOKENS), plain)
+
+
+@pytest.mark.parametrize("where", ["disk", "cpu", "map"])
+def test_gradients_through_offloaded_weights_are_equal(tmp_path: Path, where: str) -> None:
+    model = Deep(width=16)
+    x = torch.randn(2, 16, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        y = x
+        for block in model.h:
+            y = block(y)
+        (found,) = torch.autograd.grad(model.ln(y).sin().sum(), x)
+        return found
+
+    plain = gradient()
+    if where == "disk":
+        disk_offload(model, tmp_path)
+    elif where == "cpu":
+        cpu_offload(model)
+    else:
+        dispatch_model(model, MAP, offload_dir=tmp_path)
+    for _ in range(2):
+        assert torch.equal(gradient(), plain)
+
+
+def test_dispatch_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = Deep(width=16).eval()
+    plain, state = model(TOKENS), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"We need an `offload_dir`.*h\.0, h\.2, h\.3, head"):
+        dispatch_model(model, MAP)
+    with caplog.at_level(logging.WARNING):
+        dispatch_model(model, MAP, offload_dir=tmp_path)
+    assert "offloaded to the disk" in caplog.text
+    assert model.hf_device_map == MAP
+    assert devices(model)["h.1.a.weight"] == "cpu"
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(TOKENS), plain)
+    with pytest.raises(RuntimeError, match="can't move a model that has some modules offloaded"):
+        model.to("cpu")
+    whole = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(whole[name], state[name]) for name in state)
+    hooks.remove_hook_from_submodules(model)
+    assert set(devices(model).values()) == {"cpu"}
+    assert torch.equal(model(TOKENS), plain)
+
+
+def test_dispatch_to_one_device_needs_no_hooks() -> None:
+    model: Any = dispatch_model(Deep(), {"": "cpu"})
+    assert not hasattr(model, "_hf_hook")
+    assert hasattr(dispatch_model(model, {"": "cpu"}, force_hooks=True), "_hf_hook")
+
+
+def test_a_compiled_model_gives_the_same(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = Deep(width=16, blocks=2).eval()
+    plain = model(TOKENS)
+    disk_offload(model, tmp_path)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(TOKENS), plain)
+
+
+def test_files_of_the_offload_folder(tmp_path: Path) -> None:
+    index = offload_weight(torch.ones(2, 3, dtype=torch.bfloat16), "a.b", tmp_path, {})
+    index = offload_weight(torch.tensor(4.0), "scalar", tmp_path, index)
+    assert index == {"a.b": {"dtype": "bfloat16", "shape": [2, 3]}, "scalar": {"dtype": "float32", "shape": []}}
+    save_offload_index(index, tmp_path)
+    assert json.loads((tmp_path / "index.json").read_text()) == index
+    assert torch.equal(load_offloaded_weight(tmp_path / "a.b.dat", index["a.b"]), torch.ones(2, 3).bfloat16())
+    assert load_offloaded_weight(tmp_path / "scalar.dat", index["scalar"]).shape == ()
+    offload_state_dict(tmp_path / "new", {"w": torch.ones(2)})
+    loader = OffloadedWeightsLoader({"z": torch.zeros(1)}, tmp_path / "new")
+    assert list(loader) == ["z", "w"]
+    assert torch.equal(loader["w"], torch.ones(2))
+    with pytest.raises(ValueError, match="Need either"):
+        OffloadedWeightsLoader()
+    view = PrefixedDataset({"a.b": 1, "c": 2}, "a.")
+    assert (view["b"], list(view), len(view)) == (1, ["a.b"], 2)
+    assert extract_submodules_state_dict({"a.x": 1, "ab": 3, "a": 4}, ["a"]) == {"a.x": 1, "a": 4}  # type: ignore[dict-item]
+
+
+def test_broken_and_foreign_folders_are_refused(tmp_path: Path) -> None:
+    disk_offload(Deep(width=16), tmp_path)
+    with pytest.raises(ValueError, match="is of another model"):
+        disk_offload(Deep(width=8), tmp_path)
+    with pytest.raises(ValueError, match=r"lack h\.4"):
+        disk_offload(Deep(width=16, blocks=5), tmp_path)
+    (tmp_path / "h.0.a.weight.dat").write_bytes(b"short")
+    with pytest.raises(BrokenCheckpointError, match=r"h\.0\.a\.weight\.dat has 5 bytes instead of 1,024"):
+        disk_offload(Deep(width=16), tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({"../../secret": index["emb.weight"]}))
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        OffloadedWeightsLoader(save_folder=tmp_path)["../../secret"]
+
+
+def test_a_full_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "w.dat.partial").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"w \(4,000,000 bytes\) could not be offloaded .*: No space left"):
+        offload_weight(torch.ones(1_000_000), "w", tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_shrinks_while_it_is_used_is_told(tmp_path: Path) -> None:
+    model = Deep(width=16).eval()
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        model(TOKENS)
+        (tmp_path / "h.2.a.weight.dat").write_bytes(b"short")
+        with pytest.raises(BrokenCheckpointError, match="ends too early"):
+            _run(model, 3)
+
+
+def _run(model: nn.Module, times: int) -> None:
+    for _ in range(times):
+        model(TOKENS)

@@ -1,0 +1,116 @@
+"""Quantization with bitsandbytes' CPU kernels, and the memory estimate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from notebook_accelerate import init_empty_weights
+from notebook_accelerate.big_modeling import estimate_memory
+from notebook_accelerate.big_modeling.estimate import placed
+from notebook_accelerate.hardware.checks import is_bnb_available
+from notebook_accelerate.utils import BnbQuantizationConfig, has_4bit_bnb_layers, load_and_quantize_model
+from notebook_accelerate.widgets.memory_panel import MemoryPanel
+from tests.unit.big_modeling.models import Deep
+
+needs_bitsandbytes = pytest.mark.skipif(not is_bnb_available(), reason="bitsandbytes is not installed")
+EIGHT: dict[str, Any] = {"load_in_8bit": True, "torch_dtype": torch.float32}
+NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "fp32"}
+FP4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp32", "bnb_4bit_use_double_quant": True}
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.LayerNorm(512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 10))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(("how", "tolerance"), [(EIGHT, 0.02), (NF4, 0.15), (FP4, 0.18)], ids=["8", "nf4", "fp4"])
+def test_outputs_are_near_those_of_the_full_model(tmp_path: Path, empty: bool, how: Any, tolerance: float) -> None:
+    model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+    plain = model(x)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    if empty:
+        with init_empty_weights():
+            model = _network().eval()
+    quantized = load_and_quantize_model(
+        model, BnbQuantizationConfig(**how), tmp_path if empty else None, device_map={"": "cpu"}
+    )
+    assert type(quantized[0]).__name__ == ("Linear8bitLt" if how is EIGHT else "Linear4bit")
+    assert type(quantized[4]) is nn.Linear, "the head is not quantized"
+    assert has_4bit_bnb_layers(quantized) == (how is not EIGHT)
+    assert ((quantized(x) - plain).norm() / plain.norm()).item() < tolerance
+
+
+@needs_bitsandbytes
+def test_modules_that_are_skipped() -> None:
+    config = BnbQuantizationConfig(**NF4, skip_modules=["0"], keep_in_fp32_modules=["3"])
+    model = load_and_quantize_model(_network(), config, device_map={"": "cpu"})
+    assert [type(layer).__name__ for layer in model] == ["Linear", "LayerNorm", "ReLU", "Linear", "Linear4bit"]
+
+
+@pytest.mark.skipif(is_bnb_available(), reason="bitsandbytes is installed")
+def test_without_bitsandbytes_the_line_to_type_is_named() -> None:
+    with pytest.raises(ImportError, match="pip install bitsandbytes"):
+        load_and_quantize_model(_network(), BnbQuantizationConfig(load_in_8bit=True))
+
+
+def test_estimate_of_parts() -> None:
+    model = nn.Linear(100, 50)
+    one = estimate_memory(model, inputs=torch.zeros(8, 100))
+    size = (100 * 50 + 50) * 4
+    assert one.training["weights"] == one.training["gradients"] == size
+    assert one.training["optimizer"] == 2 * size
+    assert one.training["activations"] == 8 * 100 * 4, "a linear layer keeps its input"
+    assert one.training_total == 4 * size + 3200
+    half = estimate_memory(model, dtype="bfloat16", optimizer="sgd", strategy="fsdp", num_processes=2)
+    assert half.training["weights"] == size // 4
+    assert half.training["optimizer"] == 0
+    assert estimate_memory(model, strategy="ddp", num_processes=2).training["strategy"] == size
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_estimated_activations_are_what_autograd_keeps() -> None:
+    model = Deep(width=32)
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    kept: dict[int, int] = {}
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(tokens)
+    estimated = estimate_memory(lambda: Deep(width=32), batch_size=4, sequence_length=8).training["activations"]
+    assert estimated == pytest.approx(sum(kept.values()), rel=0.02), output.shape
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"optimizer": "adma"}, "adamw"), ({"strategy": "x"}, "fsdp"), ({"num_processes": 0}, "1")]
+)
+def test_estimates_of_unknown_things(wrong: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate_memory(nn.Linear(2, 2), **wrong)
+
+
+def test_the_panel_shows_parts_devices_and_what_moves() -> None:
+    with init_empty_weights():
+        model = Deep()
+    drawing = placed(model, {"emb": 0, "h": "cpu", "ln": 0, "head": "disk"}, max_memory={0: 500})
+    assert drawing.moves == 4 * 880 + 800
+    assert drawing.overfull() == ["0"]
+    panel = MemoryPanel(estimate_memory(model, sequence_length=4), drawing, available=10_000)
+    assert "does not fit" in panel.html()
+    assert "more than it holds" in panel.html()
+    assert "4.32 KB move" in panel.html()
+    assert "device 0 holds more than its limit" in panel.text()
+    assert panel.widget.value == panel.html()
