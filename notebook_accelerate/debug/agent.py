@@ -98,6 +98,7 @@ class DebugAgent:
         self._traceback: TracebackType | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._quit = False
+        self._resumes = 0
         self._resume = threading.Event()
         self._paused = ""
         self._timeouts: timeouts.Watch | None = None
@@ -164,7 +165,9 @@ class DebugAgent:
 
     def _wait(self, why: str, frame: FrameType | None) -> None:
         self._paused = why
-        while not self._resume.wait(0.2):  # short waits let KeyboardInterrupt in, and the debugger
+        before = self._resumes
+        while self._resumes == before:
+            self._resume.wait(0.2)  # short waits let KeyboardInterrupt in, and the debugger
             self._serve(frame, "")
         self._paused = ""
 
@@ -273,6 +276,7 @@ class DebugAgent:
         self._queue(pause)
 
     def _on_resume(self, request: Request) -> None:
+        self._resumes += 1
         self._resume.set()
         with self._lock:
             self._pending = [pending for pending in self._pending if pending.from_agent]

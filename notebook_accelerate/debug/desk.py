@@ -109,6 +109,11 @@ class Desk:
             self._awaited -= {(rank, sent[rank]) for rank in found}
             return found
 
+    def forget(self, sent: dict[int, int]) -> None:
+        """Wait no longer for what was ``sent``."""
+        with self._changed:
+            self._awaited -= set(sent.items())
+
     def _send(self, rank: int, make: Callable[[int], Request]) -> int | None:
         with self._changed:
             channel = self._channels.get(rank)

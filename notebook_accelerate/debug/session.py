@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from notebook_accelerate.debug.protocol import (
     CompleteRequest,
     DoneReply,
     PauseRequest,
+    Reply,
     Request,
     ResumeRequest,
     StacksReply,
@@ -32,6 +34,8 @@ from notebook_accelerate.telemetry.pickling import load_bytes
 ANSWER_SECONDS = 1.0
 """How long a rank's agent may take to say where it is; after that its signal handler says it."""
 DUMP_SECONDS = 0.5
+ROUND_SECONDS = 1.5
+"""How long ranks have to come to a step boundary before those that have are let go to the next one."""
 
 
 class Stacks(dict[int, tuple[FrameInfo, ...]]):
@@ -147,8 +151,26 @@ class Session:
         return place.note + (f", at {self._name_place(frame)}" if frame is not None else "")
 
     def pause(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
-        """Have ranks wait at their next step boundary; return what each says."""
-        return self._do(PauseRequest, ranks, timeout)
+        """Have ranks wait at their next step boundary; return what each says.
+
+        Ranks are rarely at the same line: one may be a step ahead, in a collective that it cannot leave while another
+        is held. Those that are held go on to their next boundary then, until all have come to one.
+        """
+        wanted = self._wanted(ranks)
+        deadline = time.monotonic() + timeout
+        replies: dict[int, Reply] = {}
+        sent = self.desk.send(wanted, PauseRequest)
+        while True:
+            round_end = min(deadline, time.monotonic() + ROUND_SECONDS)
+            while len(replies) < len(sent) and (left := round_end - time.monotonic()) > 0:
+                replies |= self.desk.collect(sent, left)
+            if len(replies) == len(sent) or time.monotonic() >= deadline:
+                self.desk.forget(sent)
+                return self._told(wanted, replies)
+            held = list(replies)
+            replies.clear()
+            self.desk.ask(held, ResumeRequest, ANSWER_SECONDS)
+            sent |= self.desk.send(held, PauseRequest)
 
     def resume(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
         """Let ranks go on."""
@@ -164,7 +186,9 @@ class Session:
 
     def _do(self, make: Callable[[int], Request], ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
         wanted = self._wanted(ranks)
-        replies = self.desk.ask(wanted, make, timeout)
+        return self._told(wanted, self.desk.ask(wanted, make, timeout))
+
+    def _told(self, wanted: list[int], replies: Mapping[int, Reply]) -> dict[int, str]:
         answers: dict[int, str] = {}
         for rank in wanted:
             reply = replies.get(rank)

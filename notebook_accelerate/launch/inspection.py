@@ -128,9 +128,16 @@ class Inspection:
 
         The run's time limits stand still meanwhile.
         """
-        said = self._session().pause(ranks, timeout)
-        for rank in said:
+        wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
+        for rank in wanted:
             self._post(partial(_stand_still, rank=rank))
+        said: dict[int, str] = {}
+        try:
+            said = self._session().pause(wanted, timeout)
+        finally:
+            for rank in wanted:
+                if said.get(rank) != "paused":
+                    self._post(partial(_go_on, rank=rank))
         return said
 
     def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
