@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.benchmarks import checkpoints, launch, panels, training  # noqa: F401 - importing an area registers its rows
+from tests.benchmarks import big_models, checkpoints, launch, panels, training  # noqa: F401 - importing an area registers its rows
 from tests.benchmarks.bench import main
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 
 from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
 
-STEPS, BLOCKS = 20, 25
-SIZES = {"1 ms": (64, 256, 64), "10 ms": (512, 2048, 256)}
+STEPS, BLOCKS = 10, 25
+SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
 """Width of the input, of the hidden layer, and samples in a batch, by about how long a step takes on one core."""
 
 
