@@ -4,7 +4,7 @@ No check adds a collective or waits for an accelerator, so that none can change,
 told at prepare, for the first two batches, at optimizer steps 1, 10, 100, ... and when a number stops being finite.
 Outside a launched worker, and alone, nothing is installed at all.
 
-Cost of the checks in a step, measured on one CPU core: 1.3 microseconds for the loss, 0.3 for the optimizer's hook.
+Cost of the checks in a step, on one busy CPU core: 2 to 4 microseconds (`make bench`, area debugging).
 """
 
 from __future__ import annotations
