@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from tests.benchmarks import big_models, checkpoints, launch, panels, training  # noqa: F401 - importing an area registers its rows
+# Importing an area registers its rows.
+from tests.benchmarks import (  # noqa: F401
+    big_models,
+    checkpoints,
+    debugging,
+    launch,
+    panels,
+    training,
+)
 from tests.benchmarks.bench import main
 
 if __name__ == "__main__":
