@@ -25,11 +25,17 @@ class Ladder:
 
     def __init__(self, grace: float, start: float | None = None) -> None:
         begin = time.monotonic() if start is None else start
+        self._taken = False
         self._steps = [
             (begin, signal.SIGINT, False),
             (begin + grace * TERMINATE_AT, signal.SIGTERM, False),
             (begin + grace, signal.SIGKILL, True),
         ]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a signal has been sent."""
+        return self._taken
 
     def kill_now(self) -> None:
         """Skip to the last step."""
@@ -45,7 +51,7 @@ class Ladder:
         taken = False
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, number, group = self._steps.pop(0)
-            taken = True
+            taken = self._taken = True
             for rank in alive:
                 rank.send_signal(number, group=group)
         return taken

@@ -24,6 +24,9 @@ from typing import Any
 
 PROBE_SECONDS = 2.0
 """How long the probe child may take (it needs a few milliseconds) before the kernel counts as unsafe."""
+LOOK_SECONDS = 0.01
+COMPUTING_SHARE = 0.1
+"""A thread that uses the processor for a tenth of a look is computing; a wake-up takes far less."""
 
 
 def fork_hazard() -> str:
@@ -100,33 +103,30 @@ def _busy_thread() -> str:
         for thread in threading.enumerate()
         if thread.ident not in mine and not thread.name.startswith(_KNOWN_THREADS)
     }
-    before = {tid: _cpu_ticks(tid) for tid in others if tid is not None}
-    # A look at the state alone catches an idle thread at its rare wake-ups, so: running, and still running.
+    before = {tid: _cpu_nanoseconds(tid) for tid in others if tid is not None}
+    # A look at the state alone catches an idle thread at its rare wake-ups, or one that waits for a busy processor.
     running = [tid for tid in before if _thread_state(tid) == "R"]
     if not running:
         return ""
-    time.sleep(0.01)
+    time.sleep(LOOK_SECONDS)
     for tid in running:
-        if _thread_state(tid) == "R" or _cpu_ticks(tid) != before[tid]:
+        if _cpu_nanoseconds(tid) - before[tid] > COMPUTING_SHARE * LOOK_SECONDS * 1e9:
             return f"thread {others[tid].name!r} is computing in the kernel"
     return ""
 
 
-def _thread_stat(tid: int) -> list[str]:
+def _thread_state(tid: int) -> str:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/self/task/{tid}/stat").read_text()
-        return text[text.rindex(")") + 2 :].split()
-    return []
+        return text[text.rindex(")") + 2]
+    return ""
 
 
-def _thread_state(tid: int) -> str:
-    stat = _thread_stat(tid)
-    return stat[0] if stat else ""
-
-
-def _cpu_ticks(tid: int) -> int:
-    stat = _thread_stat(tid)
-    return int(stat[11]) + int(stat[12]) if stat else 0
+def _cpu_nanoseconds(tid: int) -> int:
+    """Return the processor time a thread has used."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[0])
+    return 0
 
 
 def _memory_map() -> str:

@@ -234,6 +234,8 @@ class Group:
             return
         for due, reason in self._limits():
             if self.stopwatch.now() >= due:
+                # Decided now: looking into the ranks sends signals, which can end the very call they are stuck in.
+                self.stop_reason = StopReason(RunTimeoutError, reason)
                 self._watch_for_stall.diagnose_then(partial(self._give_up, reason))
                 return
 
@@ -414,11 +416,16 @@ class Group:
         info = watched.info
         if isinstance(watched.outcome, ResultEvent) and info.state != "failed":
             info.state = "succeeded"
-        elif watched.outcome is None and (self._ladder is None or end.signal not in (None, *_SENT)):
+        elif watched.outcome is None and self._died_alone(end):
             kills = failures.oom_kill_count() - self._oom_kills
             self._fail(failures.from_exit(info.rank, end, oom_kills=kills), watched)
         elif watched.outcome is None:
             info.state = "stopped"
+
+    def _died_alone(self, end: Exit) -> bool:
+        """Whether a rank that left no word ended before anything was done to end it."""
+        untouched = self.stop_reason is None and (self._ladder is None or not self._ladder.begun)
+        return untouched or end.signal not in (None, *_SENT)
 
     def _fail(self, failure: RankFailure, watched: _Watched) -> None:
         if self._held:

@@ -54,7 +54,7 @@ def test_exception_before_a_collective(kernel: Kernel, method: str) -> None:
     text = _run(kernel, body, method)
     assert text.startswith("rank 1 failed first:")
     assert "KeyError: 'before'" in text
-    assert text.rstrip().splitlines()[-1].count("rank 1: KeyError") == 1
+    assert text.rstrip().splitlines()[-1].count("rank 1 failed first: KeyError") == 1
 
 
 @METHODS
@@ -73,7 +73,7 @@ def test_a_rank_that_waits_for_a_dead_peer_is_its_consequence(kernel: Kernel, me
     body = "group()\nif rank() == 1:\n    time.sleep(0.3)\n    raise KeyError('x')\ndist.all_reduce(torch.ones(1))\n"
     text = _run(kernel, body, method)
     assert "rank 1 failed first:" in text
-    assert "rank 1: KeyError: 'x'" in text
+    assert "rank 1 failed first: KeyError: 'x'" in text
     failures = kernel.value("[[f.rank, f.consequence] for f in notebook_accelerate.runs()[-1].failures]")
     assert failures[0] == [1, False]
     assert failures[1:] in ([], [[0, True]])

@@ -53,6 +53,7 @@ def _settled(kernel: Kernel) -> dict[str, Any]:
 def test_20_launches_in_a_row(kernel: Kernel, method: str) -> None:
     kernel.check(LOOK)
     kernel.check(f"launch(rank, start_method={method!r})")
+    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread of its own for the first large message
     before = _settled(kernel)
     cell = kernel.check(
         f"""
@@ -87,7 +88,7 @@ def test_ipykernels_pipes_of_ended_threads_do_not_accumulate(kernel: Kernel) -> 
 
 def test_every_kind_of_end_leaves_nothing(kernel: Kernel) -> None:
     kernel.check(LOOK)
-    kernel.check("launch(rank)")
+    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread of its own for the first large message
     before = _settled(kernel)
     kernel.check(
         """

@@ -97,8 +97,9 @@ def test_interrupts_at_any_time_leave_a_working_kernel(kernel: Kernel) -> None:
         kernel.wait_for(lambda cell=cell: cell.busy, timeout=5)
         kernel.pump(delay)
         kernel.interrupt()
-        kernel.finish(cell, timeout=15)
-        assert cell.ok or "KeyboardInterrupt" in said(cell), said(cell)
+        # An interrupt between the cell's last line and its reply is ipykernel's own: it says so and sends no reply.
+        kernel.wait_for(lambda cell=cell: cell.finished or "caught in kernel" in kernel.log, timeout=15)
+        assert not cell.finished or cell.ok or "KeyboardInterrupt" in said(cell), said(cell)
         kernel.pump(0.05)
     assert kernel.value("{r.status for r in notebook_accelerate.runs()} <= {'succeeded', 'stopped', 'failed'}")
 
