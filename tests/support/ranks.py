@@ -26,6 +26,8 @@ _PRELOAD = [
     "numpy",
     "torch",
     "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
     "torch.nn.parallel",
     "torch.utils.data",
     "notebook_accelerate.accelerator",
