@@ -16,6 +16,7 @@ from notebook_accelerate.checkpointing.ranks import agree
 from notebook_accelerate.checkpointing.rng import restore_rng_state
 from notebook_accelerate.checkpointing.saving import wait_for_saves
 from notebook_accelerate.checkpointing.shared import add_tied_names
+from notebook_accelerate.collectives.attendance import meet
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.state.notices import warn_once
@@ -46,6 +47,8 @@ def load_state(
         BrokenCheckpointError: It was never finished, or files are damaged.
         CheckpointMismatchError: It belongs to another world size, strategy or set of registered objects.
     """
+    if writes_itself(accelerator.strategy):
+        meet(_WHAT)
     wait_for_saves(_WHAT)
     folder = _find(accelerator, None if input_dir is None else os.fspath(input_dir))
     manifest = _checked(accelerator, folder)

@@ -17,6 +17,7 @@ from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.ranks import agree, exchange
 from notebook_accelerate.checkpointing.snapshot import Snapshot, Snapshots
 from notebook_accelerate.checkpointing.writing import Place, Writing, prune
+from notebook_accelerate.collectives.attendance import meet
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.notices import warn_once
 
@@ -68,6 +69,8 @@ def save_state(
         ValueError: No folder is named, or the automatic name is taken.
         CheckpointError: It could not be written, or the background save before it could not.
     """
+    if writes_itself(accelerator.strategy):
+        meet(_WHAT)
     wait_for_saves(_WHAT)
     project = accelerator.project_configuration
     place = _open_place(accelerator, layout.next_target(project, None if output_dir is None else os.fspath(output_dir)))

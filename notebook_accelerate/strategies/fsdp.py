@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from notebook_accelerate.collectives.attendance import open_desk
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies import fsdp_files
@@ -34,6 +35,7 @@ class FSDPStrategy(Strategy):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._pointers = Pointers()
+        open_desk()  # save_state on some ranks only would otherwise hang: each has a part to write
 
     @property
     def plugin(self) -> Any:

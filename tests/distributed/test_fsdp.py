@@ -1,0 +1,205 @@
+"""Sharded models on two ranks: what goes wrong is said, and what is unusual works."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin
+from notebook_accelerate.errors import CheckpointError
+from tests.support.ranks import RankError, run_ranks
+
+
+def accelerator_of(version: int = 2, precision: str = "no", **settings: Any) -> Accelerator:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=version == 1 or None, **settings)
+    return Accelerator(fsdp_plugin=plugin, mixed_precision=precision)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any) -> float:
+    loss = model(torch.ones(2, 4)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def save_on_the_main_rank(folder: str, version: int) -> None:
+    accelerator = accelerator_of(version)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(accelerator, model, optimizer)
+    if accelerator.is_main_process:
+        accelerator.save_state(folder)
+    train(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_saving_on_the_main_rank_alone_is_an_error_and_no_hang(version: int, tmp_path: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        RankError,
+        match=r"Rank 0 is in save_state, and the others will not come: rank 1 is waiting in "
+        r"another collective, at .*test_fsdp\.py.*take it out of `if accelerator.is_main_process:`",
+    ) as caught:
+        run_ranks(save_on_the_main_rank, str(tmp_path / "checkpoint"), version, timeout=60)
+    assert isinstance(caught.value.__cause__, CheckpointError)
+    assert time.monotonic() - began < 50
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def save_after_a_long_way(folder: str) -> list[str]:
+    accelerator = accelerator_of()
+    model, _ = accelerator.prepare(net(), None)
+    if not accelerator.is_main_process:
+        time.sleep(3)  # the main rank asks meanwhile: this one is on its way
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    return sorted(accelerator.get_state_dict(model))
+
+
+def test_ranks_that_come_late_are_waited_for(tmp_path: Any) -> None:
+    names, others = run_ranks(save_after_a_long_way, str(tmp_path / "checkpoint"))
+    assert names == sorted(net().state_dict())
+    assert others == []
+
+
+def optimizer_of_another_model() -> None:
+    accelerator = accelerator_of()
+    accelerator.prepare(net(), torch.optim.SGD(net().parameters(), lr=0.1))
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(RankError, match="SGD has no parameter of a prepared model: it was created before"):
+        run_ranks(optimizer_of_another_model)
+
+
+def prepared_one_by_one(version: int) -> list[bool]:
+    accelerator = accelerator_of(version)
+    found = []
+    for optimizer_first in (True, False):
+        raw = net()
+        optimizer = torch.optim.AdamW(raw.parameters(), lr=0.1)
+        if optimizer_first:
+            optimizer = accelerator.prepare(optimizer)
+            model = accelerator.prepare(raw)
+        else:
+            model = accelerator.prepare(raw)
+            optimizer = accelerator.prepare(optimizer)
+        losses = [train(accelerator, model, optimizer) for _ in range(3)]
+        found.append(losses[2] < losses[0])
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_optimizers_prepared_before_or_after_their_model(version: int) -> None:
+    assert run_ranks(prepared_one_by_one, version) == [[True, True]] * 2
+
+
+def took_steps_before() -> bool:
+    raw = net()
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=0.1)
+    raw(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    accelerator = accelerator_of()
+    model, optimizer = accelerator.prepare(raw, optimizer)
+    train(accelerator, model, optimizer)
+    return all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+
+
+def test_states_of_an_optimizer_are_sharded_too() -> None:
+    assert run_ranks(took_steps_before) == [True, True]
+
+
+def one_flat_parameter_per_unit(groups: int) -> list[float]:
+    plugin = FullyShardedDataParallelPlugin(use_orig_params=False, sync_module_states=True)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    raw = net()
+    parameters = list(raw.parameters())
+    split = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.01}][:groups] if groups > 1 else parameters
+    model, optimizer = accelerator.prepare(raw, torch.optim.SGD(split, lr=0.1))
+    return [train(accelerator, model, optimizer) for _ in range(3)]
+
+
+def test_flat_parameters() -> None:
+    first, second = run_ranks(one_flat_parameter_per_unit, 1)
+    assert first == second
+    assert first[2] < first[0]
+    with pytest.raises(RankError, match=r"share one flat parameter of FSDP 1; write .*use_orig_params=True"):
+        run_ranks(one_flat_parameter_per_unit, 2)
+
+
+def scaled(version: int) -> tuple[list[float], float, float]:
+    accelerator = accelerator_of(version, "fp16", sync_module_states=True)
+    raw = net()
+    model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().mean()
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norm.item(), accelerator.scaler.get_scale()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fp16(version: int) -> None:
+    (losses, norm, scale), other = run_ranks(scaled, version)
+    assert (losses, norm, scale) == other
+    assert losses[2] < losses[0]
+    assert 0 < norm < 100  # unscaled: the scale is 65536
+    assert scale == 65536.0
+
+
+def infinite_on_one_rank() -> tuple[bool, float]:
+    accelerator = accelerator_of(2, "fp16")
+    raw = net()
+    model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    loss = model(torch.ones(2, 4)).square().mean()
+    accelerator.backward(loss)
+    if accelerator.is_main_process:
+        next(model.parameters()).grad.to_local().fill_(float("inf"))
+    optimizer.step()
+    return accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()
+
+
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
+    assert run_ranks(infinite_on_one_rank) == [(True, 32768.0)] * 2
+
+
+def left_alone() -> tuple[list[str], float]:
+    accelerator = accelerator_of(2, ignored_modules="2")
+    raw = net()
+    model, _ = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    loss = model(torch.ones(2, 4)).square().mean()
+    accelerator.backward(loss)
+    accelerator.clip_grad_value_(model.parameters(), 0.5)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)], norm.item()
+
+
+def test_ignored_modules_stay_whole_and_count_in_the_norm() -> None:
+    (names, norm), (_, other) = run_ranks(left_alone)
+    assert names == ["2.weight", "2.bias"]
+    assert norm == other > 0
+
+
+def alone() -> tuple[str, str]:
+    accelerator = accelerator_of()
+    return accelerator.strategy.name, accelerator.strategy.checkpoint_layout
+
+
+def test_one_process_has_nobody_to_share_with() -> None:
+    with pytest.warns(UserWarning, match="fsdp_plugin has no effect in a world of one process"):
+        assert alone() == ("single", "whole")
