@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -49,15 +50,16 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 
 def _registering(register: Callable[..., None], device: torch.device) -> Callable[..., None]:
     """Return `Module.register_parameter` with a move to a device; a parameter that is tied stays one object."""
-    moved: dict[int, tuple[Any, Any]] = {}
+    # By original, held weakly: its memory must go at once, and a new parameter may get its id then.
+    moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         register(self, name, param)
         if param is None or param.device == device:
             return
         known = moved.get(id(param))
-        if known is None or known[0] is not param:  # the original is kept alive, so that its id stays its own
-            known = moved[id(param)] = (param, moved_to(param, device))
+        if known is None or known[0]() is not param:
+            known = moved[id(param)] = (weakref.ref(param), moved_to(param, device))
         self._parameters[name] = known[1]
 
     return register_parameter

@@ -123,23 +123,35 @@ def safetensors_layout(path: Path) -> dict[str, Place]:
     Raises:
         BrokenCheckpointError: It is broken, truncated or not there.
     """
-    with open_safetensors(path):  # the format's own checks: sizes, overlaps, the length of the file
+    try:
         stat = path.stat()
-    return _layout(path, stat.st_mtime_ns, stat.st_size)
+        return _layout(path, stat.st_mtime_ns, stat.st_size)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpointError(f"{path} is broken: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(path: Path, _modified: int, _size: int) -> dict[str, Place]:
+def _layout(path: Path, _modified: int, size: int) -> dict[str, Place]:
+    # Read here and not by the format's own reader, which maps the whole file, writable, for a look at its header.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        assert length <= _MOST_HEADER
+        if length > min(_MOST_HEADER, size - 8):
+            raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    return {
-        name: Place(8 + length + info["data_offsets"][0], tuple(info["shape"]), _DTYPES[info["dtype"]])
-        for name, info in header.items()
-        if info["dtype"] in _DTYPES
-    }
+    places, end = {}, 0
+    for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, stop = info["data_offsets"]
+        if info["dtype"] not in _DTYPES:
+            raise ValueError(f"{name} has the dtype {info['dtype']}, which is not known; known: {', '.join(_DTYPES)}")
+        place = Place(8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
+        nbytes = place.dtype.itemsize * torch.Size(place.shape).numel()
+        if begin != end or stop - begin != nbytes:
+            raise ValueError(f"{name} has shape {place.shape} and the bytes {begin:,} to {stop:,}")
+        places[name], end = place, stop
+    if 8 + length + end != size:
+        raise ValueError(f"it should have {8 + length + end:,} bytes and has {size:,}")
+    return places
 
 
 def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ def test_init_ends_where_the_block_raises() -> None:
     with pytest.raises(ZeroDivisionError), init_on_device(torch.device("meta")):
         1 / 0  # noqa: B018
     assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_empty_models_hold_no_memory_and_a_parameter_of_two_modules_stays_one() -> None:
+    with init_empty_weights():
+        made = nn.Parameter(torch.ones(2))
+        watched = weakref.ref(made)
+        first, second = nn.Module(), nn.Module()
+        first.w, second.w = made, made
+        assert first.w is second.w
+        del made
+        assert watched() is None
 
 
 def test_module_sizes() -> None:

@@ -1,0 +1,105 @@
+"""Big models: what hooks add, tokens per second from disk, device maps, loading."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from tests.benchmarks.bench import Figure, alternate, compared, row
+from tests.benchmarks.big_models_worker import TOKENS
+
+HERE, PEER = "notebook_accelerate", "accelerate"
+
+
+class Side:
+    """A process of one package that answers commands."""
+
+    def __init__(self, package: str, folder: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.big_models_worker", package, folder]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, command: str) -> Any:
+        """Give a command and return the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@row("big models", "hooks")
+def hooks() -> Iterator[Figure]:
+    """Measure what hooks add to the forward of 100 small layers."""
+    with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
+        for how, words in (("align", "alignment hooks"), ("offload", "cpu_offload")):
+            ours, peer = alternate(5, lambda h=how: here.ask(f"small {h}"), lambda h=how: there.ask(f"small {h}"))
+            yield compared(f"added to 100 small layers by {words}", ours, peer, unit="ms", scale=1e3, ratio=0.3)
+
+
+@row("big models", "disk")
+def disk() -> Iterator[Figure]:
+    """Measure tokens per second of a 1 GB model on disk, with a warm page cache."""
+    with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
+        compute = here.ask("compute")
+        read = statistics.median(here.ask("read") for _ in range(5))
+        ours, peer = alternate(5, lambda: here.ask("disk"), lambda: there.ask("disk"))
+    here_speed, there_speed = TOKENS / statistics.median(ours), TOKENS / statistics.median(peer)
+    bound = TOKENS / max(compute, read)
+    yield Figure(
+        what="tokens per second, 1 GB on disk, window of 2 blocks",
+        unit="tokens/s",
+        ours=here_speed,
+        peer=there_speed,
+        goal="≥ 1.5 × peer, ≥ 0.8 × bound",
+        met=here_speed >= 1.5 * there_speed and here_speed >= 0.8 * bound,
+        note=f"compute alone {1e3 * compute:.0f} ms, reading alone {1e3 * read:.0f} ms: bound {bound:.3g} tokens/s",
+    )
+
+
+@row("big models", "maps")
+def maps() -> Iterator[Figure]:
+    """Measure the device map of 128,000 modules; the peer here is three walks over them."""
+    for layout in ("flat", "blocks"):
+        with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here:
+            answers = [here.ask(f"map {layout}") for _ in range(4)][1:]
+        walks = [3 * answer["walk"] for answer in answers]
+        found = [answer["map"] for answer in answers]
+        what = f"device map of 128,000 modules, {layout}"
+        yield compared(what, found, walks, unit="s", ratio=1.0, note="the peer is three bare walks over the modules")
+
+
+@row("big models", "loading")
+def loading() -> Iterator[Figure]:
+    """Measure loading 2 GB in 20 shards: a new process each time."""
+    with tempfile.TemporaryDirectory() as folder:
+        with Side(HERE, folder) as writer:
+            writer.ask("shards")
+
+        def load(package: str) -> Any:
+            with Side(package, folder) as side:
+                return side.ask("load")
+
+        ours, peer = alternate(3, lambda: load(HERE), lambda: load(PEER))
+    for name, unit, scale in (("seconds", "s", 1.0), ("peak", "MB", 1e-6)):
+        here, there = [each[name] for each in ours], [each[name] for each in peer]
+        yield compared(f"2 GB in 20 shards, {name}", here, there, unit=unit, scale=scale, ratio=0.8)

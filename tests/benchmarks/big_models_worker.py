@@ -1,0 +1,180 @@
+"""One process that measures big models: ``python -m tests.benchmarks.big_models_worker PACKAGE FOLDER``.
+
+Commands come one per line, answers go back as lines of JSON, in seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH, BLOCKS, TOKENS = 1024, 30, 32
+"""Thirty blocks of 33.6 MB: 1 GB."""
+SHARDS = 20
+
+
+class Block(nn.Module):
+    """Two layers, the inner one four times as wide."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """A stack of blocks."""
+
+    def __init__(self, count: int = BLOCKS) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([Block() for _ in range(count)])
+
+    def forward(self, x: Any) -> Any:
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+class Worker:
+    """What the commands measure.
+
+    Args:
+        package: notebook_accelerate or accelerate.
+        folder: For files that both sides use.
+    """
+
+    def __init__(self, package: str, folder: Path) -> None:
+        self._package, self._folder = import_module(package), folder
+        self._hooks = import_module(f"{package}.hooks")
+        self._utils = import_module(f"{package}.utils")
+        self._model: Any = None
+
+    def small(self, how: str) -> float:
+        """Return what hooks add to the forward of 100 small layers."""
+        model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(100)]).eval(), torch.randn(2, 8)
+        plain = _median(lambda: model(x), 30)
+        if how == "align":
+            self._hooks.attach_align_device_hook(model, execution_device=torch.device("cpu"))
+        else:
+            self._package.cpu_offload(model)
+        return _median(lambda: model(x), 30) - plain
+
+    def compute(self) -> float:
+        """Return the seconds of a forward of the 1 GB model in memory, and write it to disk."""
+        model, x = self._filled(), torch.randn(TOKENS, WIDTH)
+        seconds = _median(lambda: model(x), 5)
+        self._package.disk_offload(model, self._folder / "offloaded")
+        return seconds
+
+    def read(self) -> float:
+        """Return the seconds of reading all its files into one buffer."""
+        buffer = bytearray(4 * WIDTH * WIDTH * 4)
+        begin = time.perf_counter()
+        for path in sorted((self._folder / "offloaded").glob("*.dat")):
+            with path.open("rb", buffering=0) as file:
+                file.readinto(buffer)
+        return time.perf_counter() - begin
+
+    def disk(self) -> float:
+        """Return the seconds of a forward of the 1 GB model on disk."""
+        x = torch.randn(TOKENS, WIDTH)
+        if self._model is None:
+            with self._package.init_empty_weights():
+                self._model = Blocks().eval()
+            self._package.disk_offload(self._model, self._folder / "offloaded", execution_device=torch.device("cpu"))
+            _median(lambda: self._model(x), 2)
+        return _median(lambda: self._model(x), 1)
+
+    def map(self, layout: str) -> dict[str, float]:
+        """Return the seconds of a device map of 128,000 modules, and of a walk over them."""
+        with torch.device("meta"):
+            model = _flat(128_000) if layout == "flat" else nn.ModuleList([_flat(31) for _ in range(4000)])
+        total = 40 * 128_000
+        limits = dict.fromkeys(range(8), total // 9) | {"cpu": 2 * total}
+        walk = _seconds(lambda: sum(1 for _ in model.named_modules()))
+        return {"walk": walk, "map": _seconds(lambda: self._utils.infer_auto_device_map(model, limits))}
+
+    def load(self) -> dict[str, float]:
+        """Return the seconds and the peak memory of loading 2 GB in 20 shards: once per process."""
+        import_module("safetensors.torch")
+        with self._package.init_empty_weights():
+            model = Blocks(2 * BLOCKS)
+        before = _peak()
+        path = self._folder / "shards"
+        seconds = _seconds(lambda: self._package.load_checkpoint_and_dispatch(model, path, device_map={"": "cpu"}))
+        return {"seconds": seconds, "peak": _peak() - before}
+
+    def shards(self) -> int:
+        """Write 2 GB in 20 shards."""
+        from safetensors.torch import save_file
+
+        folder = self._folder / "shards"
+        folder.mkdir()
+        state = _fill(Blocks(2 * BLOCKS)).state_dict()
+        names, per = list(state), -(-len(state) // SHARDS)
+        weight_map = {}
+        for number in range(SHARDS):
+            file = f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
+            part = {name: state[name] for name in names[number * per : (number + 1) * per]}
+            save_file(part, folder / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(part, file))
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return len(weight_map)
+
+    @staticmethod
+    def _filled() -> nn.Module:
+        return _fill(Blocks()).eval()
+
+
+def _fill(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data.fill_(1e-3)
+    return model
+
+
+def _flat(count: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(10, 1, bias=False) for _ in range(count)])
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _median(action: Callable[[], object], times: int) -> float:
+    with torch.no_grad():
+        return statistics.median(_seconds(action) for _ in range(times))
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
+def main(package: str, folder: str) -> None:
+    """Answer commands until the end of input."""
+    torch.set_num_threads(1)
+    worker = Worker(package, Path(folder))
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # whatever a library prints is no answer
+        for line in sys.stdin:
+            name, *arguments = line.split()
+            print(json.dumps(getattr(worker, name)(*arguments)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
