@@ -76,6 +76,10 @@ class Allocation:
         self._push(top)
         todo, state, groups = self._todo, self._state, self._groups
         while todo:
+            if not groups and not self._say and not self._large:
+                self._place_run()
+                if not todo:
+                    break
             entry = todo.pop()
             if state[entry] == _PLACED:
                 continue
@@ -87,6 +91,29 @@ class Allocation:
             else:
                 self._place(entry)
         return {self._names[entry]: device for entry, device in self._device_of.items()}
+
+    def _place_run(self) -> None:
+        """Place what fits the current device, one entry after the other: the usual case, and the fast one."""
+        todo, sizes, state, placed = self._todo, self._sizes, self._state, self._device_of
+        device = self._device()
+        if device == "disk":
+            return
+        main, layers, after = device in self._main, self._layers, self._after
+        left = self.limits[device] - self.used.get(device, 0)
+        offloaded, begin = device == "cpu", len(placed)
+        while todo:
+            entry = todo[-1]
+            size = sizes[entry]
+            if state[entry] != _WAITING or size > (left - layers[after[entry]] if main else left):
+                break
+            left -= size
+            placed[entry] = device
+            state[entry] = _PLACED
+            todo.pop()
+            if offloaded and entry < self._modules:
+                self.offloaded.append(entry)
+        if len(placed) > begin:
+            self.used[device] = self.limits[device] - left
 
     def _place(self, entry: int) -> None:
         room = self._room(entry)

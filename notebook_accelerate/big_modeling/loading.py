@@ -82,6 +82,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint into a model, each tensor straight to its device; one tensor is in flight at a time.
 
+    On the CPU, empty weights become maps of a safetensors file, which must stay as it is while the model is used.
+
     All names and shapes are checked before anything is loaded (a pickled shard's when its turn comes). What goes to
     disk stays in the checkpoint's safetensors files, which the offload folder's index then names; other files' tensors
     are written to the folder.
@@ -184,7 +186,9 @@ class _Loading:
         if self._fits(old, source, torch.device(device), dtype):
             source.read_into(old.detach())
         else:
-            value = source.load(torch.device(device))
+            # Mapped where it stays on the CPU: nothing is read before it is used, and memory is the page cache's.
+            maps = isinstance(source, FileSource) and torch.device(device).type == "cpu"
+            value = source.mapped() if maps else source.load(torch.device(device))  # type: ignore[attr-defined]
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
 
     def _dtype_of(self, name: str, source: Source) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from notebook_accelerate.big_modeling.files import inside, safetensors_layout
@@ -101,6 +102,13 @@ class FileSource(Source):
                 if not count:
                     raise BrokenCheckpointError(f"{self.path} ends too early: it changed since it was offloaded.")
                 done += count
+
+    def mapped(self) -> torch.Tensor:
+        """Return it mapped into memory: read when it is used, copied when it is written to."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        pages = np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.offset, shape=(self.nbytes,))
+        return torch.from_numpy(pages).view(self.dtype).reshape(self.shape)
 
 
 def source_of(weights: Mapping[str, Any], name: str) -> Source | None:
