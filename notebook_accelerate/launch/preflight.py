@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import sys
@@ -143,7 +144,7 @@ _came_through: set[tuple[frozenset[str], frozenset[str]]] = set()
 
 
 def probe_if_changed() -> str:
-    """Probe, unless a probe has come through since the last library was loaded and the last thread was started.
+    """Probe, unless a probe has come through with these libraries loaded and threads of these kinds running.
 
     A probe is a fork more, and is waited for: a third of the time that a launch of two ranks takes.
     """
@@ -151,17 +152,23 @@ def probe_if_changed() -> str:
     if now in _came_through:
         return ""
     if not (hazard := probe()):
-        _came_through.clear()
         _came_through.add(now)
     return hazard
 
 
 def _libraries_and_threads() -> tuple[frozenset[str], frozenset[str]]:
-    """Return what decides whether a fork works: the mapped libraries, and the threads other than a launch's own."""
+    """Return what decides whether a fork works: the mapped libraries, and the kinds of threads there are."""
     mapped = (line.rpartition(" ")[2] for line in _memory_map().splitlines())
-    own = {str(t.native_id) for t in threading.enumerate() if t.name.startswith("notebook-accelerate")}
-    threads = {task.name for task in Path("/proc/self/task").iterdir()}
-    return frozenset(name for name in mapped if ".so" in name), frozenset(threads - own)
+    python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith("notebook-accelerate")}
+    return frozenset(name for name in mapped if ".so" in name), frozenset(python | _native_thread_names())
+
+
+def _native_thread_names() -> set[str]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found.add((task / "comm").read_text().strip())
+    return found
 
 
 def probe(seconds: float = PROBE_SECONDS) -> str:
