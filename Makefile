@@ -10,10 +10,12 @@ BROWSER_READY := $(VENV)/.browser-ready
 CHROMIUM ?= $(shell command -v chromium)
 COLAB_VENV := .venv-colab
 COLAB_READY := $(COLAB_VENV)/.ready
+CLIENTS_VENV := .venv-clients
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -23,6 +25,8 @@ help:
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
+	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate"
+	@echo "make test-strategies  every strategy in every precision against plain torch (a quarter of an hour)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
 	@echo "make lab            JupyterLab on the examples"
@@ -56,6 +60,14 @@ $(COLAB_READY): $(READY) requirements/colab.txt
 	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$($(COLAB_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
 	$(COLAB_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/colab.txt
+	touch $@
+
+# The clients' environment is the development environment plus libraries that import Accelerate.
+$(CLIENTS_READY): $(READY) requirements/clients.txt
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(CLIENTS_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/clients.txt
 	touch $@
 
 $(KERNELS_BUILD)/%/.ready: $(READY)
@@ -92,6 +104,12 @@ test-browser: $(BROWSER_READY)
 test-gpu: $(SETUP)
 	$(PY) -m pytest -m gpu -rs tests
 
+test-clients: $(CLIENTS_READY)
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
+
+test-strategies: $(SETUP)
+	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
+
 lint: $(SETUP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -106,5 +124,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(COLAB_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
