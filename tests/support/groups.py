@@ -26,7 +26,7 @@ GROUPS = {
     "unit": ["unit"],
     "rules": ["architecture", "parity"],
     "browser": ["browser"],
-    "devices": ["gpu", "xla"],
+    "devices": ["gpu", "xla", "clients"],
 }
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
