@@ -272,11 +272,16 @@ def join_threads() -> None:
 
 
 def leave_process_group() -> None:
-    """Close a process group that the function left open; at exit NCCL warns of it."""
+    """Close a process group that the function left open; at exit NCCL warns of it.
+
+    gloo says nothing, and closing its group can wait for ever: the destructor holds the interpreter while it joins a
+    thread that may need it. The end of the process closes its sockets as well.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         with contextlib.suppress(Exception):
-            distributed.destroy_process_group()
+            if distributed.get_backend() != "gloo":
+                distributed.destroy_process_group()
 
 
 __all__ = ["Function", "Loader", "Wiring", "WorkerOrder", "main"]

@@ -225,9 +225,8 @@ def _call(work: bytes) -> bytes:
         outcome = pickle.dumps(_Outcome(value=fn(*args)))
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are results of a test too
         return _failure(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    # The group is left to the end of the process: gloo's destructor can wait for ever for a thread that needs the
+    # interpreter, which the destructor holds.
     return outcome
 
 
