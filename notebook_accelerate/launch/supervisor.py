@@ -84,6 +84,16 @@ class _Watched:
         self.ended = False
 
 
+def dispatch(selector: selectors.BaseSelector, timeout: float) -> None:
+    """Wait up to ``timeout`` seconds and call the data of every registration that became ready.
+
+    One call may close what others of the same batch stand for, as a rank's end closes its channel: those are skipped.
+    """
+    for key, _ in selector.select(timeout):
+        if selector.get_map().get(key.fd) is key:
+            key.data()
+
+
 class Group:
     """The ranks of one attempt, from their start until the last one is reaped.
 
@@ -192,8 +202,7 @@ class Group:
     def supervise(self) -> None:
         """Hear and watch the ranks until the last one is reaped."""
         while self._alive():
-            for key, _ in self._selector.select(self._patience()):
-                key.data()
+            dispatch(self._selector, self._patience())
             self._take_steps()
             self._publisher.flush()
         self._warn(self._mistakes.finish())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import free_port
+from tests.support.ranks import reserved_port
 from tests.support.served import serve
 
 pytestmark = pytest.mark.skipif(
@@ -30,8 +30,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def train(folder: Path, ranks: int, more: dict[str, Any]) -> list[dict[str, Any]]:
     """Run the script on some ranks; return what rank 0 found first."""
+    with reserved_port() as port:
+        return _train(folder, ranks, more, port)
+
+
+def _train(folder: Path, ranks: int, more: dict[str, Any], port: int) -> list[dict[str, Any]]:
     served = serve(folder / "served")
-    port = free_port()
     script = [sys.executable, str(ROOT / "tests" / "clients" / "trainer.py"), str(folder / "out"), str(8 // ranks)]
     processes = []
     for rank in range(ranks):

@@ -47,22 +47,22 @@ def run(code: str, *arguments: str, cwd: Path | None = None, world_size: int = 1
     Returns:
         What rank 0 printed.
     """
-    from tests.support.ranks import free_port
+    from tests.support.ranks import reserved_port
 
-    port = free_port()
     command = [interpreter(), "-c", textwrap.dedent(code), *arguments]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **_environment(rank, world_size, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    outputs = [rank.communicate(timeout=150) for rank in ranks]
+    with reserved_port() as port:
+        ranks = [
+            subprocess.Popen(
+                command,
+                cwd=cwd,
+                env={**os.environ, **_environment(rank, world_size, port)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        outputs = [rank.communicate(timeout=150) for rank in ranks]
     for rank, (_, errors) in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, errors
     return outputs[0][0]

@@ -7,19 +7,22 @@ the test session.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import cloudpickle
+
+from notebook_accelerate.launch import ports
 
 _PRELOAD = [
     "pytest",
@@ -35,6 +38,8 @@ _PRELOAD = [
 ]
 # Once a rank has failed, the others get this long (seconds) to notice and report, then they are killed.
 _GRACE = 5.0
+_keys = itertools.count(1 << 40)
+"""Under which ports are reserved: no run of this process has such a number."""
 
 
 class RankError(AssertionError):
@@ -75,11 +80,14 @@ class _World:
         return [rank for rank, outcome in self.outcomes.items() if outcome.report is not None]
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Hold a TCP port of the loopback interface for a process group, as a launch does."""
+    key = next(_keys)
+    try:
+        yield ports.reserve(key, 0, fixed=False)[0]
+    finally:
+        ports.release(key)
 
 
 def run_ranks(
@@ -107,11 +115,16 @@ def run_ranks(
     Raises:
         RankError: A rank raised, died, or ran out of time; `__cause__` is the exception of the rank that failed first.
     """
-    world = _start(fn, args, world_size, timeout, process_group, dict(env or {}))
-    try:
-        _collect(world, time.monotonic() + timeout)
-    finally:
-        _end(world)
+    work = cloudpickle.dumps((fn, args, process_group))
+    with reserved_port() as port:
+        environments = [
+            {**os.environ, **_environment(rank, world_size, port), **(env or {})} for rank in range(world_size)
+        ]
+        world = _start(work, environments, timeout)
+        try:
+            _collect(world, time.monotonic() + timeout)
+        finally:
+            _end(world)
     if world.failed:
         first = world.outcomes[world.failed[0]]
         reports = {rank: world.outcomes[rank].report or "" for rank in world.failed}
@@ -120,22 +133,12 @@ def run_ranks(
     return [world.outcomes[rank].value for rank in range(world_size)]
 
 
-def _start(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    world_size: int,
-    timeout: float,
-    process_group: bool,
-    env: dict[str, str],
-) -> _World:
+def _start(work: bytes, environments: list[dict[str, str]], timeout: float) -> _World:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    work = cloudpickle.dumps((fn, args, process_group))
-    port = free_port()
     world = _World()
-    for rank in range(world_size):
+    for rank, environment in enumerate(environments):
         mine, theirs = context.Pipe(duplex=False)
-        environment = {**os.environ, **_environment(rank, world_size, port), **env}
         process = context.Process(target=_rank_main, args=(theirs, environment, work, timeout), daemon=True)
         process.start()
         theirs.close()

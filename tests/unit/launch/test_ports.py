@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from notebook_accelerate.errors import PortInUseError
 from notebook_accelerate.launch import ports
@@ -82,3 +87,42 @@ def test_a_port_held_on_all_interfaces_is_taken() -> None:
         server.listen()
         asked = server.getsockname()[1]
         assert ports.reserve(-1, asked, fixed=False)[0] != asked
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="ports are only held on Linux")
+
+
+@linux
+def test_a_port_that_another_kernel_has_reserved_is_taken_until_that_kernel_ends() -> None:
+    asked = _free()
+    code = f"from notebook_accelerate.launch import ports; print(ports.reserve(1, {asked}, fixed=False)); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline().decode().strip() == f"({asked}, '')"
+        port, note = ports.reserve(-1, asked, fixed=False)
+        assert port != asked
+        assert note == f"port {asked} is taken, using {port}"
+        with pytest.raises(PortInUseError):
+            ports.reserve(-2, asked, fixed=True)
+        other.kill()
+        other.wait()
+    assert ports.reserve(-3, asked, fixed=False) == (asked, "")
+
+
+@linux
+def test_the_system_gives_a_reserved_port_to_nobody_and_torchs_store_can_listen_on_it() -> None:
+    port, _ = ports.reserve(-1, 0, fixed=False)
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+    store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, timeout=dt.timedelta(seconds=10))
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@linux
+def test_letting_go_leaves_no_descriptor() -> None:
+    before = psutil.Process().num_fds()
+    ports.reserve(-1, 0, fixed=False)
+    assert psutil.Process().num_fds() == before + 2
+    ports.release(-1)
+    assert psutil.Process().num_fds() == before
