@@ -62,10 +62,9 @@ class _Desk:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.meetings = 0
         store: Any = PrefixStore("notebook_accelerate/attendance", _get_default_store())
-        # A connection serves one call at a time: the main thread may be waiting in its own.
         self.store = store
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._answer, args=(store.clone(),), name="attendance", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="attendance", daemon=True)
         self._thread.start()
         # A thread that is inside the store when the interpreter ends takes the process down.
         atexit.register(self._close)
@@ -109,10 +108,13 @@ class _Desk:
             f"because every rank has a part of the state: take it out of `if accelerator.is_main_process:`"
         )
 
-    def _answer(self, store: Any) -> None:
+    def _answer(self) -> None:
         """Answer questions in a thread, until the process group is gone."""
         question = 1
         try:
+            # A connection serves one call at a time: the main thread may be waiting in its own. It is made here
+            # because the rank that serves the store may have ended, which a new connection waits out.
+            store = self.store.clone()
             while dist.group.WORLD is self.group and not self._end.is_set():
                 if not store.check([f"question/{question}"]):
                     self._end.wait(_BETWEEN_LOOKS)
