@@ -16,15 +16,15 @@ LOOK = """
 import collections, re
 
 def descriptors(eventfd=False):
-    # Left out: what IPython's history thread opens for a moment, and the pipe that ipykernel keeps per thread that
-    # has published something; it closes those of ended threads every 10 seconds.
+    # Left out: what IPython's history thread opens for a moment (its database, a journal, their folder), and the
+    # pipe that ipykernel keeps per thread that has published something; it closes those of ended threads every 10 s.
     found = collections.Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
             kind = re.sub(r"[0-9]+", "N", os.readlink("/proc/self/fd/" + name))
         except OSError:
             continue
-        if "history.sqlite" not in kind and ("eventfd" in kind) == eventfd:
+        if not re.search("history.sqlite|profile_default$", kind) and ("eventfd" in kind) == eventfd:
             found[kind] += 1
     return found
 
