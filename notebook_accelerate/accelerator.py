@@ -169,7 +169,9 @@ class Accelerator(AcceleratorViews):
         self.flag_tensor: torch.Tensor | None = None
         self.has_lomo_optimizer = False
         self.trackers: list[Any] = []
-        self.log_with: list[Any] = list(tracking.filter_trackers(log_with, self.logging_dir))
+        self.log_with: list[Any] = []
+        if log_with is not None:
+            self.log_with += tracking.filter_trackers(log_with, self.logging_dir)
 
     def __repr__(self) -> str:
         place = f"rank {self.process_index} of {self.num_processes}"

@@ -1,15 +1,21 @@
 """Checkpoints: complete or absent, in Accelerate's files, written in the background where asked.
 
 `save_state` and `load_state` keep a whole training, `save_model` one model's weights, `save` and `load` any object.
+The room is loaded when something is saved or loaded: every Accelerator has it at hand, many never use it.
 """
 
 from __future__ import annotations
 
-from notebook_accelerate.checkpointing.loading import load_model, load_state
-from notebook_accelerate.checkpointing.model import load, read_weights, save, save_model, write_weights
-from notebook_accelerate.checkpointing.saving import save_state, wait_for_saves
-from notebook_accelerate.checkpointing.shards import shard_checkpoint
-from notebook_accelerate.checkpointing.shared import clean_state_dict_for_safetensors
+from typing import TYPE_CHECKING
+
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.checkpointing.loading import load_model, load_state
+    from notebook_accelerate.checkpointing.model import load, read_weights, save, save_model, write_weights
+    from notebook_accelerate.checkpointing.saving import save_state, wait_for_saves
+    from notebook_accelerate.checkpointing.shards import shard_checkpoint
+    from notebook_accelerate.checkpointing.shared import clean_state_dict_for_safetensors
 
 __all__ = [
     "clean_state_dict_for_safetensors",
@@ -24,3 +30,13 @@ __all__ = [
     "wait_for_saves",
     "write_weights",
 ]
+
+_HOMES = {
+    "checkpointing.loading": ("load_model", "load_state"),
+    "checkpointing.model": ("load", "read_weights", "save", "save_model", "write_weights"),
+    "checkpointing.saving": ("save_state", "wait_for_saves"),
+    "checkpointing.shards": ("shard_checkpoint",),
+    "checkpointing.shared": ("clean_state_dict_for_safetensors",),
+}
+
+__getattr__, __dir__, _ = attach(__name__, _HOMES)

@@ -19,7 +19,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.debug.protocol import CheckEvent
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -123,7 +122,7 @@ class Checks:
             name = type(optimizer).__name__
             fix = f"{name} steps parameters of a prepared model but was not prepared itself: "
             fix += "optimizer = accelerator.prepare(optimizer)"
-            telemetry.emit(CheckEvent("mistake", 0, [], fix))
+            _emit("mistake", 0, [], fix)
             self._any_steps = UNPREPARED_STEPS
 
     def _look_no_longer(self) -> None:
@@ -164,7 +163,14 @@ class Checks:
 
     def _tell(self, check: str, key: int, values: list[float]) -> None:
         if values:
-            telemetry.emit(CheckEvent(check, key, values))
+            _emit(check, key, values)
+
+
+def _emit(check: str, key: int, values: list[float], *text: str) -> None:
+    # Loaded in every launched worker; elsewhere nobody is told, and importing it would cost an Accelerator 5 ms.
+    from notebook_accelerate.debug.protocol import CheckEvent
+
+    telemetry.emit(CheckEvent(check, key, values, *text))
 
 
 _POWERS_OF_TEN = frozenset(10**power for power in range(10))

@@ -1,26 +1,34 @@
-"""Experiment trackers: one adapter per vendor, and the live one that feeds the notebook."""
+"""Experiment trackers: one adapter per vendor, and the live one that feeds the notebook.
+
+The room is loaded when something is logged or a tracker is asked for.
+"""
 
 from __future__ import annotations
 
-from notebook_accelerate.tracking.aim import AimTracker
-from notebook_accelerate.tracking.base import GeneralTracker, on_main_process
-from notebook_accelerate.tracking.clearml import ClearMLTracker
-from notebook_accelerate.tracking.comet import CometMLTracker
-from notebook_accelerate.tracking.dvclive import DVCLiveTracker
-from notebook_accelerate.tracking.live import LiveTracker
-from notebook_accelerate.tracking.mlflow import MLflowTracker
-from notebook_accelerate.tracking.runs import finish, get_tracker, init_trackers, log
-from notebook_accelerate.tracking.swanlab import SwanLabTracker
-from notebook_accelerate.tracking.table import (
-    TRACKERS,
-    filter_trackers,
-    get_available_trackers,
-    register_tracker_class,
-)
-from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
-from notebook_accelerate.tracking.trackio import TrackioTracker
-from notebook_accelerate.tracking.values import LogValueError
-from notebook_accelerate.tracking.wandb import WandBTracker
+from typing import TYPE_CHECKING
+
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.tracking.aim import AimTracker
+    from notebook_accelerate.tracking.base import GeneralTracker, on_main_process
+    from notebook_accelerate.tracking.clearml import ClearMLTracker
+    from notebook_accelerate.tracking.comet import CometMLTracker
+    from notebook_accelerate.tracking.dvclive import DVCLiveTracker
+    from notebook_accelerate.tracking.live import LiveTracker
+    from notebook_accelerate.tracking.mlflow import MLflowTracker
+    from notebook_accelerate.tracking.runs import finish, get_tracker, init_trackers, log
+    from notebook_accelerate.tracking.swanlab import SwanLabTracker
+    from notebook_accelerate.tracking.table import (
+        TRACKERS,
+        filter_trackers,
+        get_available_trackers,
+        register_tracker_class,
+    )
+    from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
+    from notebook_accelerate.tracking.trackio import TrackioTracker
+    from notebook_accelerate.tracking.values import LogValueError
+    from notebook_accelerate.tracking.wandb import WandBTracker
 
 __all__ = [
     "TRACKERS",
@@ -45,3 +53,22 @@ __all__ = [
     "on_main_process",
     "register_tracker_class",
 ]
+
+_HOMES = {
+    "tracking.aim": ("AimTracker",),
+    "tracking.base": ("GeneralTracker", "on_main_process"),
+    "tracking.clearml": ("ClearMLTracker",),
+    "tracking.comet": ("CometMLTracker",),
+    "tracking.dvclive": ("DVCLiveTracker",),
+    "tracking.live": ("LiveTracker",),
+    "tracking.mlflow": ("MLflowTracker",),
+    "tracking.runs": ("finish", "get_tracker", "init_trackers", "log"),
+    "tracking.swanlab": ("SwanLabTracker",),
+    "tracking.table": ("TRACKERS", "filter_trackers", "get_available_trackers", "register_tracker_class"),
+    "tracking.tensorboard": ("TensorBoardTracker",),
+    "tracking.trackio": ("TrackioTracker",),
+    "tracking.values": ("LogValueError",),
+    "tracking.wandb": ("WandBTracker",),
+}
+
+__getattr__, __dir__, _ = attach(__name__, _HOMES)

@@ -68,6 +68,19 @@ def test_importing_the_package_takes_milliseconds() -> None:
     assert statistics.median(seconds) < 0.15  # three times the goal: machines that test are busy
 
 
+def test_an_accelerator_loads_only_what_it_uses() -> None:
+    code = (
+        "import sys; from notebook_accelerate import Accelerator; Accelerator(cpu=True); "
+        "print(*sorted(name for name in sys.modules if name.startswith('notebook_accelerate.')))"
+    )
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    later = ("big_modeling.", "checkpointing.", "debug.protocol", "strategies.fsdp", "tracking.")
+    idle = [name for name in loaded if name.removeprefix("notebook_accelerate.").startswith(later)]
+    assert idle == [], "loaded before anybody asked for them"
+
+
 def test_imports_between_the_rooms_keep_their_order() -> None:
     code = (
         "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command(['--no-cache']))"
