@@ -48,7 +48,7 @@ def offload_weight(
         partial.unlink(missing_ok=True)
         raise CheckpointError(
             f"{weight_name} ({weight.nbytes:,} bytes) could not be offloaded to {offload_folder}: {error.strerror}. "
-            "What was written before is not used; choose a folder with more room."
+            "What was written before is not used; choose an offload folder that exists and has room."
         ) from error
     index[weight_name] = {"dtype": dtype, "shape": list(weight.shape)}
     return index

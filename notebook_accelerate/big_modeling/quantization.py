@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +71,7 @@ def load_and_quantize_model(
         )
     if isinstance(device_map, str) or device_map is None:
         device_map = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    _make_folder(device_map, offload_folder)
     away = [name for name, device in device_map.items() if str(device) == "disk" or _offloaded_cpu(device, device_map)]
     if away:
         _LOG.warning("%s will not be quantized: they are offloaded.", ", ".join(away))
@@ -84,6 +87,13 @@ def load_and_quantize_model(
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
     return dispatch_model(model, device_map, offload_dir=offload_folder)
+
+
+def _make_folder(device_map: Mapping[str, Any], folder: Any) -> None:
+    if "disk" in [str(device) for device in device_map.values()]:
+        if folder is None:
+            raise ValueError("The device map puts modules on disk: pass offload_folder='a_folder'.")
+        Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def _offloaded_cpu(device: Any, device_map: Mapping[str, Any]) -> bool:
@@ -235,9 +245,9 @@ def replace_with_bnb_layers(
 
 
 def _quantized_like(linear: torch.nn.Linear, config: Any) -> torch.nn.Module:
-    import bitsandbytes as bnb
-
+    bnb: Any = importlib.import_module("bitsandbytes")
     shape = (linear.in_features, linear.out_features)
+    made: torch.nn.Module
     with init_empty_weights():
         if config.load_in_8bit:
             made = bnb.nn.Linear8bitLt(
@@ -252,7 +262,7 @@ def _quantized_like(linear: torch.nn.Linear, config: Any) -> torch.nn.Module:
                 quant_type=config.bnb_4bit_quant_type,
             )
     made.requires_grad_(False)
-    return made.train(linear.training)  # type: ignore[no-any-return]
+    return made.train(linear.training)
 
 
 def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:

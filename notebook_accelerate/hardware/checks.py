@@ -42,7 +42,7 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
 
 def _spec(name: str) -> Any:
     if name in sys.modules:
-        return sys.modules[name].__spec__
+        return getattr(sys.modules[name], "__spec__", None)  # None in place of a module hides it
     try:
         return importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):

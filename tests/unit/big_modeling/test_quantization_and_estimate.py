@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,13 @@ from notebook_accelerate import init_empty_weights
 from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.big_modeling.estimate import placed
 from notebook_accelerate.hardware.checks import is_bnb_available
-from notebook_accelerate.utils import BnbQuantizationConfig, has_4bit_bnb_layers, load_and_quantize_model
+from notebook_accelerate.utils import (
+    BnbQuantizationConfig,
+    has_4bit_bnb_layers,
+    load_and_quantize_model,
+    load_offloaded_weight,
+)
+from notebook_accelerate.utils.bnb import quantize_and_offload_8bit, replace_with_bnb_layers
 from notebook_accelerate.widgets.memory_panel import MemoryPanel
 from tests.unit.big_modeling.models import Deep
 
@@ -55,8 +63,48 @@ def test_modules_that_are_skipped() -> None:
     assert [type(layer).__name__ for layer in model] == ["Linear", "LayerNorm", "ReLU", "Linear", "Linear4bit"]
 
 
-@pytest.mark.skipif(is_bnb_available(), reason="bitsandbytes is installed")
-def test_without_bitsandbytes_the_line_to_type_is_named() -> None:
+@needs_bitsandbytes
+@pytest.mark.parametrize("how", [EIGHT, NF4], ids=["8", "4"])
+def test_modules_on_disk_are_not_quantized_the_others_are(
+    tmp_path: Path, how: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+    plain = model(x)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        empty = _network().eval()
+    device_map = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "disk", "4": "cpu"}
+    with pytest.raises(ValueError, match="pass offload_folder="):
+        load_and_quantize_model(empty, BnbQuantizationConfig(**how), tmp_path, device_map=device_map)
+    with caplog.at_level(logging.WARNING):
+        quantized = load_and_quantize_model(
+            empty, BnbQuantizationConfig(**how), tmp_path, device_map=device_map, offload_folder=tmp_path / "away"
+        )
+    assert "3 will not be quantized: they are offloaded" in caplog.text
+    assert type(quantized[3]) is nn.Linear
+    assert quantized[3].weight.is_meta
+    assert type(quantized[0]) is not nn.Linear
+    with torch.no_grad():
+        for _ in range(3):
+            assert ((quantized(x) - plain).norm() / plain.norm()).item() < 0.15
+
+
+@needs_bitsandbytes
+def test_weights_in_8_bits_are_written_with_their_scales(tmp_path: Path) -> None:
+    model, index = _network(), {}  # type: ignore[var-annotated]
+    weight = model[0].weight.detach().clone()
+    config = BnbQuantizationConfig(**EIGHT)
+    model = replace_with_bnb_layers(model, config, modules_to_not_convert=["3", "4"])
+    quantize_and_offload_8bit(model, weight, "0.weight", torch.float32, tmp_path, index, None)
+    assert index["0.weight"] == {"dtype": "int8", "shape": [512, 256]}
+    whole = load_offloaded_weight(tmp_path / "0.weight.dat", index["0.weight"]).float()
+    scales = load_offloaded_weight(tmp_path / "0.SCB.dat", index["0.SCB"])
+    assert model[0].weight.is_meta
+    torch.testing.assert_close(whole * scales[:, None] / 127, weight, atol=scales.max().item() / 127, rtol=0)
+
+
+def test_without_bitsandbytes_the_line_to_type_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say that there is no such module
     with pytest.raises(ImportError, match="pip install bitsandbytes"):
         load_and_quantize_model(_network(), BnbQuantizationConfig(load_in_8bit=True))
 
