@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ IDLE_PERIOD = 1.0
 
 
 class Binding:
-    """Renders a view when its store has changed, at most five times a second.
+    """Renders a view when one of its stores has changed, at most five times a second.
 
     Args:
-        store: What is watched.
+        stores: What is watched; `watch` adds more.
         render: Called with the time, on the views' thread, never twice at once.
         failed: Called once with the error that ended the binding.
         clock: Seconds; a fake one in tests.
@@ -34,7 +34,7 @@ class Binding:
 
     def __init__(
         self,
-        store: Store,
+        stores: Iterable[Store],
         render: Callable[[float], None],
         failed: Callable[[Exception], None],
         clock: Callable[[], float] = time.time,
@@ -44,7 +44,13 @@ class Binding:
         self._last = float("-inf")
         self._lock = threading.RLock()
         self.closed = False
-        self._leave = store.subscribe(self.touch)
+        self._leave = [store.subscribe(self.touch) for store in stores]
+
+    def watch(self, store: Store) -> None:
+        """Render when ``store`` changes too."""
+        with self._lock:
+            if not self.closed:
+                self._leave.append(store.subscribe(self.touch))
 
     def touch(self, *_: Any) -> None:
         """Note that something has changed; from any thread, at the price of one assignment."""
@@ -78,7 +84,9 @@ class Binding:
         """Render no more; returns when a render that is under way has ended, unless that is the caller."""
         with self._lock:
             self.closed = True
-            self._leave()
+            leave, self._leave = self._leave, []
+            for unsubscribe in leave:
+                unsubscribe()
 
 
 class Ticker:
@@ -91,9 +99,10 @@ class Ticker:
         self._woken = threading.Event()
 
     def add(self, binding: Binding) -> None:
-        """Tick ``binding`` until it is closed."""
+        """Tick ``binding`` until it is closed or rests."""
         with self._lock:
-            self._bindings.append(binding)
+            if binding not in self._bindings:
+                self._bindings.append(binding)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._main, name="notebook-accelerate-panels", daemon=True)
                 self._thread.start()
@@ -106,6 +115,11 @@ class Ticker:
             thread = self._thread if not any(not other.closed for other in self._bindings) else None
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2.0)  # it may be rendering another panel's last state
+
+    def rest(self, binding: Binding) -> None:
+        """Tick ``binding`` no more until it is added again; it stays open."""
+        with self._lock:
+            self._bindings = [other for other in self._bindings if other is not binding]
 
     def _main(self) -> None:
         while bindings := self._open():

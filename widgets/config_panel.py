@@ -19,7 +19,8 @@ from notebook_accelerate.config.files import default_config_file
 from notebook_accelerate.config.launch import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
-from notebook_accelerate.launch.output import published_under, running_kernel
+from notebook_accelerate.launch.output import published_under
+from notebook_accelerate.launch.places import here
 from notebook_accelerate.launch.planner import runs_inline
 from notebook_accelerate.launch.preflight import fork_hazard
 from notebook_accelerate.widgets import config_file
@@ -29,6 +30,7 @@ from notebook_accelerate.widgets.draft import Checked
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
 from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
 from notebook_accelerate.widgets.outlook import alert, chips, described, details, notice, sentence
+from notebook_accelerate.widgets.shown import Shown
 from notebook_accelerate.widgets.training_options import STEPS_VARIABLE, TrainingOptions
 
 FACTS_SECONDS = 10.0
@@ -67,7 +69,7 @@ class ConfigPanel:
         self._cluster: Any = None
         self._own_files: set[Path] = set()
         self._parent: Any = None
-        self._displayed: list[Any] = []
+        self._shown = Shown(self._static, lambda: "Settings of a launch")
         self.launch_form = Form(
             LaunchConfig,
             config or LaunchConfig(block=False),
@@ -228,10 +230,7 @@ class ConfigPanel:
 
     def close(self) -> None:
         """Leave the static form in the place of the live one; the panel itself can be displayed again."""
-        shown, self._displayed = self._displayed, []
-        left = ({"text/html": self.html, "text/plain": self.text}, {"text/plain": ""})
-        for handle, data in zip(shown, left, strict=False):
-            handle.update(data, raw=True)
+        self._shown.end()
 
     # ---- planning
 
@@ -302,7 +301,7 @@ class ConfigPanel:
             names = tuple(training_functions(_namespace()))
             if self._name.options != names:
                 self._name.options = names
-            self._update_static()
+            self._shown.leave()
 
     def _outlook_html(self, errors: dict[str, str]) -> str:
         if errors:
@@ -417,26 +416,16 @@ class ConfigPanel:
         return bundle(self.widget, self.html, self.text)
 
     def _ipython_display_(self) -> None:
-        """Show the panel, and below it, folded, its static form, which is what a saved notebook keeps."""
-        from IPython.display import display
-
-        kernel = running_kernel()
-        self._parent = kernel.get_parent() if kernel is not None else None
+        """Show the live panel; its static form beside it is what a saved notebook keeps."""
+        place = here()
+        if place is None:
+            raise NotImplementedError  # IPython then asks for the MIME bundle
+        self._parent = place.parent
         self._guarded(self.refresh)
-        live = bundle(self.widget, "", self.sentence)
-        del live["text/html"]
-        self._displayed = [
-            display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-            for data in (live, self._static())
-        ]
+        self._shown.add(place, self.widget)
 
     def _static(self) -> dict[str, str]:
-        folded = f"<details><summary>Settings as text</summary>{self.html}</details>"
-        return {"text/html": folded, "text/plain": self.text}
-
-    def _update_static(self) -> None:
-        if len(self._displayed) == 2 and self._displayed[1] is not None:
-            self._displayed[1].update(self._static(), raw=True)
+        return {"text/html": self.html, "text/plain": self.text}
 
 
 def configure(

@@ -94,7 +94,7 @@ class DebugPanel(LivePanel):
             if stopped
             else "an expression, as model.head.weight.norm()"
         )
-        if over and run.ended is not None and self._places:
+        if over and run.ended is not None and self._shown:
             self.close()
 
     def _reachable(self) -> bool:

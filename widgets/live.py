@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.places import Place, forget, here, leave_at_exit
-from notebook_accelerate.widgets.binding import Binding, live_bundle, ticker
+from notebook_accelerate.launch.places import Place, here
+from notebook_accelerate.widgets.binding import Binding, ticker
+from notebook_accelerate.widgets.shown import Shown
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -31,13 +32,13 @@ class LivePanel(ABC):
         self.run = run
         self._clock = clock
         self._lock = threading.RLock()
-        self._places: list[Place] = []
+        self._shown = Shown(self._static, self._name, clock)
         self.closed = False
         self._lives = run.ended is None
         self.widget: Any = self._build()
-        self.binding = Binding(run.store, self._render, self._broke, clock)
+        self.binding = Binding([run.store], self._tick, self._broke, clock)
         self.binding.tick()
-        run.add_done_callback(self._ended)
+        run._before_done(self._ended)
 
     # ---- what each panel says
 
@@ -63,6 +64,13 @@ class LivePanel(ABC):
     def text(self) -> str:
         """The panel as plain text."""
 
+    def _name(self) -> str:
+        return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
+
+    def _tick(self, now: float) -> None:
+        self._render(now)
+        self._shown.update(now)
+
     # ---- being displayed
 
     def show(self, place: Place | None = None) -> Place | None:
@@ -80,9 +88,10 @@ class LivePanel(ABC):
         self.binding.touch()
         self.binding.tick()
         with self._lock:
-            where.show(live_bundle(self.widget, self.text) if not self.closed else self._static())
-            self._places.append(where)
-            leave_at_exit(where, self._static)
+            if self.closed:
+                where.show(self._static())
+            else:
+                self._shown.add(where, self.widget)
         if not self.closed and self.run.ended is None:
             ticker.add(self.binding)
         if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
@@ -112,7 +121,7 @@ class LivePanel(ABC):
     def _ended(self, _: Run) -> None:
         """Leave the static form; on the supervisor's thread, which must not hear of any problem."""
         with suppress(Exception):
-            if self._places:
+            if self._shown:
                 self.close()
 
     def close(self) -> None:
@@ -122,10 +131,7 @@ class LivePanel(ABC):
                 return
             self.closed = True
             ticker.remove(self.binding)
-            static = self._static()
-            for where in self._places:
-                where.show(static)
-                forget(where)
+            self._shown.end()
             _close_all(self.widget)
 
 

@@ -114,6 +114,15 @@ class Plot(anywidget.AnyWidget):
         self._refresh_due = 0.0
         self.on_msg(self._heard)
 
+    def draw(self, sources: Sequence[Source]) -> None:
+        """Draw these from now on.
+
+        Args:
+            sources: Where the curves come from.
+        """
+        self._sources = list(sources)
+        self._asked = True
+
     def _heard(self, _: Any, content: Any, __: Any) -> None:
         # Comes on any thread: note it, nothing else.
         if isinstance(content, dict) and content.get("kind") == "hello":

@@ -1,4 +1,4 @@
-"""Past runs side by side: what was different, what came out, and their curves over each other."""
+"""The runs of a kernel side by side: what was different, what came out, and their curves over each other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accelerate.launch import Run, curves, runs
-from notebook_accelerate.launch.places import here, leave_at_exit
+from notebook_accelerate.launch import Run, curves, registry, runs
+from notebook_accelerate.launch.places import here
 from notebook_accelerate.widgets import sections
-from notebook_accelerate.widgets.binding import live_bundle
+from notebook_accelerate.widgets.binding import Binding, live_bundle, ticker
 from notebook_accelerate.widgets.plot import Plot, Source
+from notebook_accelerate.widgets.shown import Shown
 from notebook_accelerate.widgets.styles import style_sheet
 from notebook_accelerate.widgets.watching import duration
 
@@ -26,11 +27,13 @@ MAX_OVERLAID = 8
 
 
 class RunsTable:
-    """The runs of this kernel, with their differences and final metrics, and their curves in one plot.
+    """The runs of this kernel, with their differences and latest metrics, and their curves in one plot.
+
+    While a run goes on, a table that is shown follows it, at most five times a second; otherwise it rests.
 
     Args:
-        chosen: The runs to show, or their ids; None: all that this kernel remembers. The plot overlays the latest eight
-            of them, each of which its button hides or shows.
+        chosen: The runs to show, or their ids; None: all that this kernel remembers, and those launched later. The plot
+            overlays the latest eight of them, each of which its button hides or shows.
         clock: Seconds since the epoch; a fake one in tests.
 
     Raises:
@@ -40,26 +43,70 @@ class RunsTable:
     def __init__(self, chosen: Sequence[Run | int] | None = None, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self.runs = _picked(chosen)
-        self.plot = Plot(
-            [Source(run.store, run.started, f"run {run.id}", ranks=False) for run in self.runs[-MAX_OVERLAID:]],
-            "None of these runs has logged a metric.",
-        )
-        self._table = ipywidgets.HTML()
-        refresh = ipywidgets.Button(description="Refresh", tooltip="Read the runs again")
-        refresh.add_class("na-stop")
-        refresh.layout.align_self = "flex-start"
-        refresh.layout.margin = "0 0 10px 0"
-        refresh.on_click(lambda _: self.refresh())
-        self.plot.on_msg(lambda *_: self.refresh())
-        self.widget = ipywidgets.VBox([ipywidgets.HTML(style_sheet()), self._table, refresh, self.plot])
+        self.plot = Plot(self._sources(), "None of these runs has logged a metric.")
+        self._table, self._problem = ipywidgets.HTML(), ipywidgets.HTML()
+        sheet = ipywidgets.HTML(style_sheet())
+        sheet.layout.display = "none"
+        self.widget = ipywidgets.VBox([sheet, self._problem, self._table, self.plot])
         for name in ("na-run", "na-card"):
             self.widget.add_class(name)
-        self.refresh()
+        self._shown = Shown(self._static, lambda: "Runs of this kernel", clock)
+        self.binding = Binding([run.store for run in self.runs], self._render, self._broke, clock)
+        self.binding.tick()
+        self.plot.on_msg(self._asked)
+        self.plot.observe(self._asked, "wanted")
+        for run in self.runs:
+            run._before_done(self.binding.touch)
+        if chosen is None:
+            registry.watch(self._launched)
 
     def refresh(self) -> None:
-        """Read the runs again: those that go on have come further."""
+        """Read the runs again now; a table that is shown does so by itself while a run goes on."""
+        self._render(self._clock())
+
+    def close(self) -> None:
+        """Stop updating; every place where the table is displayed keeps its static form."""
+        ticker.remove(self.binding)
+        self._shown.end()
+
+    # ---- while runs go on
+
+    def _sources(self) -> list[Source]:
+        return [Source(run.store, run.started, f"run {run.id}", ranks=False) for run in self.runs[-MAX_OVERLAID:]]
+
+    def _render(self, now: float) -> None:
+        goes_on = self._goes_on()  # asked first: what is drawn last has seen the end
         self._table.value = self._html_table(sections.state, 'class="na-table"')
-        self.plot.update(self._clock())
+        self.plot.update(now)
+        if goes_on and self._shown:
+            self._shown.update(now)
+        else:
+            self._shown.leave()
+            ticker.rest(self.binding)
+            if self._shown and self._goes_on():  # one was launched just now
+                ticker.add(self.binding)
+
+    def _goes_on(self) -> bool:
+        return any(run.ended is None for run in self.runs)
+
+    def _launched(self, run: Run) -> None:
+        """Take a new run in; on the launch's thread."""
+        self.runs = [*self.runs, run]
+        self.plot.draw(self._sources())
+        self.binding.watch(run.store)
+        run._before_done(self.binding.touch)
+        self.binding.touch()
+        if self._shown and not self.binding.closed:
+            ticker.add(self.binding)
+
+    def _asked(self, *_: Any) -> None:
+        self.binding.touch()
+        if not self._goes_on():  # nobody else renders any more
+            self.binding.tick()
+
+    def _broke(self, error: Exception) -> None:
+        text = f"This table stopped updating ({type(error).__name__}: {error})."
+        self._problem.value = f'<p class="na-problem" role="alert">{escape(text)}</p>'
 
     # ---- contents
 
@@ -114,8 +161,17 @@ class RunsTable:
         place = here()
         if place is None:
             raise NotImplementedError  # IPython then asks for the MIME bundle
-        place.show(live_bundle(self.widget, self.text))
-        leave_at_exit(place, lambda: {"text/html": self.html, "text/plain": self.text})
+        if self.binding.closed:
+            place.show(self._static())
+            return
+        self.binding.touch()
+        self.binding.tick()
+        self._shown.add(place, self.widget)
+        if self._goes_on():
+            ticker.add(self.binding)
+
+    def _static(self) -> dict[str, Any]:
+        return {"text/html": self.html, "text/plain": self.text}
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return {**live_bundle(self.widget, self.text), "text/html": self.html}

@@ -19,6 +19,8 @@ HISTORY = 60
 """Samples of a rank's processor use that the strip draws: a minute."""
 SILENT_SECONDS = 10.0
 """A running rank that was not heard of for longer is said to be silent."""
+SETTLE_SECONDS = 2.0
+"""Before that nobody knows how fast the ranks go, and so how many steps mean that one is behind."""
 SLOW = 1.25
 """A rank whose own work takes this many times the others' median holds them up."""
 
@@ -111,6 +113,7 @@ class Watcher:
         self._sampled: dict[int, ResourceEvent] = {}
         self._steps: dict[int, _Counter] = {}
         self._loop = _Counter()
+        self._first_step: float | None = None
 
     def look(self, now: float) -> Now:
         """Return the run as it is ``now``, in seconds since the epoch."""
@@ -120,7 +123,10 @@ class Watcher:
         ahead = max(steps, default=None)
         self._sample()
         ranks = [self._rank(info.rank, now, ahead) for info in infos]
-        late, verdict = _verdict(ranks, active=run.ended is None)
+        if self._first_step is None and ahead is not None:
+            self._first_step = now
+        settled = self._first_step is not None and now - self._first_step >= SETTLE_SECONDS
+        late, verdict = _verdict(ranks, active=run.ended is None, settled=settled)
         ranks = [replace(rank, late=True) if rank.rank in late else rank for rank in ranks]
         elapsed = (run.ended or now) - run.started
         dropped = sum(run.store.dropped.values())
@@ -198,32 +204,50 @@ def last_value(run: Run, name: str, rank: int) -> float | None:
     return run.store.last_value(name, rank) if name else None
 
 
-def _verdict(ranks: list[RankNow], *, active: bool) -> tuple[set[int], str]:
+def _verdict(ranks: list[RankNow], *, active: bool, settled: bool) -> tuple[set[int], str]:
     """Say which ranks keep the others waiting, and how that is known."""
     if len(ranks) < 2:
         return set(), ""
-    behind = {rank.rank: rank.behind for rank in ranks if rank.step is not None}
+    late: set[int] = set()
+    said = []
     # Ranks of a run that has ended stopped where they were; only what they measured of themselves still counts.
-    # What ranks tell comes in batches, so that a difference of less than a second's steps means nothing.
-    pace = max((rank.rate or 0.0 for rank in ranks), default=0.0)
-    least = max(3.0, 0.02 * max((rank.step or 0 for rank in ranks), default=0), pace)
-    far = {rank: by for rank, by in behind.items() if active and by >= least}
-    if far and len(far) < len(ranks):
-        worst = max(far, key=lambda rank: far[rank])
-        return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
-    own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
-    if len(own) == len(ranks):
-        worst = max(own, key=lambda rank: own[rank])
-        others = sorted(seconds for rank, seconds in own.items() if rank != worst)
-        usual = others[len(others) // 2]
-        if own[worst] > SLOW * usual and own[worst] - usual > 1e-3:
-            mine, theirs = _milliseconds(own[worst]), _milliseconds(usual)
-            text = f"Rank {worst} holds the others up: {mine} of its own work per step, the others {theirs}."
-            return {worst}, text
+    for found, text in (_slow(ranks), _behind(ranks) if active and settled else _NOBODY):
+        late |= found
+        said += [text] if text else []
+    if late:
+        return late, " ".join(said)
     silent = [rank.rank for rank in ranks if rank.silence is not None and rank.silence > SILENT_SECONDS]
     if active and silent and len(silent) < len(ranks):
         return set(silent), f"Rank {silent[0]} has been silent while others go on."
     return set(), "No rank is behind." if any(rank.step is not None for rank in ranks) else ""
+
+
+_NOBODY: tuple[set[int], str] = (set(), "")
+
+
+def _behind(ranks: list[RankNow]) -> tuple[set[int], str]:
+    """Return the ranks that are steps behind; less than a second's means nothing, for ranks tell in batches."""
+    pace = max((rank.rate or 0.0 for rank in ranks), default=0.0)
+    least = max(3.0, 0.02 * max((rank.step or 0 for rank in ranks), default=0), pace)
+    far = {rank.rank: rank.behind for rank in ranks if rank.step is not None and rank.behind >= least}
+    if not far or len(far) == len(ranks):
+        return _NOBODY
+    worst = max(far, key=lambda rank: far[rank])
+    return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
+
+
+def _slow(ranks: list[RankNow]) -> tuple[set[int], str]:
+    """Return the rank whose own work takes longer than the others', where each has measured its own."""
+    own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
+    if len(own) < len(ranks):
+        return _NOBODY
+    worst = max(own, key=lambda rank: own[rank])
+    others = sorted(seconds for rank, seconds in own.items() if rank != worst)
+    usual = others[len(others) // 2]
+    if own[worst] <= SLOW * usual or own[worst] - usual <= 1e-3:
+        return _NOBODY
+    mine, theirs = _milliseconds(own[worst]), _milliseconds(usual)
+    return {worst}, f"Rank {worst} holds the others up: {mine} of its own work per step, the others {theirs}."
 
 
 def _own(store: Store, rank: int, otherwise: float) -> float:

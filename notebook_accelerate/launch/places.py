@@ -1,4 +1,4 @@
-"""An output under a cell that any thread may replace later, also after the cell has ended."""
+"""Outputs under a cell that any thread may replace later, also after the cell has ended."""
 
 from __future__ import annotations
 
@@ -10,34 +10,72 @@ from typing import Any
 
 from notebook_accelerate.launch.output import parent_message, running_kernel
 
+NOTHING: dict[str, Any] = {"text/plain": ""}
+"""An output that shows nothing: outputs cannot be taken back."""
+
+
+class _Output:
+    """One output: the first bundle displays it, the others replace what it shows."""
+
+    def __init__(self) -> None:
+        self._transient = {"display_id": f"notebook-accelerate-{uuid.uuid4().hex}"}
+        self.shown = False
+
+    def send(self, kernel: Any, parent: Any, data: dict[str, Any]) -> None:
+        # Straight to the session: display() would file it under the cell that runs when it is called.
+        kind = "update_display_data" if self.shown else "display_data"
+        content = {"data": data, "metadata": {}, "transient": self._transient}
+        # Front ends find what is replaced by its display id; clients that execute without a front end only read what
+        # belongs to the cell that runs now.
+        about = _running_cell(kernel, parent) if self.shown else parent
+        self.shown = True
+        kernel.session.send(kernel.iopub_socket, kind, content, parent=about, ident=f"display.{kind}".encode())
+
+
+def _running_cell(kernel: Any, otherwise: Any) -> Any:
+    """Return the message of the cell that runs now or ran last."""
+    latest = kernel.get_parent() or {}
+    return latest if (latest.get("header") or {}).get("msg_type") == "execute_request" else otherwise
+
 
 class Place:
-    """An output under the cell that runs now.
+    """An output under the cell that runs now, and one beside it for what is left without a kernel.
 
     Args:
         kernel: The ipykernel this process is.
+
+    Attributes:
+        parent: The message of that cell.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._parent = parent_message(kernel)
-        self._transient = {"display_id": f"notebook-accelerate-{uuid.uuid4().hex}"}
-        self._shown = False
+        self.parent = parent_message(kernel)
+        self._output, self._left = _Output(), _Output()
 
     @property
     def cell(self) -> str:
-        """The id of the request that the output belongs to."""
-        return str(((self._parent or {}).get("header") or {}).get("msg_id", ""))
+        """The id of the request that the outputs belong to."""
+        return str(((self.parent or {}).get("header") or {}).get("msg_id", ""))
+
+    @property
+    def notebook_cell(self) -> str:
+        """The id of the notebook's cell, where the front end tells it; "" otherwise."""
+        return str(((self.parent or {}).get("metadata") or {}).get("cellId", ""))
 
     def show(self, data: dict[str, Any]) -> None:
         """Show a MIME bundle, in place of what was shown here before."""
-        # Straight to the session: display() would file it under the cell that runs when it is called.
-        kind = "update_display_data" if self._shown else "display_data"
-        self._shown = True
-        content = {"data": data, "metadata": {}, "transient": self._transient}
-        self._kernel.session.send(
-            self._kernel.iopub_socket, kind, content, parent=self._parent, ident=f"display.{kind}".encode()
-        )
+        self._output.send(self._kernel, self.parent, data)
+
+    def leave(self, data: dict[str, Any]) -> None:
+        """Put a bundle beside the live one: a notebook whose kernel was killed is left with it."""
+        self._left.send(self._kernel, self.parent, data)
+
+    def end(self, data: dict[str, Any]) -> None:
+        """Show a bundle for good, and nothing beside it."""
+        self.show(data)
+        if self._left.shown:
+            self.leave(NOTHING)
 
 
 _at_exit: dict[Place, Callable[[], dict[str, Any]]] = {}
@@ -58,7 +96,7 @@ def forget(place: Place) -> None:
 def _leave() -> None:
     for place, static in list(_at_exit.items()):
         with suppress(Exception):  # the kernel is going: there is nobody to tell
-            place.show(static())
+            place.end(static())
 
 
 def here() -> Place | None:
@@ -67,4 +105,4 @@ def here() -> Place | None:
     return Place(kernel) if kernel is not None else None
 
 
-__all__ = ["Place", "forget", "here", "leave_at_exit"]
+__all__ = ["NOTHING", "Place", "forget", "here", "leave_at_exit"]

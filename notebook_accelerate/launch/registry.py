@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import threading
+import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import DeviceBusyError
 from notebook_accelerate.launch.backends.zygote import close_zygote
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from notebook_accelerate.launch.planner import LaunchPlan
     from notebook_accelerate.launch.run import Run
 
@@ -19,6 +23,7 @@ KEPT_RUNS = 100
 _lock = threading.Lock()
 _runs: list[Run] = []
 _watching_exit = False
+_watchers: list[weakref.WeakMethod[Callable[[Run], None]]] = []
 
 
 def add(run: Run) -> None:
@@ -32,6 +37,17 @@ def add(run: Run) -> None:
         if not _watching_exit:
             atexit.register(shutdown)
             _watching_exit = True
+        watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
+        _watchers[:] = [reference for reference in _watchers if reference() is not None]
+    for watcher in watchers:
+        with suppress(Exception):  # a view must never keep a run from starting
+            watcher(run)
+
+
+def watch(launched: Callable[[Run], None]) -> None:
+    """Call a method with every run launched from now on, on the launch's thread, as long as its object lives."""
+    with _lock:
+        _watchers.append(weakref.WeakMethod(launched))
 
 
 def runs() -> list[Run]:

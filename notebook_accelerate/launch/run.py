@@ -92,6 +92,7 @@ class Run(Inspection, Viewed):
         self._lock = threading.RLock()
         self._done = threading.Event()
         self._callbacks: list[Callable[[Run], None]] = []
+        self._views: list[Callable[[Run], None]] = []
         self._board = Board()
         self._desk = Desk()
         self._released = threading.Event()
@@ -124,7 +125,7 @@ class Run(Inspection, Viewed):
             RunNotFinishedError: The run has not ended.
             WorkerError: The run did not succeed; what single ranks returned is in ``run.ranks``.
         """
-        if not self._done.is_set():
+        if self.ended is None:
             raise RunNotFinishedError(f"run {self.id} is {self.status}; wait for it with run.wait() or await run")
         if self._error is not None:
             raise self._error
@@ -220,6 +221,18 @@ class Run(Inspection, Viewed):
                 return
         callback(self)
 
+    def _before_done(self, callback: Callable[[Run], None]) -> None:
+        """Call ``callback(run)`` when the run has ended, before anybody who waits hears of that; at once if it has.
+
+        What a view leaves in the notebook is there when ``stop()`` and ``wait()`` return: the cell that called them may
+        be the last one, and the notebook saved at once.
+        """
+        with self._lock:
+            if self.ended is None:
+                self._views.append(callback)
+                return
+        callback(self)
+
     def __await__(self) -> Generator[Any, None, Run]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Run] = loop.create_future()
@@ -287,14 +300,21 @@ class Run(Inspection, Viewed):
         with self._lock:
             self.ended = time.time()
             self._status, self._error = status, error
+            views, self._views = self._views, []
+        _tell(self, views)
+        with self._lock:
             callbacks, self._callbacks = self._callbacks, []
             self._done.set()
         self._board.close()
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception as problem:  # noqa: BLE001 - the user's own code, on the supervisor's thread
-                warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
+        _tell(self, callbacks)
+
+
+def _tell(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
+    for callback in callbacks:
+        try:
+            callback(run)
+        except Exception as problem:  # noqa: BLE001 - the user's own code, on the supervisor's thread
+            warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
 def _nobody(_call: GroupCall) -> None:

@@ -110,7 +110,7 @@ def show(run: Run) -> None:
     if run.ended is not None:  # it was faster than its panel
         if run._view is not None:
             run._view.close()
-        run._place.show(run._static())
+        run._place.end(run._static())
     run._launched_under = run._place.cell
 
 

@@ -88,7 +88,7 @@ def test_the_panels_configure_watch_and_compare(kernel: Kernel) -> None:
     assert 'mixed_precision="bf16"' in find(cells, "print(panel.code)").stdout
     live, static = find(cells, "panel = notebook_accelerate.configure").displays
     assert "application/vnd.jupyter.widget-view+json" in live
-    assert "Settings as text" in static["text/html"]
+    assert "num_processes=2" in static["text/html"]
     assert kernel.value("[each.status for each in (run, slow, other)]") == ["succeeded"] * 3
     assert cells[-1].stdout.startswith("The panels are through")
 

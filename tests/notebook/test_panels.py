@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import nbformat
 import pytest
@@ -35,11 +36,26 @@ def launch(*args, **kwargs):
 
 
 def _kinds(cell: Cell) -> list[str]:
-    return [
-        "live" if WIDGET in output["data"] else "report" if "text/html" in output["data"] else "place"
-        for output in cell.outputs
-        if output["output_type"] in ("display_data", "update_display_data")
-    ]
+    """What stood in the panel's place, in order; what is left beside it is not counted."""
+    beside = {_name(output) for output in cell.outputs if "na-left" in output.get("data", {}).get("text/html", "")}
+    return [_kind(output["data"]) for output in _shown(cell) if _name(output) not in beside]
+
+
+def _shown(cell: Cell) -> list[dict[str, Any]]:
+    return [output for output in cell.outputs if output["output_type"] in ("display_data", "update_display_data")]
+
+
+def _name(output: dict[str, Any]) -> str | None:
+    return output.get("transient", {}).get("display_id")
+
+
+def _kind(data: dict[str, Any]) -> str:
+    return "live" if WIDGET in data else "report" if "text/html" in data else "place"
+
+
+def _filled(cell: Cell) -> list[dict[str, Any]]:
+    """What the saved notebook would hold, without the places that show nothing."""
+    return [data for data in cell.displays if data != {"text/plain": ""}]
 
 
 def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel) -> None:
@@ -48,7 +64,7 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
     assert _kinds(cell)[0] == "place"
     assert set(_kinds(cell)[1:]) == {"live", "report"}
     assert _kinds(cell)[-1] == "report"
-    assert len(cell.displays) == 1
+    assert len(_filled(cell)) == 1
     assert "data:image/svg+xml;base64," in cell.displays[0]["text/html"]
     assert cell.result is not None
     assert set(cell.result) == {"text/plain"}, "the report stands above already"
@@ -95,7 +111,7 @@ def test_a_failed_launch_leaves_the_report_too(kernel: Kernel) -> None:
 def test_without_a_panel_nothing_is_shown(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     cell = kernel.check("launch(panel=False);")
-    assert (_kinds(cell), cell.comms) == ([], [])
+    assert (_shown(cell), cell.comms) == ([], [])
     inline = kernel.check("notebook_launcher(train, (0.2,), num_processes=1);")
     assert _kinds(inline)[-1] == "report"
 
@@ -142,7 +158,7 @@ def test_when_the_kernel_ends_static_forms_take_the_place_of_live_views() -> Non
         kernel.check("run = launch(0.2)")
         panel, table = kernel.check("run.panel()"), kernel.check("notebook_accelerate.widgets.RunsTable()")
         assert _kinds(panel) == _kinds(table) == ["live"]
-        kernel.client.shutdown()
+        kernel.client.shutdown()  # atexit
         kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report", 10)
 
 
@@ -152,8 +168,52 @@ def test_a_notebook_that_ran_headless_keeps_the_report_and_converts() -> None:
     book = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(book, timeout=90, kernel_name="python3", store_widget_state=False).execute()
     shown = [output for cell in book.cells for output in cell.outputs if "data" in output]
+    shown = [output for output in shown if output["data"] != {"text/plain": ""}]
     assert [set(output["data"]) for output in shown] == [{"text/html", "text/plain"}] * 2
     page, _ = HTMLExporter().from_notebook_node(book)
     assert page.count('alt="Curve of loss: ') == 2
     assert "Where the step" not in page, "nothing was measured, so nothing is said"
     assert shown[0]["data"]["text/plain"].startswith("run ")
+
+
+def test_a_killed_kernel_leaves_a_static_form_beside_every_live_view() -> None:
+    with Kernel() as kernel:
+        kernel.check(TRAIN)
+        kernel.check("done = launch(0.2)")
+        views = ("run = launch(60, block=False)", "run.debug_panel()", "notebook_accelerate.widgets.RunsTable()")
+        cells = [kernel.check(view) for view in (*views, "done.panel()", "notebook_accelerate.configure(train)")]
+        kernel.wait_for(lambda: "running" in cells[0].displays[1].get("text/plain", ""), 20, "the first update")
+        kernel.kill()
+        for cell in cells:
+            live, left = cell.displays
+            assert _kind(live) == "live"
+            assert "live in the notebook that it runs in" in live["text/plain"]
+            assert set(left) == {"text/html", "text/plain"}
+            assert ", as of " in left["text/plain"]
+            assert '<details class="na-left"' in left["text/html"]
+        assert "(train), running, as of" in cells[0].displays[1]["text/plain"]
+
+
+@pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
+def test_a_run_that_a_later_cell_stops_is_saved_as_stopped() -> None:
+    sources = (TRAIN, "run = launch(60, block=False)", "time.sleep(0.5)", "run.stop()")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    NotebookClient(book, timeout=90, kernel_name="python3", store_widget_state=False).execute()
+    shown = [output["data"] for output in book.cells[1].outputs if "data" in output]
+    full = [data for data in shown if data != {"text/plain": ""}]
+    assert [set(data) for data in full] == [{"text/html", "text/plain"}]
+    assert "· train · stopped ·" in full[0]["text/plain"]
+
+
+def test_a_cell_that_is_executed_again_lets_go_of_its_old_view(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    kernel.check("from notebook_accelerate.launch import places")
+    kernel.check("run = launch(0.5)")
+    before = kernel.value("len(places._at_exit)")
+    for _ in range(3):
+        kernel.client.session.send(
+            kernel.client.shell_channel.socket, "execute_request",
+            {"code": "run.panel()", "silent": False, "store_history": True, "user_expressions": {}},
+            metadata={"cellId": "the-same-cell"},
+        )  # fmt: skip
+    assert kernel.value("len(places._at_exit)") == before + 1

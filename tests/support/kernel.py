@@ -175,6 +175,7 @@ class Kernel:
         self.answer = answer
         self.timeout = timeout
         self.cells: dict[str, Cell] = {}
+        self._homes: dict[str, Cell] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="kernel-test-"))
         self.cwd = cwd or self.folder / "work"
         self.cwd.mkdir(exist_ok=True)
@@ -368,7 +369,12 @@ class Kernel:
         elif kind.startswith("comm_"):
             cell.comms.append({"msg_type": kind, **content})
         elif kind != "execute_input":
-            cell.outputs.append({"output_type": kind, **content})
+            name = content.get("transient", {}).get("display_id")
+            if name is not None and kind == "display_data":
+                self._homes[name] = cell
+            # As in front ends: whichever cell sends it, an update finds the output that it is about.
+            home = self._homes.get(name, cell) if kind == "update_display_data" else cell
+            home.outputs.append({"output_type": kind, **content})
 
     def _on_shell(self, cell: Cell, message: dict[str, Any]) -> None:
         if message["msg_type"] == "execute_reply":

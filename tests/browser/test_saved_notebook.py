@@ -1,0 +1,93 @@
+"""What a saved notebook shows of live panels once their kernel is gone, in JupyterLab 4 and Notebook 7."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.browser import App, Browser, NotebookPage, Server
+
+TRAIN = """
+import os, time, notebook_accelerate
+from notebook_accelerate import notebook_launcher, telemetry
+from notebook_accelerate.telemetry import MetricEvent, ProgressEvent
+
+def train(steps):
+    for step in range(steps):
+        telemetry.emit(MetricEvent({"loss": 1 / (step + 1)}, step))
+        telemetry.emit(ProgressEvent(step + 1, steps, "step"))
+        time.sleep(0.02)
+"""
+LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
+CELLS = [
+    TRAIN,
+    LAUNCH.format(100_000),
+    "notebook_accelerate.configure(train)",
+    "notebook_accelerate.widgets.RunsTable()",
+    "run.debug_panel()",
+]
+NAMES = ("Run 1 (train), running", "Settings of a launch", "Runs of this kernel", "Run 1 (train), running")
+STATIC = ".na-left"
+SHOWN = "(selector) => [...document.querySelectorAll(selector)].filter(node => node.checkVisibility()).length"
+
+
+@pytest.fixture(params=["lab", "notebook"])
+def app(request: pytest.FixtureRequest) -> App:
+    found: App = request.param
+    return found
+
+
+@pytest.fixture
+def pages() -> Iterator[list[NotebookPage]]:
+    """Return a list whose pages are closed at the end, with their kernels."""
+    opened: list[NotebookPage] = []
+    yield opened
+    for page in opened:
+        page.shut_down()
+        page.page.close()
+        assert page.outside == []
+
+
+def _count(page: NotebookPage, selector: str) -> int:
+    return int(page.page.evaluate(SHOWN, selector))
+
+
+def test_without_its_kernel_a_notebook_shows_static_forms(
+    server: Server, chromium: Browser, app: App, pages: list[NotebookPage]
+) -> None:
+    name = f"{app}-{time.monotonic_ns()}.ipynb"
+    server.write(name, CELLS)
+    live = server.open(chromium, name, app)
+    pages.append(live)
+    for index in range(len(CELLS)):
+        live.run(index)
+        live.idle()
+    # Cells that are scrolled away are not in the page: each is looked at in its turn.
+    live.page.locator(".na-chart canvas").first.wait_for()
+    live.page.locator(".na-card").first.scroll_into_view_if_needed()
+    live.until(lambda: _count(live, ".na-live") >= 1, what="a live panel")
+    assert _count(live, STATIC) == 0, "what is left is hidden beside a live panel"
+    live.shot(f"{app}-live-page")
+    saved = live.save()
+    views = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]
+    assert sum("application/vnd.jupyter.widget-view+json" in data for data in views) == 4
+    assert sum("na-left" in "".join(data.get("text/html", "")) for data in views) == 4
+    assert live.errors == []
+
+    # A kernel that is killed tells nobody: the file stays as it was saved.
+    copy = f"without-kernel-{name}"
+    shutil.copy(server.notebooks / name, server.notebooks / copy)
+    again = server.open(chromium, copy, app)
+    pages.append(again)
+    again.wait_for("() => document.querySelector('.na-left')?.checkVisibility()")
+    for index, words in enumerate(NAMES):
+        cell = again.page.locator(".jp-CodeCell").nth(index + 1)
+        cell.scroll_into_view_if_needed()
+        cell.locator(f"{STATIC} > summary", has_text=words).wait_for()
+        cell.locator(".jp-OutputArea-output.jupyter-widgets", has_text="model not found").wait_for(state="attached")
+        assert "model not found" not in cell.inner_text()
+    again.shot(f"{app}-without-kernel")
+    assert all("model not found" in error for error in again.errors)
