@@ -133,7 +133,11 @@ class Accelerator(AcceleratorViews):
         """Choose precision and strategy, and start with nothing prepared."""
         self._device = self.state.device
         self._precision = make_precision(
-            self.state.mixed_precision, self._device.type, self._handlers.autocast, self._handlers.scaler
+            self.state.mixed_precision,
+            self._device.type,
+            self._handlers.autocast,
+            self._handlers.scaler,
+            self._handlers.fp8,
         )
         self.scaler = self._precision.make_scaler()
         self.strategy = make_strategy(

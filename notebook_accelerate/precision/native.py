@@ -14,16 +14,17 @@ from notebook_accelerate.precision.outputs import AutocastForward
 class NativePrecision(Precision):
     """Autocast to `compute_dtype`; outputs come back in float32."""
 
-    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap_model(self, model: torch.nn.Module, sharded: bool = False) -> torch.nn.Module:
         """Run the model's forward under autocast and give back float32, in place.
 
         Args:
             model: The model.
+            sharded: Not used.
 
         Returns:
             The model; `_original_forward` keeps its forward.
         """
-        super().wrap_model(model)
+        super().wrap_model(model, sharded)
         original = model.forward
         model._original_forward = original  # type: ignore[assignment]
         model.forward = AutocastForward(original, self._settings(None))

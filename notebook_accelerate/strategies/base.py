@@ -109,9 +109,18 @@ class Strategy:
         """
         kinds = [kind_of(item) for item in objects]
         results = list(objects)
+        self._join(results, kinds)
         for position in sorted(range(len(kinds)), key=lambda index: self.order.get(kinds[index], 0)):
-            results[position] = self._prepare_one(kinds[position], objects[position], placements[position])
+            results[position] = self._prepare_one(kinds[position], results[position], placements[position])
         return results
+
+    def _join(self, objects: list[Any], kinds: Sequence[str]) -> None:
+        """Let the precision change models and optimizers together, in place."""
+        places = [[at for at, kind in enumerate(kinds) if kind == wanted] for wanted in ("model", "optimizer")]
+        given = [[objects[at] for at in those] for those in places]
+        for those, new in zip(places, self.setup.precision.join(*given), strict=True):
+            for at, item in zip(those, new, strict=True):
+                objects[at] = item
 
     def _prepare_one(self, kind: str, item: Any, placement: bool | None) -> Any:
         if kind == "scheduler":

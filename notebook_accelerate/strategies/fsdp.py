@@ -30,6 +30,8 @@ class FSDPStrategy(Strategy):
     """
 
     checkpoint_layout: ClassVar[str] = "fsdp"
+    shards_parameters: ClassVar[bool] = False
+    """Whether parameters are sharded one by one, so that a precision may decide how each is gathered."""
     order: ClassVar[Mapping[str, int]] = {"model": -1, "scheduler": 1}  # optimizers take the sharded parameters over
 
     def __init__(self, setup: Setup) -> None:
@@ -65,10 +67,10 @@ class FSDPStrategy(Strategy):
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        self.setup.precision.wrap_model(inner)
         wrapped: nn.Module = _bare(model)
+        before = names_of(wrapped)  # the precision may replace parameters too
+        self.setup.precision.wrap_model(inner, self.shards_parameters)
         if not self.is_sharded(wrapped):
-            before = names_of(wrapped)
             if self.setup.precision.compute_dtype is not None and upcast(wrapped):
                 warn_once(f"{type(inner).__name__} has parameters of low precision: they are trained in float32")
             wrapped = self.wrap_model(wrapped)

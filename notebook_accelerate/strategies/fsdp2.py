@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
 from notebook_accelerate.strategies.fsdp_units import checkpoint_activations, ignored_of, retie, tied_names, units_of
 from notebook_accelerate.strategies.setup import Setup
@@ -29,6 +30,7 @@ class FSDP2Strategy(FSDPStrategy):
     """torch's `fully_shard`, over all ranks or over a mesh of replicas and shards."""
 
     name: ClassVar[str] = "fsdp2"
+    shards_parameters: ClassVar[bool] = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -127,6 +129,28 @@ class FSDP2Strategy(FSDPStrategy):
         retie(model, ties)
         # Units note their parameters' new objects when something is applied to them.
         model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer; parameters it has from before the sharding are replaced.
+
+        Args:
+            optimizer: The optimizer.
+            device_placement: Whether its state goes to the device; None means the Accelerator's setting.
+
+        Returns:
+            The prepared optimizer, after whose steps the precision has its turn.
+        """
+        known = len(self.optimizers)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if len(self.optimizers) > known:
+            prepared.optimizer.register_step_post_hook(self._after_step)
+        return prepared
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for model in self._owners(optimizer):
+            self.setup.precision.after_step(model)
 
     def unsynchronised(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward of sharded models does not exchange gradients.
