@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,25 @@ def end_group(group: Any = None) -> None:
     if not group_exists():
         return
     dist.destroy_process_group(group)
+
+
+def keep_until_gone(group: Any, *owners: Any) -> None:
+    """Keep torch's Python object of a process group for as long as C++ objects own the group.
+
+    Python's object lets go of the interpreter before it ends a group, an owner in C++ does not. gloo's destructor joins
+    a thread that, right after a collective, may still need the interpreter to give the collective's tensors back: where
+    DDP's reducer, freed after `destroy_process_group`, is the last owner, both wait for ever (torch 2.13 and before).
+
+    Args:
+        group: The group.
+        owners: The objects that may outlive everything else that refers to it.
+    """
+    for owner in owners:
+        weakref.finalize(owner, _let_go, group).atexit = False
+
+
+def _let_go(group: Any) -> None:
+    """Drop the reference that came as an argument."""
 
 
 def forget_group() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accelerate.state.notices import warn_once
+from notebook_accelerate.state.process_group import keep_until_gone
 from notebook_accelerate.strategies.base import NOTHING, Strategy, even_batches_set
 from notebook_accelerate.strategies.placing import is_on_several_devices
 from notebook_accelerate.strategies.unwrap import ddp_inside
@@ -45,6 +46,7 @@ class DDPStrategy(Strategy):
         # Devices without an index (the CPU, and types of which a process has one) must not be named.
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
+        keep_until_gone(wrapped.process_group, wrapped.reducer, wrapped.logger)
         if handler is not None:
             handler.register_comm_hook(wrapped)
         return wrapped

@@ -128,7 +128,6 @@ def own_disks(folder: str, on_each: bool) -> list[str]:
     return sorted(path.name for path in (place / "out").iterdir())
 
 
-@pytest.mark.skip(reason="passes alone; a rank hangs at its end now and then on a busy machine: not understood")
 def test_machines_without_a_common_disk_each_keep_their_part(tmp_path: Path) -> None:
     one_rank_each = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     main, other = run_ranks(own_disks, str(tmp_path), False, env=one_rank_each)
