@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class DebugPanel(LivePanel):
         self.found: Diagnosis | None = run.diagnoses[-1] if run.diagnoses else None
         self.history: list[Entry] = []
         self._asking: threading.Thread | None = None
+        self._offering: threading.Thread | None = None
         self._known = len(run.diagnoses)
         super().__init__(run, clock)
 
@@ -50,14 +52,17 @@ class DebugPanel(LivePanel):
         self.why_button = self._button("Why is it stuck?", "Look where every rank is", self._look)
         self.pause_button = self._button("Pause", "Hold all ranks at their next step", self._pause)
         self.resume_button = self._button("Resume", "Let paused ranks go on", self._resume)
-        self.whom = ipywidgets.Dropdown(options=[ALL, *self._rank_options()], layout={"width": "130px"})
-        self.line = ipywidgets.Combobox(layout={"flex": "1 1 auto"}, ensure_option=False)
+        # The descriptions are labels for those who do not see the row: the style sheet hides them from the others.
+        options = [ALL, *self._rank_options()]
+        self.whom = ipywidgets.Dropdown(options=options, description="Whom to ask", layout={"width": "120px"})
+        self.line = ipywidgets.Combobox(description="Ask the ranks", layout={"flex": "1 1 auto"}, ensure_option=False)
         self.send_button = self._button("Send", "Ask, or cast to stopped ranks", self._send)
         self.line.on_msg(self._on_line_message)
         self.line.observe(self._complete, "value")
         headline = ipywidgets.HBox([self._head, self.why_button, self.pause_button, self.resume_button])
         headline.add_class("na-headline")
         talk = ipywidgets.HBox([self.whom, self.line, self.send_button])
+        talk.add_class("na-talk")
         sheet = ipywidgets.HTML(style_sheet())
         sheet.layout.display = "none"
         shown = [sheet, headline, self._problem, self._verdict, self._ranks, self._stacks, talk, self._history]
@@ -124,8 +129,7 @@ class DebugPanel(LivePanel):
 
     def _send(self) -> None:
         line = self.line.value.strip()
-        if line:
-            self._do(lambda: self._talk(line))
+        if line and self._do(lambda: self._talk(line)):
             self.line.value = ""
 
     def _talk(self, line: str) -> None:
@@ -143,15 +147,20 @@ class DebugPanel(LivePanel):
     def _note(self, kind: str, line: str, answers: dict[int, str]) -> None:
         self.history = [*self.history, Entry(kind, line, answers)][-MAX_HISTORY:]
 
-    def _do(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on a thread, unless something is being asked already."""
+    def _do(self, work: Callable[[], None]) -> bool:
+        """Run ``work`` on a thread, unless something is being asked already; return whether it was not."""
         if self._asking is not None and self._asking.is_alive():
             self._say("The ranks are still being asked; one thing at a time.")
-            return
+            return False
         self._say("")
+        self._asking = self._thread(lambda: self._work(work))
+        return True
+
+    def _thread(self, work: Callable[[], None]) -> threading.Thread:
         name = f"notebook-accelerate-debug-panel-{self.run.id}"
-        self._asking = threading.Thread(target=self._work, args=(work,), name=name, daemon=True)
-        self._asking.start()
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _work(self, work: Callable[[], None]) -> None:
         try:
@@ -168,8 +177,9 @@ class DebugPanel(LivePanel):
         Args:
             timeout: Seconds.
         """
-        if self._asking is not None:
-            self._asking.join(timeout)
+        for thread in (self._asking, self._offering):
+            if thread is not None:
+                thread.join(timeout)
 
     # ---- typing
 
@@ -178,16 +188,19 @@ class DebugPanel(LivePanel):
             self._send()
 
     def _complete(self, change: Any) -> None:
-        """Offer the names that complete the line, when one has been begun and nothing else is being asked."""
+        """Offer the names that complete the line, when one has been begun; no question ever waits for that."""
         text = change["new"]
-        busy = self._asking is not None and self._asking.is_alive()
+        busy = self._offering is not None and self._offering.is_alive()
         if busy or text in self.line.options or not _NAME_BEGUN.search(text) or not self._reachable():
             return
         rank = (self._chosen() or [info.rank for info in self.run.ranks] or [0])[0]
-        self._do(lambda: self._offer(text, rank))
+        self._offering = self._thread(lambda: self._offer(text, rank))
 
     def _offer(self, text: str, rank: int) -> None:
-        self.line.options = tuple(self.run.complete(text, rank, timeout=1.5)[:100])
+        with suppress(Exception):  # the rank has gone: there is nothing to offer
+            found = tuple(self.run.complete(text, rank, timeout=1.5)[:100])
+            if self.line.value == text:
+                self.line.options = found
 
     # ---- without a browser
 

@@ -82,7 +82,7 @@ def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: f
 
 def verdict_html(run: Run, found: Diagnosis | None) -> str:
     """Return the verdict, and the warnings of the usual mistakes."""
-    said = f'<p role="status"><strong>{escape(found.verdict)}</strong></p>' if found is not None else ""
+    said = f'<p class="na-verdict" role="status"><strong>{escape(found.verdict)}</strong></p>' if found is not None else ""
     return said + "".join(f'<p class="na-problem">⚠ {escape(text)}</p>' for text in run.warnings)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import browser
-from tests.support.browser import Browser, Server
+from tests.support.browser import App, Browser, NotebookPage, Server
 
 HERE = Path(__file__).parent
 
@@ -35,3 +37,32 @@ def server() -> Iterator[Server]:
 def chromium() -> Iterator[Browser]:
     with Browser() as started:
         yield started
+
+
+@pytest.fixture(params=["lab", "notebook"])
+def app(request: pytest.FixtureRequest) -> App:
+    """Where the notebook is opened: in both, one after the other."""
+    found: App = request.param
+    return found
+
+
+@pytest.fixture
+def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
+    """Return a function that opens a notebook with these cells and executes the first one."""
+    pages: list[NotebookPage] = []
+
+    def start(cells: list[str], theme: str = "light") -> NotebookPage:
+        name = f"{app}-{time.monotonic_ns()}.ipynb"
+        server.write(name, cells)
+        page = server.open(chromium, name, app, theme)
+        pages.append(page)
+        page.run(0)
+        page.idle()
+        return page
+
+    yield start
+    for page in pages:
+        page.shut_down()
+        page.page.close()
+        assert page.errors == []
+        assert page.outside == []

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from tests.support.browser import App, Browser, NotebookPage, Server
 
@@ -38,35 +34,8 @@ def train(seconds, fail_at=None):
 """
 LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
 LAST = "import notebook_accelerate; notebook_accelerate.runs()[-1].panel()"
-CARD = ".na-card"
+CARD = ".na-live"
 REPORT = ".notebook-accelerate-report"
-
-
-@pytest.fixture(params=["lab", "notebook"])
-def app(request: pytest.FixtureRequest) -> App:
-    found: App = request.param
-    return found
-
-
-@pytest.fixture
-def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
-    pages: list[NotebookPage] = []
-
-    def start(cells: list[str], theme: str = "light") -> NotebookPage:
-        name = f"{app}-{time.monotonic_ns()}.ipynb"
-        server.write(name, cells)
-        page = server.open(chromium, name, app, theme)
-        pages.append(page)
-        page.run(0)
-        page.idle()
-        return page
-
-    yield start
-    for page in pages:
-        page.shut_down()
-        page.page.close()
-        assert page.errors == []
-        assert page.outside == []
 
 
 def _watch(page: NotebookPage) -> None:

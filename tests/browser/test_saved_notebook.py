@@ -34,12 +34,6 @@ STATIC = ".na-left"
 SHOWN = "(selector) => [...document.querySelectorAll(selector)].filter(node => node.checkVisibility()).length"
 
 
-@pytest.fixture(params=["lab", "notebook"])
-def app(request: pytest.FixtureRequest) -> App:
-    found: App = request.param
-    return found
-
-
 @pytest.fixture
 def pages() -> Iterator[list[NotebookPage]]:
     """Return a list whose pages are closed at the end, with their kernels."""
