@@ -14,6 +14,7 @@ from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.state import placement, process_group
 from notebook_accelerate.state.control import ProcessControl
 from notebook_accelerate.state.notices import warn_once
+from notebook_accelerate.state.settling import settle_at_exit
 from notebook_accelerate.state.shared import SharedDict, Slots
 from notebook_accelerate.state.split import split_share
 from notebook_accelerate.state.world import World, world_from_environ
@@ -209,6 +210,7 @@ def _join(world: World, row: placement.Row, device: torch.device, kwargs: dict[s
     """Start the process group where this kind of device has one and none exists; return the back end's name."""
     if row.communicator != "torch":
         return row.backend
+    settle_at_exit()
     if process_group.group_exists():
         return str(dist.get_backend())
     settings = {key: value for key, value in kwargs.items() if value is not None}

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from notebook_accelerate.state import settling
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads tell their state in /proc, on Linux")
+
+_PR_SET_NAME = 15
+
+
+class _GlooLike:
+    """A thread that is called like gloo's, and computes without the interpreter for a while, or until it is ended."""
+
+    def __init__(self, rounds: int | None) -> None:
+        self._named, self._end, self.done = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(rounds,), daemon=True)
+        self._thread.start()
+        self._named.wait()
+
+    def _run(self, rounds: int | None) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, settling._NAME.encode())
+        self._named.set()
+        while not self._end.is_set() and rounds != 0:
+            hashlib.sha256(bytes(10_000_000)).digest()
+            rounds = None if rounds is None else rounds - 1
+        self.done.set()
+        self._end.wait()
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def test_a_thread_that_works_is_waited_for() -> None:
+    thread = _GlooLike(20)
+    settling.settle(limit=120.0)
+    assert thread.done.is_set()
+    begin = time.monotonic()
+    settling.settle(limit=120.0)  # it rests now
+    assert time.monotonic() - begin < 60.0
+    thread.end()
+
+
+def test_a_thread_that_never_rests_is_left_alone() -> None:
+    thread = _GlooLike(None)
+    settling.settle(limit=0.05)
+    assert not thread.done.is_set()
+    thread.end()
+
+
+def test_gloos_threads_are_known_by_their_name() -> None:
+    code = (
+        "import torch.distributed as dist; from notebook_accelerate.state import PartialState, settling\n"
+        "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
+        "PartialState(cpu=True); print(len(settling._threads()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert int(done.stdout) > 0, "torch calls gloo's threads by another name now: they are not waited for"
