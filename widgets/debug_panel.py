@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.widgets import debug_parts as parts
 from notebook_accelerate.widgets.debug_parts import MAX_HISTORY, Entry
 from notebook_accelerate.widgets.live import LivePanel
@@ -59,13 +60,14 @@ class DebugPanel(LivePanel):
         self.send_button = self._button("Send", "Ask, or cast to stopped ranks", self._send)
         self.line.on_msg(self._on_line_message)
         self.line.observe(self._complete, "value")
+        self.why_button.add_class("na-first")
         headline = ipywidgets.HBox([self._head, self.why_button, self.pause_button, self.resume_button])
         headline.add_class("na-headline")
         talk = ipywidgets.HBox([self.whom, self.line, self.send_button])
         talk.add_class("na-talk")
         sheet = ipywidgets.HTML(style_sheet())
         sheet.layout.display = "none"
-        shown = [sheet, headline, self._problem, self._verdict, self._ranks, self._stacks, talk, self._history]
+        shown = [sheet, headline, self._verdict, self._ranks, self._stacks, talk, self._problem, self._history]
         box = ipywidgets.VBox(shown)
         for name in ("na-run", "na-card"):
             box.add_class(name)
@@ -73,7 +75,8 @@ class DebugPanel(LivePanel):
 
     def _button(self, text: str, hint: str, action: Callable[[], None]) -> Any:
         button = ipywidgets.Button(description=text, tooltip=hint)
-        button.add_class("na-stop")
+        for name in ("na-stop", "na-tell"):
+            button.add_class(name)
         button.on_click(lambda _: action())
         return button
 
@@ -95,7 +98,7 @@ class DebugPanel(LivePanel):
         for control in (self.why_button, self.pause_button, self.resume_button, self.line, self.send_button):
             control.disabled = over
         self.line.placeholder = (
-            f"a command for the debugger of {parts.rank_names(stopped)}, as p loss"
+            f"a command for the debugger of {rank_names(stopped)}, as p loss"
             if stopped
             else "an expression, as model.head.weight.norm()"
         )

@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.debug.session import Stacks
+from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.widgets.sections import state
 from notebook_accelerate.widgets.watching import duration
 
@@ -50,11 +51,6 @@ class Entry:
         return [(rank_names(ranks), answer) for answer, ranks in found.items()]
 
 
-def rank_names(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 2"."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
 def stacks_of(found: Diagnosis) -> Stacks:
     """Return the stacks that a diagnosis has seen."""
     return Stacks({place.rank: place.frames for place in found.places if place.frames}, found.name_place)
@@ -82,7 +78,8 @@ def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: f
 
 def verdict_html(run: Run, found: Diagnosis | None) -> str:
     """Return the verdict, and the warnings of the usual mistakes."""
-    said = f'<p class="na-verdict" role="status"><strong>{escape(found.verdict)}</strong></p>' if found is not None else ""
+    sentence = f"<strong>{escape(found.verdict)}</strong>" if found is not None else ""
+    said = f'<p class="na-verdict" role="status">{sentence}</p>' if sentence else ""
     return said + "".join(f'<p class="na-problem">⚠ {escape(text)}</p>' for text in run.warnings)
 
 
@@ -90,7 +87,7 @@ def stacks_html(found: Diagnosis | None) -> str:
     """Return the stacks, equal ones once, folded until somebody wants them."""
     if found is None or not (stacks := stacks_of(found)):
         return ""
-    return f"<details><summary>Stacks</summary><pre{_CODE}>{escape(repr(stacks))}</pre></details>"
+    return f"<details class='na-plain'><summary>Stacks</summary><pre{_CODE}>{escape(repr(stacks))}</pre></details>"
 
 
 def history_html(entries: Sequence[Entry]) -> str:
@@ -99,7 +96,7 @@ def history_html(entries: Sequence[Entry]) -> str:
     for entry in reversed(entries):
         answers = "\n".join(f"{who}: {answer}" for who, answer in entry.folded())
         line = f"<b>{escape(entry.kind)}&gt; {escape(entry.line)}</b>"
-        blocks.append(f"<div><pre{_CODE}>{line}\n{escape(answers)}</pre></div>")
+        blocks.append(f"<div class='na-entry'><pre{_CODE}>{line}\n{escape(answers)}</pre></div>")
     return f'<div role="log" aria-label="Questions and answers">{"".join(blocks)}</div>' if blocks else ""
 
 
@@ -119,7 +116,6 @@ __all__ = [
     "Entry",
     "history_html",
     "place_text",
-    "rank_names",
     "ranks_html",
     "stacks_html",
     "stacks_of",

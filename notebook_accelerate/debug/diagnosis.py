@@ -11,6 +11,7 @@ from html import escape
 
 from notebook_accelerate.debug.protocol import Collective
 from notebook_accelerate.telemetry import FrameInfo
+from notebook_accelerate.telemetry.naming import rank_names
 
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
 OWN = "notebook_accelerate/"
@@ -80,7 +81,7 @@ class Diagnosis:
         """The verdict, and below it where each group of ranks is."""
         by_rank = {place.rank: place for place in self.places}
         return "\n".join(
-            [self.verdict, *(f"{_ranks(group)}: {self._line(by_rank[group[0]])}" for group in self.groups)]
+            [self.verdict, *(f"{rank_names(group)}: {self._line(by_rank[group[0]])}" for group in self.groups)]
         )
 
     def line_of(self, rank: int) -> str:
@@ -172,7 +173,7 @@ class _Verdict:
             texts[collective.call()] = collective.text()
         if len(calls) < 2:
             return ""
-        sides = [f"{_ranks(ranks)} called {texts[call]}" for call, ranks in calls.items()]
+        sides = [f"{rank_names(ranks)} called {texts[call]}" for call, ranks in calls.items()]
         return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides) + _guard_of(here)
 
     def _absent(self, first: Collective, here: Sequence[RankPlace]) -> str:
@@ -183,19 +184,19 @@ class _Verdict:
             if place.rank not in present and place.last.get(first.group, 0) < first.number
         ]
         waited = _seconds(self._now - min(c.since for place in here for c in place.waiting))
-        who = f"{_ranks(sorted(present))} {'has' if len(present) == 1 else 'have'} waited {waited}"
+        who = f"{rank_names(sorted(present))} {'has' if len(present) == 1 else 'have'} waited {waited}"
         if not absent:
             passed = sorted(place.rank for place in self._places if place.rank not in present)
             if passed:
-                return f"{who} in {first.text()}, which {_ranks(passed)} already left"
+                return f"{who} in {first.text()}, which {rank_names(passed)} already left"
             return f"all ranks wait in {first.text()}, for {waited}: the network or a device is the likely cause"
-        ranks = _ranks([place.rank for place in absent])
+        ranks = rank_names([place.rank for place in absent])
         guard = _guard_of(here)
         rest = "; ".join(self._whereabouts(place, subject="it" if len(absent) == 1 else "") for place in absent)
         return f"{ranks} never reached {first.text()}; {rest}; {who}{guard}"
 
     def _whereabouts(self, place: RankPlace, subject: str = "") -> str:
-        name = subject or _ranks([place.rank])
+        name = subject or rank_names([place.rank])
         if place.state not in ("running", "starting", "stopping"):
             return f"{name} has already ended ({place.state})"
         frame = place.user_frame
@@ -248,14 +249,6 @@ def _indent(line: str) -> int:
 
 def _same_spot(one: Collective, other: Collective) -> bool:
     return one.group == other.group and one.number == other.number
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}–{ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
 
 
 def _seconds(value: float) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accelerate.debug.protocol import CheckEvent
+from notebook_accelerate.telemetry.naming import rank_names
 
 RELATIVE = 1e-4
 """Parameters that differ by less are equal: kernels of unlike devices round differently."""
@@ -75,7 +76,7 @@ class Mistakes:
             del self._facts["parameters", 0]  # another model's may come
         if not others:
             return []
-        who = f"parameters of {_ranks(others)} differ from those of rank {min(told)}"
+        who = f"parameters of {rank_names(others)} differ from those of rank {min(told)}"
         if not step:
             fix = "build the model alike on every rank: set_seed(42) before it is made, or load the same weights"
             return self._once("parameters", f"{who} after prepare; {fix}")
@@ -106,7 +107,7 @@ class Mistakes:
         value = told[ranks[0]][1]
         what = "loss" if check == "loss" else "gradients' norm"
         where = f"{'backward' if check == 'loss' else 'clip_grad_norm_'} #{first}"
-        text = f"the {what} of {_ranks(ranks)} became {value} at {where}, before any other rank's; "
+        text = f"the {what} of {rank_names(ranks)} became {value} at {where}, before any other rank's; "
         return self._once(check, text + f"look at the data there: run.ask('batch', ranks={ranks})")
 
     def _far_behind(self, steps: Mapping[int, int]) -> list[str]:
@@ -132,7 +133,3 @@ def _close(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def _all_equal(rows: Sequence[Sequence[float]]) -> bool:
     return all(row == rows[0] for row in rows)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

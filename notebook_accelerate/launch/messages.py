@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.errors import RunStoppedError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import failures, tracebacks
 from notebook_accelerate.launch.payload import is_cell
+from notebook_accelerate.telemetry.naming import rank_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,16 +19,6 @@ if TYPE_CHECKING:
 
 HEADLINE_CHARACTERS = 1000
 """A longer first line of a message is cut in a headline; the report has it whole."""
-
-
-def rank_names(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0, 2" or "ranks 0–5"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    ordered = sorted(ranks)
-    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"ranks {ordered[0]}–{ordered[-1]}"
-    return "ranks " + ", ".join(map(str, ordered))
 
 
 def headline(found: Sequence[RankFailure]) -> str:

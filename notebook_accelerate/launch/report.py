@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch import curves, failures, messages
+from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.steptime import PARTS
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def failures_html(found: Sequence[RankFailure]) -> str:
     blocks = []
     for position, group in enumerate(failures.grouped(list(found))):
         lines = messages.failure_lines(group)
-        who = messages.rank_names([failure.rank for failure in group])
+        who = rank_names([failure.rank for failure in group])
         kind = "failed" if position == 0 else "failed because of that" if group[0].consequence else "failed too"
         head = f"{who} {kind}: {messages.headline(group).partition(': ')[2]}"
         body = escape("\n".join(lines[1:]))

@@ -22,6 +22,7 @@ from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.start import start
 from notebook_accelerate.launch.supervisor import Group
 from notebook_accelerate.telemetry import RankFailure
+from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 
 LOOK_SECONDS = 0.05
@@ -192,7 +193,7 @@ class GroupInterrupt(RunInterrupted):
 
     def __init__(self, run: Run, busy: list[int]) -> None:
         super().__init__(run)
-        who = messages.rank_names(busy)
+        who = rank_names(busy)
         ended = "the warm ranks were ended, and their variables are gone; %%ranks starts new ones"
         self.args = (f"{who} could not be interrupted: {ended}",)
 

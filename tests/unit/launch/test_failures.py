@@ -10,6 +10,7 @@ from notebook_accelerate.launch.backends.base import Exit
 from notebook_accelerate.launch.tracebacks import chain_of, format_chain
 from notebook_accelerate.launch.worker import failure as tell
 from notebook_accelerate.telemetry import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
+from notebook_accelerate.telemetry.naming import rank_names
 
 
 def _failed(rank: int, time: float, kind: str = "KeyError", message: str = "'x'", line: int = 3) -> RankFailure:
@@ -101,10 +102,11 @@ def test_the_text_names_first_and_consequence() -> None:
         ([3, 1, 2], "ranks 1–3"),
         ([0, 1], "ranks 0, 1"),
         ([0, 1, 3], "ranks 0, 1, 3"),
+        ([8, 0, 1, 2, 3], "ranks 0–3, 8"),
     ],
 )
 def test_names_of_ranks(ranks: list[int], text: str) -> None:
-    assert messages.rank_names(ranks) == text
+    assert rank_names(ranks) == text
 
 
 @pytest.mark.parametrize(
