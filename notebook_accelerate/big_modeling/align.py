@@ -11,9 +11,10 @@ from torch._compile import _disable_dynamo
 
 from notebook_accelerate.big_modeling.empty import like
 from notebook_accelerate.big_modeling.hooks import ModelHook
+from notebook_accelerate.big_modeling.lanes import has_lane
 from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit
 from notebook_accelerate.big_modeling.sizes import named_module_tensors
-from notebook_accelerate.big_modeling.sources import FileSource, in_memory, loader_of, source_of
+from notebook_accelerate.big_modeling.sources import FileSource, in_memory, loader_of, mapped_in_place, source_of
 from notebook_accelerate.big_modeling.tensors import TiedParams, set_module_tensor_to_device
 from notebook_accelerate.big_modeling.walk import submodule
 from notebook_accelerate.collectives import find_device, send_to_device
@@ -59,7 +60,7 @@ class AlignDevicesHook(ModelHook):
         self.block = ""
         """Name of the block that the module belongs to: blocks measure how far weights are read ahead."""
         self._plain: torch.device | None = None
-        self._begins: Prefetcher | None = None
+        self._begins: tuple[Prefetcher, ...] = ()
         self._prefetcher: Prefetcher | None = None
         self._unit: Unit | None = None
         self._slots: list[tuple[dict[str, Any], str, str, Any]] = []
@@ -106,18 +107,23 @@ class AlignDevicesHook(ModelHook):
 
     def _plan_ahead(self) -> None:
         """Let the weights be read ahead, where they are in files or must be copied to an accelerator."""
-        loader, device = loader_of(self.weights_map), torch.device(self.execution_device or "cpu")
-        if loader is None or device.type == "meta" or not self._slots:
+        # "is None": 0 is an accelerator.
+        device = torch.device("cpu" if self.execution_device is None else self.execution_device)
+        loader = loader_of(self.weights_map)
+        if loader is None or device.type == "meta" or not self._slots or not has_lane(device):
             return
         assert self.weights_map is not None
         sources = [(slot, source_of(self.weights_map, slot[2])) for slot in self._slots]
         alone = any(source is None or source.dtype != slot[3].dtype for slot, source in sources)
         if alone or (device.type == "cpu" and not any(isinstance(source, FileSource) for _, source in sources)):
             return
-        slots = [Slot(slot[0], slot[1], slot[3], source) for slot, source in sources if source is not None]
+        slots = [
+            Slot(slot[0], slot[1], slot[3], source, maps=mapped_in_place(source, device))
+            for slot, source in sources
+            if source is not None
+        ]
         self._prefetcher = loader.prefetchers.setdefault(device, Prefetcher(device))
         self._unit = Unit(slots, block_of(self.block))
-        self._prefetcher.add(self._unit)
 
     def begin_passes_of(self, weights: Mapping[str, Any] | None) -> None:
         """Take this hook's forward as one pass through what is offloaded.
@@ -126,8 +132,8 @@ class AlignDevicesHook(ModelHook):
             weights: The weights of the modules inside.
         """
         loader = loader_of(weights)
-        if loader is not None and loader.prefetchers:
-            self._begins = next(iter(loader.prefetchers.values()))
+        if loader is not None:
+            self._begins = tuple(loader.prefetchers.values())
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Bring the weights back to where they were."""
@@ -146,8 +152,8 @@ class AlignDevicesHook(ModelHook):
         """Bring in the weights and move the inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-            if self._begins is not None:
-                _untraced(self._begins.begin)
+            for prefetcher in self._begins:
+                _untraced(prefetcher.begin)
         if self.offload:
             _untraced(self._bring_in)
         device = self.execution_device
@@ -183,31 +189,30 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         """Put the weights away and move the output."""
         if self.offload:
-            _untraced(self._put_away)
+            output = _untraced(self._put_away, output)
         if self.io_same_device and self.input_device is not None:
             if not (isinstance(output, torch.Tensor) and output.device == self.input_device):
                 output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
             self.input_device = None
         return output
 
-    def _put_away(self) -> None:
+    def _put_away(self, output: Any = None) -> Any:
         for held, key, _, absent in self._slots:
             held[key] = absent
         if self._prefetcher is not None and self._unit is not None:
+            output = self._prefetcher.own(output)
             self._prefetcher.give_back(self._unit)
+        return output
 
 
 @_disable_dynamo
-def _break_graph(function: Any) -> None:
-    function()
+def _break_graph(function: Any, *arguments: Any) -> Any:
+    return function(*arguments)
 
 
-def _untraced(function: Any) -> None:
+def _untraced(function: Any, *arguments: Any) -> Any:
     """Call what is no computation; torch.compile breaks its graph there, and is not imported for that elsewhere."""
-    if torch.compiler.is_compiling():
-        _break_graph(function)
-    else:
-        function()
+    return _break_graph(function, *arguments) if torch.compiler.is_compiling() else function(*arguments)
 
 
 def _all_on(values: Any, device: torch.device) -> bool:

@@ -2,62 +2,27 @@
 
 The first pass through a model notes the order in which its modules ask for their weights. From that order every
 module gets a fixed place in one arena of limited size, ring-wise, so that the parameters made once on these places
-serve every later pass: no allocation per tensor and forward. A thread reads ahead as far as places are free.
+serve every later pass: no allocation per tensor and forward. A thread reads ahead as far as places are free. Two passes
+in another order make a new plan; what is not where it should be meanwhile is read for itself.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from notebook_accelerate.big_modeling.arena import Slot, Unit, places, window_bytes
 from notebook_accelerate.big_modeling.empty import like
-from notebook_accelerate.big_modeling.sources import Source
+from notebook_accelerate.big_modeling.lanes import lane_to
+from notebook_accelerate.collectives import recursively_apply
 
 WINDOW = 2
 """How many of the largest blocks the arena holds: one computes while the next is read."""
-_ALIGNMENT = 256
-"""Bytes: what CUDA copies and CPU vector instructions like; allocators give no less, so kernels choose alike."""
 _IDLE = 0.25
 """Seconds after which the thread ends when there is nothing to read; the next forward starts another."""
-
-
-@dataclass
-class Slot:
-    """One tensor of a module that comes and goes.
-
-    Attributes:
-        held: The dictionary of the module that it is in.
-        key: Its name there.
-        absent: What is there while it is away, on the meta device.
-        source: Where it is read from.
-    """
-
-    held: dict[str, Any]
-    key: str
-    absent: Any
-    source: Source
-
-
-@dataclass
-class Unit:
-    """The tensors of one module that come and go together.
-
-    Attributes:
-        slots: The tensors.
-        block: Name of the block it belongs to: blocks measure the window.
-        nbytes: Bytes in the arena.
-    """
-
-    slots: list[Slot]
-    block: str
-    nbytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(_aligned(slot.source.nbytes) for slot in self.slots)
 
 
 @dataclass
@@ -87,15 +52,22 @@ class Prefetcher:
     def __init__(self, device: torch.device, window: int = WINDOW) -> None:
         self.device, self.window = device, window
         self.reads_ahead = self.waits = 0
-        self._lane = _lane(device)
-        self._units: list[Unit] = []
+        self._lane = lane_to(device)
         self._seen: list[Unit] = []
-        self._bounded = self._stale = False
+        self._last: list[Unit] = []
+        self._bounded = False
         self._plan: _Plan | None = None
         self._arena: torch.Tensor | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: it makes its own plan."""
+        return {"device": self.device, "window": self.window}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def _clear(self) -> None:
         self._next_use = self._next_read = 0
@@ -107,43 +79,53 @@ class Prefetcher:
 
     # ---- what hooks call
 
-    def add(self, unit: Unit) -> None:
-        """Take a unit in."""
-        self._units.append(unit)
-
     def begin(self) -> None:
         """Note that a pass through the model begins."""
         self._bounded = True
         with self._changed:
-            # After an error in the last forward some units were never given back.
-            self._taken -= {number for numbers in self._in_use.values() for number in numbers}
-            self._in_use.clear()
-        if self._plan is not None and not self._stale:
+            if self._in_use:  # after an error in the last forward: its units were never given back
+                self._taken -= self._numbers_in_use()
+                self._in_use.clear()
+                self._lane.jump()
+        self._end_pass()
+        if self._plan is not None:
             with self._changed:
                 if late := self._next_use % len(self._plan.order):
                     self._seek(self._next_use + len(self._plan.order) - late)
-            return
-        if self._seen:
-            self._make_plan()
 
     def bring(self, unit: Unit) -> list[Any]:
         """Return a unit's tensors on the device, ready to compute with; wait for them where they are not there yet."""
         if torch.is_grad_enabled():
             return self.fresh(unit)  # autograd keeps what it computes with: buffers must not change under it
-        if self._plan is None or self._stale:
-            self._note(unit)
-        if self._plan is None or self._stale:
+        if not self._bounded and len(self._seen) > 1 and unit is self._seen[0]:
+            self._end_pass()  # without a model's own hook a pass ends where its first unit comes again
+        self._seen.append(unit)
+        plan = self._plan
+        if plan is None:
             return self.fresh(unit)
         with self._changed:
             position = self._position(unit)
-            if position is None:
-                self._stale, self._seen = True, []
-                return self.fresh(unit)
-            number = self._wait_for(position)
+            number = None if position is None else self._wait_for(position)
         if number is None:
             return self.fresh(unit)
         self._lane.before_use(number)
-        return self._plan.parameters[number % len(self._plan.order)]
+        return plan.parameters[number % len(plan.order)]
+
+    def own(self, output: Any) -> Any:
+        """Return a module's output in memory of its own, where it is a weight itself or a view of one.
+
+        Args:
+            output: What the module gave; tensors in tuples, lists and dictionaries count.
+        """
+        if self._arena is None:
+            return output
+        address = self._arena.untyped_storage().data_ptr()
+
+        def cloned(tensor: torch.Tensor) -> torch.Tensor:
+            shared = tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() == address
+            return tensor.clone() if shared else tensor
+
+        return cloned(output) if isinstance(output, torch.Tensor) else recursively_apply(cloned, output)
 
     def give_back(self, unit: Unit) -> None:
         """Let the place of a unit be used for others."""
@@ -152,57 +134,45 @@ class Prefetcher:
             if not numbers:
                 return
             number = numbers.pop()
+            if not numbers:
+                del self._in_use[id(unit)]
             self._lane.after_use(number, around=number + 1 < self._next_use)
             self._taken.discard(number)
             self._changed.notify_all()
         self._start()
 
     def fresh(self, unit: Unit) -> list[Any]:
-        """Return a unit's tensors in memory of their own."""
-        return [
-            like(slot.absent, slot.source.load(self.device))
-            if isinstance(slot.absent, torch.nn.Parameter)
-            else slot.source.load(self.device)
-            for slot in unit.slots
-        ]
+        """Return a unit's tensors in memory that nothing else is read into.
+
+        Args:
+            unit: The unit.
+        """
+        return _in_modules(unit, [slot.source.load(self.device) for slot in unit.slots])
 
     # ---- the order
 
-    def _note(self, unit: Unit) -> None:
-        """Note who asks; without a model's own hook a pass ends where its first unit comes again."""
-        if not self._bounded and len(self._seen) > 1 and unit is self._seen[0]:
-            self._make_plan()
-            return
-        self._seen.append(unit)
-
-    def _make_plan(self) -> None:
+    def _end_pass(self) -> None:
+        """Plan the first order that was seen, and any other one that was seen twice."""
         order, self._seen = self._seen, []
+        if order:
+            if self._plan is None or (order == self._last and order != self._plan.order):
+                self._make_plan(order)
+            self._last = order
+
+    def _make_plan(self, order: list[Unit]) -> None:
         self._stop()
-        size = max(self._block_bytes(order) * self.window, *(unit.nbytes for unit in order))
-        offsets, conflicts = _places(order, size)
-        if self._arena is None or self._arena.numel() < size:
-            self._arena = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._lane.prepare(order, size)
-        tensors = [_views(self._arena, unit, offset) for unit, offset in zip(order, offsets, strict=True)]
-        parameters = [
-            [
-                like(slot.absent, view) if isinstance(slot.absent, torch.nn.Parameter) else view
-                for slot, view in zip(unit.slots, views, strict=True)
-            ]
-            for unit, views in zip(order, tensors, strict=True)
-        ]
+        size = window_bytes(order, self.window)
+        offsets, conflicts = places(order, size)
+        with torch.inference_mode(mode=False):  # these tensors are written again outside of it
+            arena = self._lane.reserve(size)
+            self._lane.prepare(order, arena)
+            tensors = [unit.views(arena, offset) for unit, offset in zip(order, offsets, strict=True)]
+            parameters = [_in_modules(unit, views) for unit, views in zip(order, tensors, strict=True)]
+        self._arena = arena
         self._plan = _Plan(order, offsets, conflicts, tensors, parameters)
-        self._stale = False
         with self._changed:
             self._clear()
         self._start()
-
-    @staticmethod
-    def _block_bytes(order: Sequence[Unit]) -> int:
-        blocks: dict[str, int] = {}
-        for unit in {id(unit): unit for unit in order}.values():
-            blocks[unit.block] = blocks.get(unit.block, 0) + unit.nbytes
-        return max(blocks.values())
 
     def _position(self, unit: Unit) -> int | None:
         """Return the number under which a unit comes next; None where it is not in the order."""
@@ -219,12 +189,13 @@ class Prefetcher:
         """Go on from another place: what was read ahead and is not asked for is dropped."""
         while self._reading is not None:
             self._changed.wait()
-        kept = {number for numbers in self._in_use.values() for number in numbers}
-        for dropped in self._taken - kept:
-            self._lane.after_use(dropped, around=True)
-        self._taken, self._ready = kept, set()
+        self._lane.jump()
+        self._taken, self._ready = self._numbers_in_use(), set()
         self._next_use = self._next_read = number
         self._changed.notify_all()
+
+    def _numbers_in_use(self) -> set[int]:
+        return {number for numbers in self._in_use.values() for number in numbers}
 
     def _wait_for(self, number: int) -> int | None:
         """Wait until a number is read; None where its place is in use by what is around it."""
@@ -314,132 +285,12 @@ class Prefetcher:
         return None
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _views(arena: torch.Tensor, unit: Unit, offset: int) -> list[torch.Tensor]:
-    """Return the tensors of a unit at its place in the arena."""
-    views = []
-    for slot in unit.slots:
-        part = arena[offset : offset + slot.source.nbytes]
-        views.append(part.view(slot.source.dtype).view(slot.source.shape))
-        offset += _aligned(slot.source.nbytes)
-    return views
-
-
-def _places(order: Sequence[Unit], size: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Give each position of a pass its place; every pass starts at the beginning of the arena.
-
-    Returns:
-        Offsets, and how many positions back those are that were in the same place.
-    """
-    offsets, end = [], 0
-    for unit in order:
-        if end + unit.nbytes > size:
-            end = 0
-        offsets.append(end)
-        end += unit.nbytes
-    conflicts: list[tuple[int, ...]] = []
-    live: list[tuple[int, int, int]] = []
-    for number in range(2 * len(order)):
-        position = number % len(order)
-        begin, end = offsets[position], offsets[position] + order[position].nbytes
-        over = [entry for entry in live if entry[1] < end and begin < entry[2]]
-        live = [entry for entry in live if entry not in over] + [(number, begin, end)]
-        if number >= len(order):
-            conflicts.append(tuple(number - entry[0] for entry in over))
-    return offsets, conflicts
-
-
-class _CpuLane:
-    """Reads straight into the arena."""
-
-    def prepare(self, order: Sequence[Unit], size: int) -> None:
-        """Nothing to prepare."""
-
-    def read(
-        self, number: int, unit: Unit, tensors: Sequence[torch.Tensor], offset: int, conflicts: Sequence[int]
-    ) -> None:
-        """Fill a unit's tensors."""
-        for slot, tensor in zip(unit.slots, tensors, strict=True):
-            slot.source.read_into(tensor)
-
-    def before_use(self, number: int) -> None:
-        """Nothing to wait for."""
-
-    def after_use(self, number: int, around: bool) -> None:
-        """Nothing to note."""
-
-
-class _StreamLane:
-    """Copies from pinned memory on a stream of its own; what is on disk is read into pinned memory first."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._backend: Any = getattr(torch, device.type)
-        self._device = device
-        self._stream: Any = None
-        self._pinned: torch.Tensor | None = None
-        self._copied: dict[int, Any] = {}
-        self._used: dict[int, Any] = {}
-        self._barriers: list[Any] = []
-
-    def prepare(self, order: Sequence[Unit], size: int) -> None:
-        """Pin the weights that are in memory, and as much memory as the arena has for those that are not."""
-        self._stream = self._stream or self._backend.Stream(self._device)
-        self._backend.synchronize(self._device)
-        self._copied, self._used, self._barriers = {}, {}, []
-        sources = [slot.source for unit in order for slot in unit.slots]
-        for source in sources:
-            source.pin()
-        if any(source.pinned is None for source in sources):
-            self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def read(
-        self, number: int, unit: Unit, tensors: Sequence[torch.Tensor], offset: int, conflicts: Sequence[int]
-    ) -> None:
-        """Fill a unit's tensors, after those who used their place are done."""
-        staged: list[torch.Tensor] = []
-        for conflict in conflicts:
-            if (event := self._copied.pop(conflict, None)) is not None:
-                event.synchronize()  # the pinned memory at this place has been copied from
-        if self._pinned is not None:
-            staged = _views(self._pinned, unit, offset)
-        with self._backend.stream(self._stream):
-            barriers, self._barriers = self._barriers, []
-            for event in [*barriers, *(self._used.pop(conflict, None) for conflict in conflicts)]:
-                if event is not None:
-                    self._stream.wait_event(event)
-            for index, (slot, tensor) in enumerate(zip(unit.slots, tensors, strict=True)):
-                source = slot.source.pinned
-                if source is None:
-                    slot.source.read_into(staged[index])
-                    source = staged[index]
-                tensor.data.copy_(source, non_blocking=True)
-            done = self._backend.Event()
-            done.record(self._stream)
-        self._copied[number] = done
-
-    def before_use(self, number: int) -> None:
-        """Let the computation wait for the copy."""
-        self._backend.current_stream(self._device).wait_event(self._copied[number])
-
-    def after_use(self, number: int, around: bool) -> None:
-        """Note how far the computation must be before the place is written again.
-
-        Args:
-            number: What was used.
-            around: It was in use while others came and went: whoever comes next may be in its place.
-        """
-        event = self._backend.Event()
-        event.record(self._backend.current_stream(self._device))
-        self._used[number] = event
-        if around:
-            self._barriers.append(event)
-
-
-def _lane(device: torch.device) -> Any:
-    return _CpuLane() if device.type == "cpu" else _StreamLane(device)
+def _in_modules(unit: Unit, tensors: list[torch.Tensor]) -> list[Any]:
+    """Return what stands in the module for each tensor: a parameter like the one that is away, or the tensor."""
+    return [
+        like(slot.absent, tensor) if isinstance(slot.absent, torch.nn.Parameter) else tensor
+        for slot, tensor in zip(unit.slots, tensors, strict=True)
+    ]
 
 
 __all__ = ["Prefetcher", "Slot", "Unit"]

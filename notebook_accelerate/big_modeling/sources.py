@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from notebook_accelerate.big_modeling import mapping
 from notebook_accelerate.big_modeling.files import inside, safetensors_layout
 from notebook_accelerate.big_modeling.offload import OffloadedWeightsLoader, PrefixedDataset
 from notebook_accelerate.errors import BrokenCheckpointError
+
+_ALIGNMENT = 64
+"""Bytes: what torch's CPU allocator gives. With 8, as safetensors has, MKL's products of vectors round differently."""
 
 
 class Source:
@@ -25,6 +29,8 @@ class Source:
 
     pinned: torch.Tensor | None = None
     """Where it is in pinned memory."""
+    offset = 0
+    """Where it begins in its file, in bytes."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -34,8 +40,15 @@ class Source:
         """Fill a tensor of the same shape and dtype on the CPU."""
         raise NotImplementedError
 
-    def pin(self) -> None:
-        """Bring it to pinned memory, where that is possible."""
+    def pin(self, known: dict[int, torch.Tensor]) -> None:
+        """Bring it to pinned memory, where it is in memory.
+
+        Args:
+            known: What is pinned already, by the address it had before; tied weights are pinned once.
+
+        Raises:
+            RuntimeError: The system pins no more memory.
+        """
 
     def load(self, device: torch.device) -> torch.Tensor:
         """Return it on a device, in memory of its own."""
@@ -61,12 +74,17 @@ class MemorySource(Source):
         """Copy it."""
         tensor.copy_(self._tensor)
 
-    def pin(self) -> None:
+    def pin(self, known: dict[int, torch.Tensor]) -> None:
         """Pin it; the dictionary that had it gets the pinned one, so that memory does not double."""
-        if self.pinned is None:
-            self.pinned = self._tensor = self._tensor.contiguous().pin_memory()
-            if isinstance(self._state, dict) and self._name in self._state:
-                self._state[self._name] = self.pinned
+        if self.pinned is not None:
+            return
+        address = self._tensor.data_ptr()
+        other = known.get(address)
+        if other is None or other.shape != self._tensor.shape or other.dtype != self.dtype:
+            other = known[address] = self._tensor.contiguous().pin_memory()
+        self.pinned = self._tensor = other
+        if isinstance(self._state, dict) and self._name in self._state:
+            self._state[self._name] = other
 
     def load(self, device: torch.device) -> torch.Tensor:
         """Return it on a device."""
@@ -102,6 +120,15 @@ class FileSource(Source):
                 if not count:
                     raise BrokenCheckpointError(f"{self.path} ends too early: it changed since it was offloaded.")
                 done += count
+
+    def load(self, device: torch.device) -> torch.Tensor:
+        """Return it on a device; on the CPU as a map of the file, where kernels see no difference."""
+        return self.mapped() if device.type == "cpu" and self.aligned else super().load(device)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether it begins in its file as memory does: kernels choose by that, and their last bits with them."""
+        return self.offset % _ALIGNMENT == 0
 
     def mapped(self) -> torch.Tensor:
         """Return it mapped into memory: read when it is used, copied when it is written to."""
@@ -169,3 +196,15 @@ def in_memory(weights: Any, name: str) -> bool:
     """
     weights, name = _unprefixed(weights, name)
     return name in weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else isinstance(weights, dict)
+
+
+def mapped_in_place(source: Source | None, device: torch.device) -> bool:
+    """Tell whether a tensor's part of its file is best mapped into the arena: large, aligned, on the CPU.
+
+    Args:
+        source: Where the tensor is.
+        device: Where it is computed with.
+    """
+    if device.type != "cpu" or not isinstance(source, FileSource):
+        return False
+    return source.nbytes >= mapping.LEAST and source.aligned and mapping.supported()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import logging
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import cpu_offload, disk_offload, dispatch_model, hooks
+from notebook_accelerate.big_modeling import mapping
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.utils import (
     OffloadedWeightsLoader,
@@ -90,6 +95,112 @@ def test_an_error_in_a_forward_does_not_stop_the_next(tmp_path: Path) -> None:
             with pytest.raises(IndexError):
                 model(TOKENS + 100)
             assert torch.equal(model(TOKENS), plain)
+
+
+def test_another_order_is_learned(tmp_path: Path) -> None:
+    model = Deep(blocks=6, width=32).eval()
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        _run(model, 3)
+        model.h = nn.ModuleList(reversed(model.h))
+        _run(model, 4)
+        prefetcher = _prefetcher(model)
+        before = prefetcher._next_use
+        _run(model, 1)
+        assert prefetcher._next_use - before == len(prefetcher._plan.order), "nothing was skipped in this pass"
+
+
+class WithOwnWeight(nn.Module):
+    """Gives its weight, and a view of it, to others: what they get must stay what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64, 64))
+
+    def forward(self) -> Any:
+        return self.weight, {"row": self.weight[3]}
+
+
+def test_weights_that_a_module_returns_are_not_overwritten(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([WithOwnWeight() for _ in range(8)])
+
+        def forward(self) -> Any:
+            return [part() for part in self.parts]
+
+    model = Model()
+    plain = [(whole.detach().clone(), views["row"].detach().clone()) for whole, views in model()]
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        for _ in range(4):
+            for (whole, views), (weight, row) in zip(model(), plain, strict=True):
+                assert torch.equal(whole, weight)
+                assert torch.equal(views["row"], row)
+
+
+def test_every_gradient_mode_after_every_other(tmp_path: Path) -> None:
+    model = Deep(width=32).eval()
+    plain = model(TOKENS)
+    disk_offload(model, tmp_path)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            for _ in range(3):
+                assert torch.equal(model(TOKENS), plain)
+
+
+@pytest.mark.parametrize("where", ["disk", "cpu"])
+def test_copies_of_offloaded_models_compute_for_themselves(tmp_path: Path, where: str) -> None:
+    model = Deep(width=32).eval()
+    plain = model(TOKENS)
+    disk_offload(model, tmp_path) if where == "disk" else cpu_offload(model)
+    with torch.no_grad():
+        _run(model, 3)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            for _ in range(3):
+                assert torch.equal(other(TOKENS), plain)
+                assert torch.equal(model(TOKENS), plain)
+
+
+def _mapped_bytes() -> int:
+    """Return the bytes of mapped files that this process has in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssFile")))
+
+
+@pytest.mark.skipif(not mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
+    model = Deep(blocks=20, width=1024).eval()
+    size = sum(each.nbytes for each in model.parameters())
+    x = torch.randn(1, 1024)
+    plain = model(TOKENS), [block(x) for block in model.h]
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        before = _mapped_bytes()
+        for _ in range(4):
+            assert torch.equal(model(TOKENS), plain[0])
+        gc.collect()
+        assert 0 < _mapped_bytes() - before < size / 4
+        for block, expected in zip(model.h, plain[1], strict=True):
+            assert torch.equal(block(x), expected), "one row: where rounding depends on where the weights are"
+    units = {id(unit): unit for unit in _prefetcher(model)._plan.order}.values()
+    assert sum(slot.maps for unit in units for slot in unit.slots) == 40
+
+
+@pytest.mark.skipif(not mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+def test_what_is_written_to_mapped_weights_stays_out_of_the_file(tmp_path: Path) -> None:
+    class Writing(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            self.weight.mul_(2)
+            return super().forward(x)
+
+    model, x = nn.Sequential(*[Writing(1024, 1024, bias=False) for _ in range(4)]), torch.ones(1, 1024)
+    with torch.no_grad():
+        disk_offload(model, tmp_path)
+        first = model(x)
+        for _ in range(4):
+            assert torch.equal(model(x), first)
 
 
 @pytest.mark.parametrize("where", ["disk", "cpu", "map"])
@@ -205,6 +316,17 @@ def test_a_file_that_shrinks_while_it_is_used_is_told(tmp_path: Path) -> None:
             _run(model, 3)
 
 
-def _run(model: nn.Module, times: int) -> None:
+@pytest.mark.skipif(not mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+def test_a_mapped_file_that_shrinks_is_told(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        _run(model, 2, torch.ones(1, 1024))
+        os.truncate(tmp_path / "6.weight.dat", 4096)
+        with pytest.raises(BrokenCheckpointError, match=r"6\.weight\.dat ends too early"):
+            _run(model, 3, torch.ones(1, 1024))
+
+
+def _run(model: nn.Module, times: int, x: torch.Tensor = TOKENS) -> None:
     for _ in range(times):
-        model(TOKENS)
+        model(x)
