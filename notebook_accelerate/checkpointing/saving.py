@@ -14,8 +14,9 @@ from notebook_accelerate.checkpointing import layout, staging
 from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, training_files
 from notebook_accelerate.checkpointing.contract import layout_of, writes_itself
 from notebook_accelerate.checkpointing.manifest import Manifest
+from notebook_accelerate.checkpointing.peers import Peer, this_process
 from notebook_accelerate.checkpointing.ranks import agree, exchange
-from notebook_accelerate.checkpointing.snapshot import Snapshot, Snapshots
+from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.checkpointing.writing import Place, Writing, prune
 from notebook_accelerate.collectives.attendance import meet
 from notebook_accelerate.errors import CheckpointError
@@ -74,28 +75,21 @@ def save_state(
     wait_for_saves(_WHAT)
     project = accelerator.project_configuration
     place = _open_place(accelerator, layout.next_target(project, None if output_dir is None else os.fspath(output_dir)))
-    try:
-        files = _collect(accelerator, place, safe_serialization, blocking, save_model_func_kwargs)
-    except Exception as error:
-        if place.commits:
-            staging.discard(place.staging)
-        agree(error, _WHAT)
-        raise
-    agree(None, _WHAT)
-    writing = Writing(place, _manifest(accelerator), files, _after(accelerator, place))
+    background = not blocking or accelerator.device.type == "xla"  # XLA's tensors have no memory to write from
+    writing = _agreed(
+        place, lambda: _captured(accelerator, place, safe_serialization, blocking, background, save_model_func_kwargs)
+    )
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     _pending.append(writing)
-    if blocking and accelerator.device.type != "xla":
-        writing.run()
-        wait_for_saves(_WHAT)
-    else:  # XLA's tensors have no memory to write from: a copy is made in either case
-        writing.state_files, writing.snapshot, writing.hooks = _copy(files)
+    if background:
         atexit.unregister(_join_pending)
         atexit.register(_join_pending)
         writing.start()
-        if blocking:
-            wait_for_saves(_WHAT)
+    else:
+        _run_here(writing)
+    if blocking:
+        wait_for_saves(_WHAT)
     return _shown(accelerator, output_dir, place)
 
 
@@ -111,12 +105,36 @@ def wait_for_saves(what: str = "wait_for_saves", release: bool = False) -> None:
     """
     try:
         while _pending:
-            writing = _pending.pop()
-            writing.join()
-            agree(writing.error, what)
+            _pending[-1].join()  # an interrupt here leaves it pending: the next call waits again
+            agree(_pending.pop().error, what)
     finally:
         if release:
             _snapshots.release()
+
+
+def _agreed(place: Place, action: Callable[[], Writing]) -> Writing:
+    """Run what may fail on one rank only; every rank goes on or none, and nothing is left of what none goes on with."""
+    failure: Exception | None = None
+    try:
+        writing = action()
+    except Exception as error:  # noqa: BLE001 - hooks, strategies and objects raise what they like
+        failure = error
+    try:
+        agree(failure, _WHAT)
+    except Exception:
+        if place.commits:
+            staging.discard(place.staging)
+        raise
+    return writing
+
+
+def _run_here(writing: Writing) -> None:
+    """Write in the caller's thread; an interrupted save is over, and not reported again by the next one."""
+    try:
+        writing.run()
+    except BaseException:
+        _pending.remove(writing)
+        raise
 
 
 def _shown(accelerator: Any, output_dir: Any, place: Place) -> str:
@@ -136,7 +154,7 @@ def _open_place(accelerator: Any, target: Path) -> Place:
     sees = (layout.staging_folder(target) / token).exists()
     opens = main or (local_main and not sees)
     agree(_try_open(target, token) if opens and not main else None, _WHAT)
-    views = exchange((sees, local_main), _WHAT)
+    views = exchange((sees, local_main, this_process()), _WHAT)
     folder = layout.staging_folder(target)
     if opens:
         (folder / token).unlink()
@@ -153,19 +171,18 @@ def _try_open(target: Path, token: str) -> Exception | None:
     return None
 
 
-def _group_of(rank: int, views: list[tuple[bool, bool]]) -> tuple[int, ...]:
+def _group_of(rank: int, views: list[tuple[bool, bool, Peer]]) -> dict[int, Peer]:
     """Return the ranks that write where `rank` does: all that see the main rank's folder, or those of its machine.
 
     Args:
         rank: This rank.
-        views: Per rank, whether it sees the main rank's folder and whether it is its machine's first.
+        views: Per rank, whether it sees the main rank's folder, whether it is its machine's first, and its process.
     """
     nodes: list[int] = []
-    for _, first in views:
+    for _, first, _ in views:
         nodes.append((nodes[-1] + 1 if nodes else 0) if first or not nodes else nodes[-1])
-    if views[rank][0]:
-        return tuple(other for other, (sees, _) in enumerate(views) if sees)
-    return tuple(other for other, node in enumerate(nodes) if node == nodes[rank])
+    together = [sees for sees, _, _ in views] if views[rank][0] else [node == nodes[rank] for node in nodes]
+    return {other: view[2] for other, view in enumerate(views) if together[other]}
 
 
 def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options: dict[str, Any]) -> list[StateFile]:
@@ -188,27 +205,23 @@ def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options
     return files
 
 
-def _copy(files: list[StateFile]) -> tuple[list[StateFile], Snapshot, list[Any]]:
-    """Copy what a thread will write.
+def _captured(
+    accelerator: Any, place: Place, safe: bool, blocking: bool, background: bool, options: dict[str, Any]
+) -> Writing:
+    """Capture this rank's part of a checkpoint, copied where a thread will write it.
 
     An optimizer's state, two thirds of what there is with Adam, changes in its step alone: the thread copies it, and
     the next step waits for that. Weights and everything else, which anybody may change, are copied before this returns.
-
-    Args:
-        files: The files; their values are the training's own.
-
-    Returns:
-        Files with the copies, the snapshot they come from, and the handles of the hooks that make optimizers wait.
     """
-    later = [file.value.get("state") for file in files if file.optimizer is not None]
-    snapshot = _snapshots.take([file.value for file in files], later)
-    hooks = [
-        file.optimizer.register_step_pre_hook(lambda *_: snapshot.copied.wait() and None)
-        for file in files
-        if file.optimizer is not None
-    ]
-    copies = [StateFile(file.name, value) for file, value in zip(files, snapshot.values, strict=True)]
-    return copies, snapshot, hooks
+    files = _collect(accelerator, place, safe, blocking, options)
+    writing = Writing(place, _manifest(accelerator), files, _after(accelerator, place))
+    if background:
+        writing.optimizers = [file.optimizer for file in files if file.optimizer is not None]
+        later = [file.value.get("state") for file in files if file.optimizer is not None]
+        writing.snapshot = _snapshots.take([file.value for file in files], later)
+        copies = zip(files, writing.snapshot.values, strict=True)
+        writing.state_files = [StateFile(file.name, value) for file, value in copies]
+    return writing
 
 
 def _manifest(accelerator: Any) -> Manifest:

@@ -7,6 +7,7 @@ folder is renamed to say "complete", then its entries are moved up. Whoever find
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -138,8 +139,7 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
         target: Folder of the checkpoint, or the file.
         error: What the writer raised; torch and safetensors hide a full disk in their own types.
     """
-    folder = next((parent for parent in (target, *target.parents) if parent.is_dir()), Path.cwd())
-    free = shutil.disk_usage(folder).free
+    free = _free(target)
     number = getattr(error, "errno", None)
     full = number in {28, 122} or "os error 28" in str(error) or "os error 122" in str(error) or free < _NEARLY_FULL
     reason = f"the disk is full, {free / 1e6:,.0f} MB are free" if full else f"{type(error).__name__}: {error}"
@@ -150,3 +150,11 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
 
 
 _NEARLY_FULL = 1 << 20
+
+
+def _free(target: Path) -> float:
+    """Return the free bytes of the file system that `target` is on; infinite where it does not answer."""
+    try:
+        return shutil.disk_usage(next(parent for parent in (target, *target.parents) if parent.is_dir())).free
+    except OSError:
+        return math.inf

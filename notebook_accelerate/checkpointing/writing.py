@@ -6,6 +6,7 @@ while training does. One rank per file system commits: the main one, or the firs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -25,8 +26,10 @@ from notebook_accelerate.checkpointing.manifest import (
     record_of,
     write_manifest,
 )
+from notebook_accelerate.checkpointing.peers import Peer
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.state.notices import warn_once
 
 _REPORT = ".rank_{rank}.json"
 _STALL = 600.0
@@ -46,8 +49,8 @@ class Place:
     """This rank."""
     commits: bool
     """Whether this rank moves the staging folder to its place."""
-    group: tuple[int, ...] = (0,)
-    """The ranks that write to this file system."""
+    group: dict[int, Peer] = field(default_factory=dict)
+    """The ranks that write to this file system, and their processes."""
 
 
 @dataclass
@@ -56,7 +59,8 @@ class Writing:
 
     Attributes:
         snapshot: The copies it writes; None where it writes the training's own tensors.
-        hooks: What makes optimizers wait for the copies.
+        optimizers: Those whose next step must wait until the snapshot is filled.
+        hooks: What makes them wait.
         thread: The thread that runs it; None when it runs in the caller.
         error: Why it failed; None while it has not.
     """
@@ -66,6 +70,7 @@ class Writing:
     state_files: list[StateFile]
     after: Callable[[], None]
     snapshot: Snapshot | None = None
+    optimizers: list[Any] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
     thread: threading.Thread | None = None
     error: BaseException | None = None
@@ -73,8 +78,17 @@ class Writing:
 
     def start(self) -> None:
         """Run in a thread. It is no daemon: the interpreter does not end before the checkpoint is written."""
-        self.thread = threading.Thread(target=self.run, name=f"save_state {self.place.target.name}")
-        self.thread.start()
+        if self.snapshot is not None:
+            copied = self.snapshot.copied
+            self.hooks = [item.register_step_pre_hook(lambda *_: copied.wait() and None) for item in self.optimizers]
+        thread = threading.Thread(target=self.run, name=f"save_state {self.place.target.name}")
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit on threads, or an interpreter that is ending
+            self.run()
+            warn_once(f"save_state(blocking=False) wrote the checkpoint in the foreground: {error}.")
+            return
+        self.thread = thread
 
     def join(self) -> None:
         """Wait for the thread, where there is one."""
@@ -92,8 +106,10 @@ class Writing:
             self._report({"files": {name: asdict(record) for name, record in self._records.items()}})
             if self.place.commits:
                 self._commit()
-        except Exception as error:  # noqa: BLE001 - whatever a writer raises is this checkpoint's failure
+        except BaseException as error:  # whatever a writer raises is this checkpoint's failure
             self._fail(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self.state_files, self.snapshot = [], None  # a gigabyte of references
 
@@ -112,11 +128,8 @@ class Writing:
         temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(report)
 
-    def _fail(self, error: Exception) -> None:
-        known = isinstance(error, CheckpointError)
-        self.error = error if known else staging.write_error(self.place.target, error)
-        if not known:
-            self.error.__cause__ = error
+    def _fail(self, error: BaseException) -> None:
+        self.error = self._explained(error)
         if self.thread is not None:
             _log.error("%s", self.error)  # the training goes on: say it now, raise it at the next save or the end
         if self.place.commits:
@@ -127,9 +140,18 @@ class Writing:
         except OSError:
             shutil.rmtree(self.place.staging, ignore_errors=True)  # the committing rank sees that it is gone
 
+    def _explained(self, error: BaseException) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        explained = staging.write_error(self.place.target, error)
+        if not self.place.commits and not self.place.staging.is_dir():
+            explained = CheckpointError(f"The checkpoint {self.place.target} was not written: another rank gave it up.")
+        explained.__cause__ = error
+        return explained
+
     def _commit(self) -> None:
-        for rank in self.place.group:
-            self._records.update(self._await_report(rank))
+        for rank, peer in self.place.group.items():
+            self._records.update(self._await_report(rank, peer))
         for path in files_below(self.place.staging):  # written by hooks and by the strategy
             name = path.relative_to(self.place.staging).as_posix()
             if name not in self._records:
@@ -140,14 +162,13 @@ class Writing:
         staging.commit(self.place.staging, self.place.target)
         self.after()
 
-    def _await_report(self, rank: int) -> dict[str, FileRecord]:
+    def _await_report(self, rank: int, peer: Peer) -> dict[str, FileRecord]:
         report = self.place.staging / _REPORT.format(rank=rank)
-        watch = _Watch(self.place.staging)
+        watch = _Watch(self.place.staging, peer)
         while not report.exists():
-            if watch.stalled():
+            if (reason := watch.lost()) and not report.exists():  # its report may be the last thing it did
                 raise CheckpointError(
-                    f"Checkpoint {self.place.target} was not written: rank {rank} did not finish its part. "
-                    "Is that process alive?"
+                    f"Checkpoint {self.place.target} was not written: rank {rank} did not finish its part, {reason}."
                 )
             time.sleep(0.01)
         content = json.loads(report.read_text(encoding="utf-8"))
@@ -158,26 +179,44 @@ class Writing:
 
 
 class _Watch:
-    """Notices when nothing changes any more in a folder that other ranks write to."""
+    """Notices when a rank will not write any more to a folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The folder.
+        peer: The rank's process.
+    """
+
+    def __init__(self, folder: Path, peer: Peer) -> None:
         self._folder = folder
+        self._peer = peer
         self._size = -1
         self._since = time.monotonic()
         self._next_look = 0.0
 
-    def stalled(self) -> bool:
-        """Return whether the folder is gone, or has not changed for ten minutes."""
+    def lost(self) -> str:
+        """Return why there is nothing to wait for, or an empty text; the system is asked once a second."""
         now = time.monotonic()
         if now < self._next_look:
-            return False
+            return ""
         self._next_look = now + 1.0
+        if self._peer.ended():
+            return f"its process {self._peer.pid} has ended"
         if not self._folder.is_dir():
-            return True
-        size = sum(path.stat().st_size for path in files_below(self._folder))
+            return f"and {self._folder} is gone"
+        size = _size_of(self._folder)
         if size != self._size:
             self._size, self._since = size, now
-        return now - self._since > _STALL
+        silent = now - self._since > _STALL
+        return f"and nothing was written for {_STALL / 60:.0f} minutes" if silent else ""
+
+
+def _size_of(folder: Path) -> int:
+    """Return the bytes in a folder that others write to: a file may have got another name since it was listed."""
+    size = 0
+    for path in files_below(folder):
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 def prune(project_dir: Path, total_limit: int | None) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.checkpointing import ranks, wait_for_saves, writing
+from notebook_accelerate.checkpointing import ranks, saving, wait_for_saves, writing
+from notebook_accelerate.checkpointing.snapshot import Snapshots
+from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, _environment, reserved_port, run_ranks
 from tests.support.trainings import Training, same
 
 
@@ -139,6 +145,110 @@ def test_machines_without_a_common_disk_each_keep_their_part(tmp_path: Path) -> 
     assert [name for name in main if not name.startswith("random")] == [
         name for name in other if not name.startswith("random")
     ]
+
+
+def dies_while_writing(folder: str) -> None:
+    """Rank 1 is killed while it writes; rank 0 finds out without waiting for a time limit."""
+    training = Training()
+    training.accelerator.save_state(folder)
+    rank, pid = training.accelerator.process_index, os.getpid()
+    victim = gather_object([pid])[1]
+    write = writing.files.write
+
+    def killed(value: Any, path: Path) -> None:
+        if rank == 1:
+            os.kill(pid, signal.SIGKILL)
+        write(value, path)
+
+    writing.files.write = killed  # type: ignore[assignment]
+    training.accelerator.save_state(folder, blocking=False)
+    pending = saving._pending[-1]
+    pending.join()
+    assert rank == 0
+    assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)
+    assert not list(Path(folder).glob(".*"))
+    Path(folder).with_name("seen").touch()
+
+
+def test_a_rank_that_died_while_writing_is_noticed_at_once(tmp_path: Path) -> None:
+    run_ranks(save_here, str(tmp_path / "out"))
+    with pytest.raises(RankError) as failure:
+        run_ranks(dies_while_writing, str(tmp_path / "out"))
+    assert set(failure.value.reports) == {1}, failure.value
+    assert (tmp_path / "seen").exists()
+    run_ranks(load_here, str(tmp_path / "out"), {})
+
+
+_ENDING = """
+import sys, threading, time
+from pathlib import Path
+from notebook_accelerate.checkpointing import writing
+from tests.support.trainings import Training
+
+write = writing.files.write
+
+def late(value, path):
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    write(value, path)
+
+writing.files.write = late
+training = Training()
+training.epoch(stop=2)
+training.accelerator.save_state(sys.argv[1], blocking=False)
+ENDING
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('over')", 1), ("del training", 0)]
+)
+def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path, ending: str, code: int) -> None:
+    script = _ENDING.replace("ENDING", ending)
+    with reserved_port() as port:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, str(tmp_path / "out")],
+                env={**os.environ, **_environment(rank, 2, port)},
+                cwd=Path(__file__).parents[2],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in started:
+            _, said = process.communicate(timeout=180)
+            assert process.returncode == code, said
+    assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
+    assert run_ranks(load_here, str(tmp_path / "out"), {}) == [2, 2]
+
+
+def no_memory_on_rank_one(folder: str) -> str:
+    training = Training()
+    training.epoch()
+    take = Snapshots.take
+
+    def exhausted(self: Snapshots, *values: Any) -> Any:
+        if training.accelerator.process_index == 1:
+            raise MemoryError("no memory for the copy")
+        return take(self, *values)
+
+    Snapshots.take = exhausted  # type: ignore[method-assign]
+    with pytest.raises((MemoryError, CheckpointError), match="no memory for the copy") as failure:
+        training.accelerator.save_state(folder, blocking=False)
+    Snapshots.take = take  # type: ignore[method-assign]
+    assert not Path(folder).exists()
+    training.accelerator.wait_for_everyone()
+    training.epoch()  # no optimizer waits
+    training.accelerator.save_state(folder, blocking=False)
+    training.accelerator.end_training()
+    return str(failure.value)
+
+
+def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    main, _ = run_ranks(no_memory_on_rank_one, str(tmp_path / "out"))
+    assert main == "Rank 1: no memory for the copy"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def only_main(folder: str) -> str:

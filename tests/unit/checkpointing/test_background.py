@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 
 from notebook_accelerate import checkpointing
 from notebook_accelerate.checkpointing import files, writing
+from notebook_accelerate.checkpointing.peers import this_process
 from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.errors import CheckpointError
 from tests.support.trainings import Training, same
@@ -183,3 +186,96 @@ def test_the_next_copy_uses_the_same_memory() -> None:
     snapshots, tensor = Snapshots(), torch.ones(1 << 16)
     first = snapshots.take([tensor]).values[0].data_ptr()
     assert snapshots.take([tensor]).values[0].data_ptr() == first
+
+
+def test_without_threads_it_is_written_at_once_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    training = Training()
+    training.epoch()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.warns(UserWarning, match="wrote the checkpoint in the foreground: can't start new thread"):
+        training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
+    training.epoch()
+    training.accelerator.end_training()
+    assert not training.optimizer.optimizer._optimizer_step_pre_hooks
+
+
+def test_an_interrupt_while_waiting_forgets_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.accelerator.end_training()
+    assert not (tmp_path / "out").exists()
+    gate.open()
+    training.accelerator.end_training()
+    assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
+
+
+def test_an_interrupted_save_leaves_the_one_before_and_no_error_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    training.accelerator.save_state(str(tmp_path / "out"))
+    before = training.weights()
+    training.epoch()
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.files, "write", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.accelerator.save_state(str(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob(".*"))
+    training.accelerator.load_state(str(tmp_path / "out"))
+    assert same(training.weights(), before)
+    training.accelerator.save_state(str(tmp_path / "out"))
+
+
+def _interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_state_that_cannot_be_copied_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    training.epoch()
+
+    def exhausted(*_: Any) -> None:
+        raise MemoryError("no memory for the copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "take", exhausted)
+        with pytest.raises(MemoryError, match="no memory for the copy"):
+            training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    assert list(tmp_path.iterdir()) == []
+    training.epoch()  # no optimizer waits for a copy that nobody makes
+    training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
+    training.accelerator.end_training()
+    assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
+
+
+def test_a_file_that_gets_its_name_while_it_is_looked_at_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").write_bytes(b"123")
+    monkeypatch.setattr(writing, "files_below", lambda folder: [folder / "renamed", folder / "there"])
+    assert writing._size_of(tmp_path) == 3
+
+
+def test_a_process_is_known_to_have_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        peer = dataclasses.replace(this_process(), pid=process.pid)
+        if not peer.machine:
+            pytest.skip("this system does not tell machines apart")
+        assert not peer.ended()
+        process.kill()
+        deadline = time.monotonic() + 60
+        while not peer.ended() and time.monotonic() < deadline:  # its status has not been fetched
+            time.sleep(0.01)
+        assert peer.ended()
+    assert peer.ended()
+    assert not this_process().ended()
+    assert not dataclasses.replace(peer, machine="another").ended()
+    assert not dataclasses.replace(peer, machine="").ended()
