@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         WorkerDiedError,
         WorkerError,
     )
+    from notebook_accelerate.inference import prepare_pippy
     from notebook_accelerate.launch import Run, runs, shutdown
     from notebook_accelerate.launchers import debug_launcher, notebook_launcher
     from notebook_accelerate.state import PartialState
@@ -99,6 +100,7 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
+    "prepare_pippy",
     "runs",
     "shutdown",
     "skip_first_batches",
@@ -133,6 +135,7 @@ _NAMES_OF_MODULE = {
         "WorkerDiedError",
         "WorkerError",
     ),
+    "inference": ("prepare_pippy",),
     "launch": ("Run", "runs", "shutdown"),
     "launchers": ("debug_launcher", "notebook_launcher"),
     "state": ("PartialState",),
@@ -160,6 +163,7 @@ _SUBMODULES = (
     "big_modeling",
     "data_loader",
     "hooks",
+    "inference",
     "launchers",
     "local_sgd",
     "logging",

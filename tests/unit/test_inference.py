@@ -1,0 +1,42 @@
+"""Where a model is cut into parts of a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from notebook_accelerate import prepare_pippy
+from notebook_accelerate.inference import _cuts, find_pippy_batch_size, pippy_forward
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 9))
+def test_the_largest_part_is_as_small_as_can_be(sizes: list[int], parts: int) -> None:
+    parts = min(parts, len(sizes))
+    cuts = _cuts(sizes, parts)
+    assert len(cuts) == parts - 1
+    assert sorted(set(cuts)) == cuts
+    assert all(0 < cut < len(sizes) for cut in cuts)
+
+    def largest(points: tuple[int, ...]) -> int:
+        return max(sum(sizes[a:b]) for a, b in itertools.pairwise((0, *points, len(sizes))))
+
+    best = min(largest(points) for points in itertools.combinations(range(1, len(sizes)), parts - 1))
+    assert largest(tuple(cuts)) == best
+
+
+def test_rows() -> None:
+    assert find_pippy_batch_size((torch.ones(3, 2),), {}) == 3
+    assert find_pippy_batch_size((None, 1), {"mask": torch.ones(4)}) == 4
+    assert find_pippy_batch_size((torch.tensor(1.0),), None) is None
+
+
+def test_alone_there_is_nothing_to_share_out() -> None:
+    model = nn.Linear(2, 2)
+    assert prepare_pippy(model, example_args=(torch.ones(1, 2),)) is model
+    assert model.hf_split_points == []
+    inputs = torch.ones(5, 2)
+    assert torch.equal(pippy_forward(model, 2, None, inputs), model(inputs))
