@@ -124,6 +124,9 @@ class RunPanel(LivePanel):
         """The run's report as plain text."""
         return self.run.report().text
 
+    def _static(self) -> dict[str, Any]:
+        return dict(self.run.report().bundle)
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self.closed:
             return self._static()

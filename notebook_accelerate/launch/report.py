@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import os
 import platform
 import re
@@ -21,6 +19,8 @@ from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.steptime import PARTS
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from notebook_accelerate.errors import WorkerError
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.telemetry import RankFailure, Store
@@ -29,7 +29,6 @@ MAX_CURVES = 24
 """Metrics beyond this are in the table alone: a saved notebook holds every picture."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
-_FOLDED = ("Configuration", "Environment")
 _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
 
 _FOLDED = ("Configuration", "Environment")
@@ -54,7 +53,16 @@ class Report:
     @property
     def text(self) -> str:
         """The report as plain text."""
-        blocks = [self._head(), *self.run.notes, *(_table(rows) for _, rows in self._tables() if len(rows) > 1)]
+        return self._text(self._tables())
+
+    @property
+    def bundle(self) -> dict[str, str]:
+        """The report as a MIME bundle: HTML and text of one moment."""
+        tables = self._tables()
+        return {"text/html": self._html(tables), "text/plain": self._text(tables)}
+
+    def _text(self, tables: list[tuple[str, Rows]]) -> str:
+        blocks = [self._head(), *self.run.notes, *(_table(rows) for _, rows in tables if len(rows) > 1)]
         if self.run.failures:
             blocks.append("\n".join(messages.failure_lines(self.run.failures)))
         elif self.run.error is not None:
@@ -98,7 +106,7 @@ class Report:
             if not len(values):
                 continue
             numbers = [values[0], values[-1], values.min(), values.max()]
-            curve = sparkline(list(series.rank(int(series.ranks.min())).values))
+            curve = sparkline(series.rank(int(series.ranks.min())).values)
             rows.append([name, str(len(values)), *(f"{number:.4g}" for number in numbers), curve])
         return rows
 
@@ -129,6 +137,9 @@ class Report:
     @property
     def html(self) -> str:
         """The report as HTML without scripts or outside references."""
+        return self._html(self._tables())
+
+    def _html(self, rows_by_caption: list[tuple[str, Rows]]) -> str:
         head, _, plan = self._head().partition(" s · ")
         parts = [f"<p><strong>{escape(head)}{' s' if plan else ''}</strong></p>"]
         parts += [f"<p>{escape(plan)}</p>"] if plan else []
@@ -138,7 +149,7 @@ class Report:
         elif self.run.error is not None:
             parts.append(f"<p>{escape(str(self.run.error))}</p>")
         parts.append(self._curves_html())
-        tables = [(caption, _html_table(caption, rows)) for caption, rows in self._tables() if len(rows) > 1]
+        tables = [(caption, _html_table(caption, rows)) for caption, rows in rows_by_caption if len(rows) > 1]
         parts += [table for caption, table in tables if caption not in _FOLDED]
         parts.append(_folded(" and ".join(_FOLDED), "".join(table for caption, table in tables if caption in _FOLDED)))
         return f'<div class="notebook-accelerate-report">{"".join(parts)}</div>'
@@ -219,18 +230,27 @@ def failures_html(found: Sequence[RankFailure]) -> str:
     return "".join(blocks)
 
 
-def sparkline(values: list[float]) -> str:
-    """Return a curve of at most 24 characters; each is the mean of its share of the finite values."""
-    finite = [value / 64 for value in values if math.isfinite(value)]  # so that no sum or difference overflows
-    if not finite:
+def sparkline(values: Sequence[float] | np.ndarray) -> str:
+    """Return a curve of at most 24 characters; each is the mean of its share of the finite values.
+
+    Args:
+        values: Numbers, float64, shape (n,).
+    """
+    import numpy as np
+
+    found = np.asarray(values, dtype=float)
+    finite = found[np.isfinite(found)] / 64  # so that no sum or difference overflows
+    if not len(finite):
         return ""
     width = min(_SPARK_WIDTH, len(finite))
-    cuts = [round(index * len(finite) / width) for index in range(width + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
-    low, high = min(means), max(means)
+    cuts = np.round(np.arange(width + 1) * len(finite) / width).astype(int)
+    # Divided before they are summed: the sum of many numbers near the largest that there are would overflow.
+    counts = np.diff(cuts)
+    means = np.add.reduceat(finite / np.repeat(counts, counts), cuts[:-1])
+    low, high = means.min(), means.max()
     # Halves: the span of numbers near the largest that there are would overflow.
     scale = (len(_SPARK) - 1) / (high / 2 - low / 2) if high > low else 0.0
-    return "".join(_SPARK[round((mean / 2 - low / 2) * scale)] for mean in means)
+    return "".join(_SPARK[round(float((mean / 2 - low / 2) * scale))] for mean in means)
 
 
 def _table(rows: Rows) -> str:
@@ -244,9 +264,9 @@ _NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?(%|MiB))?|-?inf|nan")
 
 
 def _html_table(caption: str, rows: Rows) -> str:
+    """Return a table; front ends put everything to the right, which is right for numbers alone."""
     if len(rows) < 2:
         return ""
-    """Return a table; front ends put everything to the right, which is right for numbers alone."""
     numeric = [
         all(not row[column] or _NUMBER.fullmatch(row[column]) for row in rows[1:]) for column in range(len(rows[0]))
     ]

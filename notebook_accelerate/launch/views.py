@@ -73,8 +73,8 @@ class Viewed:
         return {"text/plain": repr(self)} if self._repr_html_() is None else self._static()
 
     def _static(self) -> dict[str, str]:
-        report = self.report()  # type: ignore[attr-defined]
-        return {"text/html": report.html, "text/plain": report.text}
+        bundle: dict[str, str] = self.report().bundle  # type: ignore[attr-defined]
+        return bundle
 
     def _ipython_display_(self) -> None:
         """Show the live panel while there is something to watch; otherwise leave it to the static form."""

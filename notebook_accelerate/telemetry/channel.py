@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!IQ")
 _CHUNK = 1 << 18
+MAX_ROWS = 500
+"""Events of a frame: reading JSON holds the reader's interpreter, half a millisecond for so many."""
 MAX_JSON_BYTES = 1 << 28
 """A longer JSON part is not ours: the stream is broken or hostile."""
 
@@ -36,7 +38,7 @@ class Stamped(NamedTuple):
 
 
 def encode(messages: Iterable[Stamped]) -> bytes:
-    """Return the frames for ``messages``: events without payload share a frame, one with a payload ends its frame."""
+    """Return the frames for ``messages``: events without payload share frames, one with a payload ends its frame."""
     parts: list[bytes] = []
     rows: list[list[Any]] = []
 
@@ -50,6 +52,8 @@ def encode(messages: Iterable[Stamped]) -> bytes:
         rows.append([type(event).__name__, stamp, *[getattr(event, name) for name in event.names()]])
         if hasattr(event, "payload"):
             close_frame(event.payload)
+        elif len(rows) >= MAX_ROWS:
+            close_frame(b"")
     if rows:
         close_frame(b"")
     return b"".join(parts)

@@ -53,8 +53,8 @@ def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_waited_for(ends: tupl
     desk.deliver(3, DoneReply(1, "late"))
     assert desk._replies == {}
     begin = time.monotonic()
-    assert desk.ask([9], PauseRequest, 5.0) == {}
-    assert time.monotonic() - begin < 1
+    assert desk.ask([9], PauseRequest, 60.0) == {}
+    assert time.monotonic() - begin < 30
 
 
 def test_nobody_waits_for_a_rank_that_ends(ends: tuple[Channel, Channel]) -> None:
@@ -63,8 +63,8 @@ def test_nobody_waits_for_a_rank_that_ends(ends: tuple[Channel, Channel]) -> Non
     timer = threading.Timer(0.1, desk.close, [3])
     timer.start()
     begin = time.monotonic()
-    assert desk.ask([3], PauseRequest, 5.0) == {}
-    assert time.monotonic() - begin < 2
+    assert desk.ask([3], PauseRequest, 60.0) == {}
+    assert time.monotonic() - begin < 30
     timer.join()
     assert desk.pid_of(3) is None
 

