@@ -751,9 +751,8 @@ class Accelerator(AcceleratorViews):
         Yields:
             Nothing.
         """
-        if self.parallelism_config is not None and getattr(self.parallelism_config, "cp_enabled", False):
-            raise ValueError("context parallelism is not available in this version; use cp_size=1")
-        yield
+        with self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set()):
+            yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Adapt a loader to DeepSpeed's sequence parallelism, where the parallel layout has that dimension.

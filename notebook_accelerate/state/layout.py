@@ -36,12 +36,15 @@ def arrange(slots: Slots) -> Slots:
         slots: The state's settings.
 
     Returns:
-        The mesh, and the FSDP plugin that the layout implies where the user gave none.
+        The layout, the mesh, and the FSDP plugin that the layout implies where the user gave none.
 
     Raises:
         ValueError: The degrees do not make the world, or need another plugin.
     """
-    layout = slots.get("parallelism_config")
+    layout, split = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
+    if layout is None and split is not None and split.tp_size > 1:
+        layout = ParallelismConfig(tp_size=split.tp_size)
+        layout._mesh = split.torch_device_mesh
     if not isinstance(layout, ParallelismConfig):
         return {}
     layout.check_world_size(slots["num_processes"])
@@ -61,4 +64,5 @@ def arrange(slots: Slots) -> Slots:
                 f"fsdp_plugin shards, but {layout!r} shards over nothing; set dp_shard_size above 1, or leave "
                 "fsdp_plugin out"
             )
-    return {"device_mesh": layout.get_device_mesh(slots["device"].type), "fsdp_plugin": fsdp}
+    mesh = layout.get_device_mesh(slots["device"].type)
+    return {"parallelism_config": layout, "device_mesh": mesh, "fsdp_plugin": fsdp}

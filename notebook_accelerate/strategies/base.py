@@ -336,6 +336,21 @@ class Strategy:
         """
         return NOTHING
 
+    def context_parallel(
+        self, buffers: list[torch.Tensor], dims: list[int], kept_split: set[torch.Tensor]
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which sequences are split over ranks, where the strategy does that.
+
+        Args:
+            buffers: Tensors that are split in place.
+            dims: Their sequence dimensions.
+            kept_split: Those that are not made whole again afterwards.
+
+        Returns:
+            A context manager.
+        """
+        return NOTHING
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the scale of the loss, once per step, in precisions that scale it.
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDat
 
 from notebook_accelerate.state.world import world_from_environ
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
-from notebook_accelerate.strategies.fsdp2 import broadcast_start
 from notebook_accelerate.strategies.fsdp_pointers import flat_names_of, names_of
 from notebook_accelerate.strategies.fsdp_units import (
     checkpoint_activations,
@@ -24,6 +23,7 @@ from notebook_accelerate.strategies.fsdp_units import (
     units_of,
 )
 from notebook_accelerate.strategies.setup import Setup
+from notebook_accelerate.strategies.sharded import broadcast_start
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
 

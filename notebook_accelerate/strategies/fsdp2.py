@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -21,9 +20,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.strategies.base import NOTHING
+from notebook_accelerate.strategies.context_parallel import leave_masks_out, sequences_split
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
 from notebook_accelerate.strategies.fsdp_units import checkpoint_activations, ignored_of, retie, tied_names, units_of
 from notebook_accelerate.strategies.setup import Setup
+from notebook_accelerate.strategies.sharded import broadcast_start
+from notebook_accelerate.strategies.tensor_parallel import split_tensors, step_one_by_one
 
 
 class FSDP2Strategy(FSDPStrategy):
@@ -76,8 +79,11 @@ class FSDP2Strategy(FSDPStrategy):
             ValueError: Parameters have no values, or a wrap policy does not fit the model.
         """
         plugin = self.plugin
+        if self._splits_sequences:
+            leave_masks_out(model)
         ties = tied_names(model)
         state, buffers = self._start_equal(model, plugin, ties)
+        split_tensors(model, self.setup.state.device_mesh)
         ignored = ignored_of(model, plugin.ignored_modules)
         left_alone = {parameter for module in ignored for parameter in module.parameters()}
         units = [unit for unit in units_of(model, plugin.policy_for(model)) if unit not in set(ignored)]
@@ -144,9 +150,33 @@ class FSDP2Strategy(FSDPStrategy):
         """
         known = len(self.optimizers)
         prepared = super().prepare_optimizer(optimizer, device_placement)
+        step_one_by_one(prepared.optimizer)
         if len(self.optimizers) > known:
             prepared.optimizer.register_step_post_hook(self._after_step)
         return prepared
+
+    @property
+    def _splits_sequences(self) -> bool:
+        layout = self.setup.state.parallelism_config
+        return layout is not None and bool(layout.cp_enabled)
+
+    def context_parallel(
+        self, buffers: list[torch.Tensor], dims: list[int], kept_split: set[torch.Tensor]
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which sequences are split over the ranks of the dimension "cp".
+
+        Args:
+            buffers: Tensors that are split in place.
+            dims: Their sequence dimensions.
+            kept_split: Those that are not made whole again afterwards.
+
+        Returns:
+            A context manager.
+        """
+        if not self._splits_sequences:
+            return NOTHING
+        how = self.setup.state.parallelism_config.cp_handler.cp_comm_strategy
+        return sequences_split(self.setup.state.device_mesh["cp"], how, buffers, dims, kept_split)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for model in self._owners(optimizer):
@@ -159,38 +189,6 @@ class FSDP2Strategy(FSDPStrategy):
             models: Sharded models.
         """
         return Unreduced(models)
-
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients so that their norm over all parameters is at most `max_norm`; every rank must call this.
-
-        Args:
-            parameters: The parameters.
-            max_norm: The largest norm allowed.
-            norm_type: Which norm.
-
-        Returns:
-            The norm before clipping, over all shards.
-        """
-        self.unscale_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        for parameter in given:
-            if parameter.grad is not None:
-                groups[getattr(parameter.grad, "device_mesh", None)].append(parameter)
-        norms = [_norm_of(group, norm_type) for group in groups.values()]
-        total = (
-            norms[0]
-            if len(norms) == 1
-            else torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
-        )
-        for group in groups.values():
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
-        return total
-
-
-def _norm_of(parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class Unreduced:
@@ -212,21 +210,6 @@ class Unreduced:
     def __exit__(self, *_: object) -> None:
         for model in self._models:
             model.set_requires_gradient_sync(True)
-
-
-@torch.no_grad()
-def broadcast_start(model: nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's weights and buffers, as DistributedDataParallel does; every rank must call this.
-
-    Args:
-        model: The model before it is sharded.
-        device: The device that the ranks exchange tensors on.
-    """
-    for tensor in (*model.parameters(), *model.buffers()):
-        moved = tensor.detach().to(device).contiguous()
-        dist.broadcast(moved, src=0)
-        if moved.data_ptr() != tensor.data_ptr():
-            tensor.copy_(moved)
 
 
 def _emptied(model: nn.Module, ties: list[list[str]]) -> tuple[dict[str, Any], dict[str, Any]]:

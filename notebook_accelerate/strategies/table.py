@@ -38,13 +38,20 @@ def _fsdp(setup: Setup) -> Strategy:
     return FSDP2Strategy(setup)
 
 
+def _tensor_parallel(setup: Setup) -> Strategy:
+    from notebook_accelerate.strategies.tensor_parallel import TensorParallelStrategy
+
+    return TensorParallelStrategy(setup)
+
+
 STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.NO.value: SingleStrategy,
     **{kind.value: DDPStrategy for kind in DistributedType if kind.value.startswith("MULTI_")},
     DistributedType.FSDP.value: _fsdp,
+    "TP": _tensor_parallel,
     **{kind: _unavailable(kind) for kind in ("DEEPSPEED", "MEGATRON_LM", "XLA")},
 }
-"""What makes a strategy, by `DistributedType`."""
+"""What makes a strategy, by `DistributedType`, or TP: Accelerate names no type for ranks that only split tensors."""
 
 
 def register_strategy(kind: str, factory: StrategyFactory) -> None:
@@ -70,6 +77,9 @@ def make_strategy(setup: Setup) -> Strategy:
         ValueError: There is none for this kind of world, or it is not available.
     """
     kind = str(getattr(setup.state.distributed_type, "value", setup.state.distributed_type))
+    layout = setup.state.parallelism_config
+    if kind.startswith("MULTI_") and layout is not None and layout.tp_enabled:
+        kind = "TP"
     if kind not in STRATEGIES:
         raise ValueError(f"no strategy for distributed_type={kind!r}; there are {', '.join(STRATEGIES)}")
     return STRATEGIES[kind](setup)

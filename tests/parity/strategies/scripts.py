@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -49,6 +49,8 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Two blocks between an embedding and a head that share their weights."""
+
+    tp_plan: ClassVar = {"blocks.*.perceptron.0": "colwise", "blocks.*.perceptron.2": "rowwise"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +118,9 @@ def accelerated(case: Case, save: str | None = None, load: str | None = None) ->
     """Train on one rank; return the losses of all ranks' batches, averaged, and the whole weights (rank 0's)."""
     accelerator = accelerator_of(case)
     model, optimizer = parts(1 + accelerator.process_index)  # the strategy makes the ranks start equal
-    loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    layout = accelerator.parallelism_config
+    readers = accelerator.num_processes // (1 if layout is None else layout.non_data_parallel_size)
+    loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // readers)
     # The optimizer was made before the sharding, and is given first.
     optimizer, loader, model = accelerator.prepare(optimizer, loader, model)
     if load is not None:

@@ -22,6 +22,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, offloaded": {"fsdp": {**_SECOND, "cpu_offload": True}},
     "fsdp2, rank 0 loads": {"fsdp": {**_SECOND, "cpu_ram_efficient_loading": True}},
     "fsdp2 by degrees": {"fsdp": _SECOND, "degrees": {"dp_shard_size": 2}},
+    "tp": {"degrees": {"tp_size": 2}},
 }
 """By name: what a `Case` is made of."""
 
@@ -29,6 +30,11 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}},
     "fsdp2": {"fsdp": _SECOND},
     "fsdp2, replicas of shards": {"fsdp": _SECOND, "degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}},
+    "fsdp2 and tp": {"fsdp": _SECOND, "degrees": {"dp_shard_size": 2, "tp_size": 2}},
+    "fsdp2, rank 0 loads, and tp": {
+        "fsdp": {**_SECOND, "cpu_ram_efficient_loading": True},
+        "degrees": {"dp_shard_size": 2, "tp_size": 2},
+    },
 }
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,83 @@
+"""Context parallelism: each rank computes on a part of every sequence; attention exchanges keys and values.
+
+Source: Liu et al., "Ring Attention", https://arxiv.org/abs/2310.01889; computed by torch's experimental
+`context_parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def sequences_split(
+    mesh: DeviceMesh, how: str, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor]
+) -> Iterator[None]:
+    """Split sequences over ranks inside the block; every rank must enter it.
+
+    Args:
+        mesh: The ranks that share sequences.
+        how: How they exchange keys and values: allgather or alltoall.
+        buffers: Tensors that are split in place.
+        dims: Their sequence dimensions.
+        kept_split: Those that are not made whole again afterwards.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: Buffers and dimensions do not belong together, or a sequence cannot be split evenly.
+    """
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    _check(buffers, dims, kept_split, 2 * mesh.size())
+    set_rotate_method(how)
+    with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept_split)):
+        yield
+
+
+def _check(buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor], pieces: int) -> None:
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"maybe_context_parallel was given {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass the "
+            "sequence dimension of each buffer"
+        )
+    if not all(any(kept is buffer for buffer in buffers) for kept in kept_split):
+        raise ValueError("no_restore_buffers holds a tensor that is not in buffers; pass a part of buffers")
+    for buffer, dim in zip(buffers, dims, strict=True):
+        # Causal attention gives a rank one piece from the front and one from the back, so that all have equal work.
+        if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] % pieces:
+            raise ValueError(
+                f"a buffer of shape {list(buffer.shape)} cannot be split along buffer_seq_dims={dim}: that dimension "
+                f"must be a multiple of {pieces}, twice cp_size; pad the sequences"
+            )
+
+
+def leave_masks_out(model: nn.Module) -> None:
+    """Make the attention of a transformers model causal instead of masked, in place.
+
+    A mask of the whole sequence does not fit a part of it, and torch's split attention takes none.
+
+    Args:
+        model: A model whose attention modules are named self_attn.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_causal, with_kwargs=True)
+
+
+def _causal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    changed: dict[str, Any] = {"attention_mask": None} if "attention_mask" in kwargs else {}
+    if "is_causal" in kwargs:
+        changed["is_causal"] = True
+    return args, {**kwargs, **changed}
+
+
+__all__ = ["leave_masks_out", "sequences_split"]

@@ -1,0 +1,131 @@
+"""Sequences split over ranks. torch has no attention for it on a CPU: models here compute on each place by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from notebook_accelerate import Accelerator, ParallelismConfig
+from tests.support.ranks import RankError, run_ranks
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 20))
+
+
+def batches() -> list[torch.Tensor]:
+    return list(torch.randint(0, 20, (4, 2, 9), generator=torch.Generator().manual_seed(1)))
+
+
+def plain() -> list[float]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for words in batches():
+        loss = nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def split(how: str) -> dict[str, Any]:
+    from notebook_accelerate.utils import TorchContextParallelConfig
+
+    handler = TorchContextParallelConfig(cp_comm_strategy=how)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2, cp_handler=handler))
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses, seen = [], []
+    for words in batches():
+        inputs, targets = words[:, :-1].clone(), words[:, 1:].clone()
+        with accelerator.maybe_context_parallel([inputs, targets], [1, 1], {targets}):
+            seen.append(inputs.tolist())
+            loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            accelerator.backward(loss)
+        assert torch.equal(inputs, words[:, :-1])
+        assert targets.shape == (2, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return {"losses": losses, "seen": seen, "rank": accelerator.context_parallel_rank, "fsdp": accelerator.is_fsdp2}
+
+
+@pytest.mark.parametrize("how", ["allgather", "alltoall"])
+def test_losses_are_those_of_whole_sequences(how: str) -> None:
+    results = run_ranks(split, how)
+    for rank, found in enumerate(results):
+        assert found["losses"] == pytest.approx(plain(), rel=1e-5)
+        assert (found["rank"], found["fsdp"]) == (rank, True)
+    # Of four pieces a rank has one from the front and one from the back.
+    first = batches()[0][:, :-1]
+    assert results[0]["seen"][0] == torch.cat([first[:, :2], first[:, 6:]], 1).tolist()
+    assert results[1]["seen"][0] == first[:, 2:6].tolist()
+
+
+class Attention(nn.Module):
+    def forward(self, hidden: torch.Tensor, attention_mask: Any = None, is_causal: bool = False) -> torch.Tensor:
+        assert attention_mask is None
+        assert is_causal
+        return hidden
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        attended = self.self_attn(hidden, attention_mask=torch.ones(2, 2), is_causal=False)
+        projected: torch.Tensor = self.linear(attended)
+        return projected
+
+
+def masked() -> tuple[int, ...]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    return tuple(accelerator.prepare(Layer())(torch.ones(3, 2)).shape)
+
+
+def test_masks_are_left_out() -> None:
+    assert run_ranks(masked) == [(3, 2), (3, 2)]
+
+
+def refused(reason: str) -> None:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    buffers, dims, kept = [torch.ones(2, 6)], [1], set()
+    if reason == "count":
+        dims = [1, 1]
+    elif reason == "stranger":
+        buffers, kept = [torch.ones(2, 8)], {torch.ones(2, 8)}
+    with accelerator.maybe_context_parallel(buffers, dims, kept):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("length", r"shape \[2, 6\] cannot be split along buffer_seq_dims=1: .* multiple of 4, twice cp_size"),
+        ("count", "was given 1 buffers and 2 buffer_seq_dims"),
+        ("stranger", "not in buffers"),
+    ],
+)
+def test_bad_buffers(reason: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(refused, reason)
+
+
+def alone() -> int:
+    accelerator = Accelerator()
+    buffer = torch.ones(2, 3)
+    with accelerator.maybe_context_parallel([buffer], [1]):
+        return buffer.numel()
+
+
+def test_without_the_dimension_nothing_is_split() -> None:
+    assert run_ranks(alone) == [6, 6]
