@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class Allocation:
         self._numbers = {name: number for number, name in enumerate(tree.names)} if tied else {}
         self._groups = _groups_by_prefix(tied)
         self._own: list[Any] = []
+        self._ahead: list[Any] = []
         self._layers = self._largest_from()
         self._todo: list[int] = []
         self._large: dict[int, Any] = {}
@@ -128,13 +129,17 @@ class Allocation:
 
     def _place_tied(self, entry: int) -> None:
         ties, room = self._tied_with(entry), self._room(entry)
+        if ties and self._say:
+            others = ", ".join(self._names[other] for other in dict.fromkeys(ties.values()))
+            size = f"{readable(self._sizes[entry])}, {readable(self._together(entry, ties))} with {others}"
+            self._say(f"{self._names[entry]} ({size}): {_words(room)} on {self._device()}")
         if not ties:
             self._place(entry)
         elif room is None or self._together(entry, ties) <= room:
             self._put_together(entry, ties)
-        elif self._sizes[entry] > room and (parts := self._parts_of(entry)):
+        elif self._sizes[entry] >= room and (parts := self._parts_of(entry)):
             self._split(parts)
-        elif self._sizes[entry] > room or not self._narrow(entry, ties, room):
+        elif self._sizes[entry] > room or not self._narrow(entry, room):
             self._next_device(entry)
 
     def _put_together(self, entry: int, ties: Mapping[str, int]) -> None:
@@ -144,19 +149,27 @@ class Allocation:
                 self._forget_layers(other)
         self._put(entry)
 
-    def _narrow(self, entry: int, ties: Mapping[str, int], room: Any) -> bool:
-        """Divide a module that must come along for a shared parameter, where a part of it would fit."""
-        for name, other in ties.items():
-            parts = self._parts_of(other)
-            by_name = {self._names[part]: part for part in parts}
-            narrowed = {tied: _holder(tied, by_name, was) for tied, was in ties.items()}
-            if parts and self._together(entry, narrowed) <= room:
-                if self._say:
-                    self._say(f"  {self._names[other]} shares {name}: split")
-                self._replace(other, parts)
-                self._push([entry])
-                return True
-        return False
+    def _narrow(self, entry: int, room: Any) -> bool:
+        """Divide modules that must come along for a shared parameter, until the parts that must would fit."""
+        divided: dict[int, list[int]] = {}
+        while self._together(entry, ties := self._tied_with(entry, divided)) > room:
+            others = {other: parts for other in ties.values() if (parts := self._parts_of(other))}
+            sizes = {
+                other: self._together(entry, self._tied_with(entry, {**divided, other: parts}))
+                for other, parts in others.items()
+            }
+            if not sizes:
+                return False
+            # The first one that is enough; if none is, the one that helps most.
+            enough = (other for other, size in sizes.items() if size <= room)
+            chosen = next(enough, min(sizes, key=lambda other: sizes[other]))
+            divided[chosen] = others[chosen]
+        for other, parts in divided.items():
+            if self._say:
+                self._say(f"  {self._names[other]} shares a parameter of {self._names[entry]}: split")
+            self._replace(other, parts)
+        self._push([entry])
+        return True
 
     def _together(self, entry: int, ties: Mapping[str, int]) -> Any:
         """Return the bytes of an entry and those it shares parameters with; totals count a parameter once already."""
@@ -303,7 +316,7 @@ class Allocation:
             ):
                 own[index] = sizes[index]
                 inside = ends[index]
-        self._own = own
+        self._own, self._ahead = own, list(own)
         largest, most = list(own), 0
         for index in range(self._modules - 1, -1, -1):
             most = max(most, own[index])
@@ -313,23 +326,42 @@ class Allocation:
     def _forget_layers(self, node: int) -> None:
         """Count the layers of a module that was placed out of turn no more."""
         end = self.tree.ends[node]
+        self._ahead[node:end] = [0] * (end - node)
         for index in range(end - 1, -1, -1):
-            own = 0 if index >= node else self._own[index]
-            largest = max(own, self._layers[index + 1])
+            largest = max(self._ahead[index], self._layers[index + 1])
             if index < node and largest == self._layers[index]:
                 return
             self._layers[index] = largest
 
-    def _tied_with(self, entry: int) -> dict[str, int]:
-        """Return the waiting entries that share parameters with an entry, by the parameter's name there."""
+    def _tied_with(self, entry: int, divided: Mapping[int, Sequence[int]] | None = None) -> dict[str, int]:
+        """Return the waiting entries that share parameters with an entry, and those that share some with these.
+
+        Args:
+            entry: The entry.
+            divided: Waiting entries whose parts are looked at instead.
+
+        Returns:
+            The entries, by the parameter's name there.
+        """
+        apart = {part for parts in (divided or {}).values() for part in parts}
         found: dict[str, int] = {}
-        for group in self._groups[self._names[entry]]:
-            for tied in group:
-                numbers = (self._numbers.get(outer) for outer in prefixes(tied))
-                waiting = (number for number in numbers if number is not None and self._state[number] == _WAITING)
-                if (number := next(waiting, None)) is not None:
-                    found[tied] = number
+        new = [entry]
+        while new:
+            for group in self._groups.get(self._names[new.pop()], ()):
+                for tied in group:
+                    number = self._holder(tied, divided or {}, apart)
+                    if number is not None and number != entry and tied not in found:
+                        new += [] if number in found.values() else [number]
+                        found[tied] = number
         return found
+
+    def _holder(self, tied: str, divided: Mapping[int, Sequence[int]], apart: Collection[int]) -> int | None:
+        """Return the waiting entry that a parameter is in."""
+        for outer in prefixes(tied):
+            number = self._numbers.get(outer)
+            if number is not None and (number in apart or self._state[number] == _WAITING) and number not in divided:
+                return number
+        return None
 
     # ---- the result
 
@@ -380,10 +412,6 @@ class Allocation:
 
 
 MIXED = object()
-
-
-def _holder(tied: str, parts: Mapping[str, int], was: int) -> int:
-    return next((parts[outer] for outer in prefixes(tied) if outer in parts), was)
 
 
 def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:

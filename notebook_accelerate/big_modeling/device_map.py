@@ -17,7 +17,7 @@ from notebook_accelerate.big_modeling.tied import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
 )
-from notebook_accelerate.big_modeling.walk import prefixes, tree_of
+from notebook_accelerate.big_modeling.walk import prefixes, submodule, tree_of
 
 DeviceMap = dict[str, Any]
 
@@ -36,7 +36,9 @@ def infer_auto_device_map(
     """Fill the devices with a model's modules in order: accelerators, then the CPU, then the disk.
 
     Room for the largest layer that comes later is kept on the first accelerator and on the CPU, where offloaded layers
-    are put to work. Time is linear in the number of modules.
+    are put to work. Time is linear in the number of modules. What shares parameters goes to one device and is counted
+    once; maps of such models differ from Accelerate's where that counts a shared parameter again, or divides it among
+    devices, or exceeds a limit.
 
     Args:
         model: The model, on any device; its weights should be tied already.
@@ -148,7 +150,7 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Any]) -> N
     """
     tree = tree_of(model)
     modules = set(tree.names)
-    unknown = [name for name in device_map if name not in modules]
+    unknown = [name for name in device_map if name not in modules and not _is_tensor(model, name)]
     if unknown:
         warnings.warn(
             f"The following device_map keys do not match any submodules in the model: {unknown}", stacklevel=2
@@ -158,6 +160,15 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Any]) -> N
         raise ValueError(
             "The device_map provided does not give any device for the following parameters: " + ", ".join(missing)
         )
+
+
+def _is_tensor(model: torch.nn.Module, name: str) -> bool:
+    """Tell whether a name is a parameter's or a buffer's: `infer_auto_device_map` gives those of divided modules."""
+    try:
+        owner, key = submodule(model, name)
+    except AttributeError:
+        return False
+    return isinstance(getattr(owner, key, None), torch.Tensor)
 
 
 __all__ = [
