@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from notebook_accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from notebook_accelerate.utils import TorchDynamoPlugin
 
 WORDS, LENGTH, WIDTH = 17, 6, 8
 GLOBAL_BATCH = 8
@@ -21,13 +22,14 @@ class Case:
     """What is trained, how, and what of it."""
 
     fsdp: dict[str, Any] | None = None
+    deepspeed: dict[str, Any] | None = None
     degrees: dict[str, int] | None = None
     precision: str = "no"
     accumulation: int = 1
     clip: float | None = 0.5
     first: int = 0
     steps: int = 20
-    options: dict[str, Any] = field(default_factory=dict)
+    dynamo: dict[str, Any] | None = None
 
 
 class Block(nn.Module):
@@ -110,6 +112,8 @@ def accelerator_of(case: Case) -> Accelerator:
         mixed_precision=case.precision,
         gradient_accumulation_steps=case.accumulation,
         fsdp_plugin=None if case.fsdp is None else FullyShardedDataParallelPlugin(**case.fsdp),
+        deepspeed_plugin=None if case.deepspeed is None else DeepSpeedPlugin(**case.deepspeed),
+        dynamo_plugin=None if case.dynamo is None else TorchDynamoPlugin(**case.dynamo),
         parallelism_config=None if case.degrees is None else ParallelismConfig(**case.degrees),
     )
 

@@ -7,6 +7,9 @@ from typing import Any
 _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
 _SECOND = {"fsdp_version": 2, **_UNITS}
+# Traces and partitions forward and backward as the default back end does, and leaves out what takes long: kernels.
+_COMPILED = {"backend": "AOT_EAGER"}
+_REGIONS = {**_COMPILED, "use_regional_compilation": True}
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -23,6 +26,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, rank 0 loads": {"fsdp": {**_SECOND, "cpu_ram_efficient_loading": True}},
     "fsdp2 by degrees": {"fsdp": _SECOND, "degrees": {"dp_shard_size": 2}},
     "tp": {"degrees": {"tp_size": 2}},
+    "ddp, compiled": {"dynamo": _COMPILED},
+    "ddp, compiled regions": {"dynamo": _REGIONS},
+    "fsdp2, compiled": {"fsdp": _SECOND, "dynamo": _COMPILED},
+    "fsdp2, compiled regions": {"fsdp": _SECOND, "dynamo": _REGIONS},
+    "tp, compiled regions": {"degrees": {"tp_size": 2}, "dynamo": _REGIONS},
 }
 """By name: what a `Case` is made of."""
 
