@@ -84,12 +84,14 @@ def present() -> dict[str, list[str]]:
     return found
 
 
-def run(name: str, folders: list[str]) -> Outcome:
+def run(group: str, folders: list[str]) -> Outcome:
     """Run one group, everything it prints into its log."""
-    log = LOGS / f"{name}.log"
-    command = [sys.executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{name}"]
-    command += ["--durations=10", *folders]
+    log = LOGS / f"{group}.log"
+    command = [sys.executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{group}"]
+    command += ["--tb=short", "--durations=10", *folders]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("CI", "BUILD_NUMBER"):  # pytest writes comparisons out in full where they are set: pages, here
+        env.pop(name, None)
     begin = time.monotonic()
     with log.open("w") as out:
         try:
@@ -100,7 +102,7 @@ def run(name: str, folders: list[str]) -> Outcome:
         except subprocess.TimeoutExpired:
             out.write(f"\ngroup killed after {SECONDS_PER_GROUP} s\n")
             code = -1
-    return Outcome(name, code, log, time.monotonic() - begin)
+    return Outcome(group, code, log, time.monotonic() - begin)
 
 
 def report(outcome: Outcome) -> None:
