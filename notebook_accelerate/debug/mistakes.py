@@ -20,6 +20,14 @@ BEHIND_SECONDS = 3.0
 CONFIRMED_BATCH = 2
 
 
+_NUMBERS = {
+    "loss": ("loss", "backward"),
+    "gradients": ("gradients' norm", "clip_grad_norm_"),
+    "local gradients": ("gradients (before they are averaged)", "backward"),
+}
+"""Numbers that should be finite: what they are called, and what is counted."""
+
+
 class Mistakes:
     """The facts of one group of ranks, and what has been said of them.
 
@@ -40,7 +48,7 @@ class Mistakes:
         """Take in a fact; return the warnings that follow from it."""
         if event.check == "mistake":
             return self._once(event.text, event.text)
-        if event.check in ("loss", "gradients"):
+        if event.check in _NUMBERS:
             self._numbers.setdefault(event.check, {})[rank] = (event.key, event.values[0])
             self._since.setdefault(event.check, self._clock())
             return []
@@ -104,10 +112,12 @@ class Mistakes:
         del self._since[check]
         if len(ranks) == self._world:
             return []
+        lost = {rank for rank, (key, _) in self._numbers.get("loss", {}).items() if key <= first}
+        if check == "local gradients" and lost.issuperset(ranks):  # no wonder, and said already
+            return []
         value = told[ranks[0]][1]
-        what = "loss" if check == "loss" else "gradients' norm"
-        where = f"{'backward' if check == 'loss' else 'clip_grad_norm_'} #{first}"
-        text = f"the {what} of {rank_names(ranks)} became {value} at {where}, before any other rank's; "
+        what, where = _NUMBERS[check]
+        text = f"the {what} of {rank_names(ranks)} became {value} at {where} #{first}, before any other rank's; "
         return self._once(check, text + f"look at the data there: run.ask('batch', ranks={ranks})")
 
     def _far_behind(self, steps: Mapping[int, int]) -> list[str]:

@@ -461,6 +461,37 @@ def test_the_usual_mistakes_are_named_once(kernel: Kernel) -> None:
     assert cell.stderr.count("⚠") == 3
 
 
+def test_a_gradient_that_is_nan_on_one_rank_only(kernel: Kernel) -> None:
+    """The loss is finite, and once averaged the gradients are NaN on all ranks: only the rank itself can tell."""
+    kernel.check(
+        "class Bad(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        return x.clone()\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, gradient):\n"
+        "        return gradient * float('nan')\n"
+        "def one_sided():\n"
+        "    accelerator = Accelerator()\n"
+        "    torch.manual_seed(0)\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
+        "    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01))\n"
+        "    for number in range(1, 9):\n"
+        "        out = model(torch.randn(4, 4) + accelerator.process_index)\n"
+        "        if number == 4 and accelerator.process_index == 1:\n"
+        "            out = Bad.apply(out)\n"
+        "        accelerator.backward(out.pow(2).mean())\n"
+        "        accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+    )
+    kernel.check("run = launch(one_sided)", timeout=60)
+    [warning] = kernel.value("run.warnings")
+    assert warning.startswith(
+        "the gradients (before they are averaged) of rank 1 became nan at backward #4, before any other rank's; "
+    )
+
+
 def test_sound_training_brings_no_warning(kernel: Kernel) -> None:
     kernel.check("run = go(training); until(lambda: (run.ranks[0].last_step or 0) > 200)", timeout=40)
     assert kernel.value("(run.stop(), run.warnings)[1]") == []

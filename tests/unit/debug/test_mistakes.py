@@ -266,6 +266,37 @@ def test_the_first_number_that_is_not_finite_is_told_once(ear: Ear) -> None:
     checks.loss("not a tensor")
 
 
+def test_a_gradient_is_looked_at_before_it_is_averaged(ear: Ear) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(200, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    model.require_backward_grad_sync = True  # type: ignore[assignment]
+    checks = Checks(several=True)
+    checks.prepared([], [], [model])
+    for factor in (1.0, math.inf, math.nan):
+        loss = model(torch.ones(2, 200)).sum()
+        checks.loss(loss)
+        (loss * factor).backward()
+    assert [key for key, _ in ear.of("local gradients")] == [2]
+
+
+def test_a_scaler_of_losses_may_find_gradients_that_overflow(ear: Ear) -> None:
+    model, optimizer = _training()
+    model.require_backward_grad_sync = True  # type: ignore[assignment]
+    prepared = _Prepared(optimizer)
+    prepared.scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    checks = Checks(several=True)
+    checks.prepared([model], [prepared], [model])
+    (next(model.parameters()).sum() * math.inf).backward()
+    assert ear.of("local gradients") == []
+
+
+def test_gradients_of_a_loss_that_was_lost_are_no_news() -> None:
+    found = Mistakes(2)
+    assert found.note(1, CheckEvent("loss", 5, [math.nan])) == []
+    assert found.note(1, CheckEvent("local gradients", 5, [math.nan])) == []
+    [text] = found.finish()
+    assert text.startswith("the loss of rank 1 became nan at backward #5")
+
+
 @pytest.mark.parametrize(
     "tensors",
     [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 import pytest
@@ -126,9 +128,52 @@ def test_a_missing_or_forbidden_py_spy_says_nothing(monkeypatch: pytest.MonkeyPa
 def test_py_spy_sees_this_process_where_it_is_allowed_to() -> None:
     stack = native.stack(os.getpid())
     if not stack:
-        pytest.skip("py-spy may not look at this process (ptrace)")
+        pytest.skip(f"py-spy may not look at this process: {_refusal(os.getpid())}")
     assert ctypes is not None
     assert any("test_py_spy_sees_this_process" in frame for frame in stack)
+
+
+_STUCK = """
+import ctypes
+def train():
+    print("in", flush=True)
+    ctypes.PyDLL(None).sleep(60)  # holds the interpreter
+train()
+"""
+
+
+@pytest.mark.skipif(native.command() is None, reason="py-spy is not installed")
+def test_py_spy_sees_native_code_that_holds_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "SECONDS", 60.0)
+    with subprocess.Popen([sys.executable, "-c", _STUCK], stdout=subprocess.PIPE, text=True) as stuck:
+        assert stuck.stdout is not None
+        try:
+            assert stuck.stdout.readline() == "in\n"
+            frames = _seen(stuck.pid)
+        finally:
+            stuck.kill()
+    assert any(frame.startswith("train (") for frame in frames), frames
+    below = frames[next(i for i, frame in enumerate(frames) if frame.startswith("train (")) + 1 :]
+    assert any("sleep" in frame for frame in below), frames
+
+
+def _seen(pid: int) -> tuple[str, ...]:
+    """Return the stack once the process is in the native call: it says that it is about to."""
+    frames: tuple[str, ...] = ()
+    for _ in range(100):
+        frames = native.stack(pid)
+        if not frames:
+            pytest.skip(f"py-spy may not look at a child: {_refusal(pid)}")
+        if "sleep" in frames[-1]:
+            break
+        time.sleep(0.05)
+    return frames
+
+
+def _refusal(pid: int) -> str:
+    command = [str(native.command()), "dump", "--native", "--pid", str(pid)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr.strip().partition("\n")[0] or f"exit {done.returncode}"
 
 
 ABORTED = """\
