@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.checkpointing import layout
+from notebook_accelerate.checkpointing.contract import schedules_to_save
 from notebook_accelerate.checkpointing.rng import rng_state
 from notebook_accelerate.config import constants
 from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
@@ -67,7 +68,7 @@ def training_files(accelerator: Any, with_optimizers: bool) -> list[StateFile]:
     ]
     files += [
         StateFile(layout.numbered(constants.SCHEDULER_NAME, index, ".bin"), scheduler.state_dict())
-        for index, scheduler in enumerate(accelerator._schedulers)
+        for index, scheduler in enumerate(schedules_to_save(accelerator._schedulers))
     ]
     for index, loader in enumerate(accelerator._dataloaders):
         files += loader_files(loader, index)
@@ -114,7 +115,7 @@ def sampler_state(loader: Any) -> dict[str, Any]:
     Returns:
         Plain data: `iteration`; for a seedable sampler its `epoch` and `initial_seed`; for another sampler with a
         generator of its own the `generator` state; `state_dict` of a sampler that has one; within an epoch, `order`:
-        the random numbers its order was drawn from.
+        the random numbers its order was drawn from; `workers_seeded` where workers persist.
     """
     state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
     sampler = get_sampler(loader)
@@ -126,6 +127,8 @@ def sampler_state(loader: Any) -> dict[str, Any]:
         state["state_dict"] = sampler.state_dict()
     if (order := getattr(loader, "order_state", lambda: None)()) is not None:
         state["order"] = order
+    if getattr(loader, "workers_seeded", False):
+        state["workers_seeded"] = True
     return state
 
 
@@ -148,6 +151,8 @@ def restore_sampler(loader: Any, state: Any) -> None:
         sampler.load_state_dict(state["state_dict"])
     if hasattr(loader, "load_order_state"):
         loader.load_order_state(state.get("order"))
+    if hasattr(loader, "workers_seeded"):
+        loader.workers_seeded = state.get("workers_seeded", False)
 
 
 def rng_file(rank: int) -> str:

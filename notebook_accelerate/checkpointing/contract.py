@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,3 +46,15 @@ def layout_of(strategy: Any) -> str:
 def writes_itself(strategy: Any) -> bool:
     """Tell whether a strategy writes models and optimizers itself."""
     return layout_of(strategy) != WHOLE
+
+
+def schedules_to_save(schedulers: Sequence[Any]) -> list[Any]:
+    """Leave out the schedules that a strategy saves itself.
+
+    Args:
+        schedulers: The prepared schedules; those with `saved_by_strategy` are left out.
+
+    Returns:
+        The others.
+    """
+    return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]

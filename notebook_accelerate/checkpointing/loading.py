@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.checkpointing import capture, layout, staging
-from notebook_accelerate.checkpointing.contract import WHOLE, layout_of, writes_itself
+from notebook_accelerate.checkpointing.contract import WHOLE, layout_of, schedules_to_save, writes_itself
 from notebook_accelerate.checkpointing.files import read
 from notebook_accelerate.checkpointing.manifest import Manifest, broken, faults, read_manifest
 from notebook_accelerate.checkpointing.ranks import agree
@@ -192,7 +192,7 @@ def _load_all(
         for index, model in enumerate(models):
             load_model(model, _model_path(folder, index, names), model_options)
         _load_each(folder, constants.OPTIMIZER_NAME, accelerator._optimizers, options)
-    _load_each(folder, constants.SCHEDULER_NAME, accelerator._schedulers, options)
+    _load_each(folder, constants.SCHEDULER_NAME, schedules_to_save(accelerator._schedulers), options)
     _load_loaders(accelerator, folder, names, options)
     if accelerator.scaler is not None and constants.SCALER_NAME in names:
         accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))

@@ -15,6 +15,7 @@ from notebook_accelerate.data_loader.advancing import advance
 from notebook_accelerate.data_loader.iterable import IterableDatasetShard
 from notebook_accelerate.data_loader.order import PassOrder, RememberedSource, draws_order
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
+from notebook_accelerate.data_loader.workers import follow_epochs, seeding_apart, tell_epoch
 from notebook_accelerate.state import GradientState
 
 NOTHING: Any = object()
@@ -152,6 +153,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     _non_blocking = False
     _order: PassOrder
     _original: PreparedDataLoader | None = None
+    _workers_seeded = False
     _reads = True  # whether this rank reads the dataset itself
     _steps_back = True  # whether exactly one batch is read ahead
 
@@ -160,6 +162,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         self._order = PassOrder()
         super().__init__(dataset, use_stateful_dataloader, batch_sampler, **kwargs)
+        follow_epochs(self)
 
     @property
     def _index_sampler(self) -> Any:
@@ -184,6 +187,18 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         self._order.resumed = state
 
+    @property
+    def workers_seeded(self) -> bool:
+        """Whether there are workers that persist, here or in the run that goes on here: no pass draws their seed again.
+
+        A checkpoint keeps it.
+        """
+        return self.persistent_workers and (self._workers_seeded or self._iterator is not None)
+
+    @workers_seeded.setter
+    def workers_seeded(self, value: bool) -> None:
+        self._workers_seeded = value
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next pass reads, for the sampler and the dataset.
 
@@ -194,6 +209,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         for part in (innermost(index_source(self)), get_sampler(self), self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+        tell_epoch(self, epoch)
 
     def get_sampler(self) -> Any:
         """Find the sampler that orders the indices.
@@ -291,14 +307,16 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Iterate as torch does.
 
         A pass that leaves out what an earlier one has read draws no random numbers at its start: the earlier one has
-        drawn them, and training goes on with the numbers it would have had.
+        drawn them, and training goes on with the numbers it would have had. The same goes for the start of workers
+        whose seed was drawn before the run was interrupted.
         """
-        if self._original is None:
+        if self._original is not None:
+            numbers = torch.get_rng_state()
+            batches = self.batches()
+            torch.set_rng_state(numbers)
+            return batches
+        with seeding_apart(self) if self._iterator is None and self.workers_seeded else nullcontext():
             return self.batches()
-        numbers = torch.get_rng_state()
-        batches = self.batches()
-        torch.set_rng_state(numbers)
-        return batches
 
     def _watched(self, rounds: Iterator[Any]) -> Iterator[Any]:
         """Let a stateful loader see when the next round is read."""

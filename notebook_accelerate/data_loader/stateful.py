@@ -114,7 +114,7 @@ class _Stateful(PreparedDataLoader):
             The state of torchdata's StatefulDataLoader after the batches handed out, and the epoch. On a rank that does
             not read the dataset, the epoch only.
         """
-        own = {_OWN: {"iteration": self.iteration, **self._more_state()}}
+        own = {_OWN: {"iteration": self.iteration, "workers_seeded": self.workers_seeded, **self._more_state()}}
         if not self._reads:
             return own
         if self._state_before is not None:
@@ -133,8 +133,11 @@ class _Stateful(PreparedDataLoader):
         state = dict(state_dict)
         own = state.pop(_OWN, {})
         self.iteration = own.get("iteration", self.iteration)
+        self.workers_seeded = own.get("workers_seeded", False)
         self._load_more_state(own)
         self._state_before = self._read_ahead = None
+        if state.get(_FINISHED) and self.num_workers:
+            return  # no worker is left that could go on: the next pass is a new one
         if self._reads:
             super(DataLoaderAdapter, self).load_state_dict(_with_position(state))  # type: ignore[misc]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -242,10 +241,10 @@ def test_the_time_does_not_grow_with_what_is_skipped(ranks: int, shuffle: bool) 
     def seconds(skipped: int) -> float:
         times = []
         for _ in range(7):
-            start = time.perf_counter()
+            start = time.thread_time()  # of the processor, as other processes keep it busy
             next(iter(skip_first_batches(made, skipped)))
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+            times.append(time.thread_time() - start)
+        return min(times)
 
     few, many = seconds(10), seconds(100_000)
     assert many < 2 * few + 5e-4, f"10: {few * 1e3:.2f} ms, 100,000: {many * 1e3:.2f} ms"

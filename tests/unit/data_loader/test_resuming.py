@@ -1,0 +1,137 @@
+"""Epochs that follow a resume are those of a run that was never interrupted: samples, their order, random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, get_worker_info
+
+from notebook_accelerate import Accelerator
+from notebook_accelerate.config.training import DataLoaderConfiguration
+from tests.support.trainings import seed_everything
+
+LENGTH, SIZE, EPOCHS = 16, 2, 4  # so that two workers read as many batches as one
+Log = list[list[tuple[list[int], float]]]
+
+
+class Numbers(Dataset[int]):
+    """Its items are their indices."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Epochs(Dataset[int]):
+    """Its items tell the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        return index + 100 * self.epoch
+
+
+class Stream(IterableDataset[int]):
+    """Shuffles by the epoch; workers share the work."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        worker = get_worker_info()
+        return iter(order if worker is None else order[worker.id :: worker.num_workers])
+
+
+SOURCES: dict[str, Any] = {
+    "in order": lambda: {"dataset": Numbers()},
+    "shuffled": lambda: {"dataset": Numbers(), "shuffle": True},
+    "own generator": lambda: {"dataset": Numbers(), "shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "subset": lambda: {"dataset": Numbers(), "sampler": SubsetRandomSampler(range(LENGTH))},
+    "by epoch": lambda: {"dataset": Epochs(), "shuffle": True},
+    "stream": lambda: {"dataset": Stream()},
+}
+
+
+class Run:
+    """One process that trains: everything random is logged with the samples."""
+
+    def __init__(self, seed: int, source: str, workers: int, persistent: bool, **configuration: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
+        self.stateful = bool(configuration.get("use_stateful_dataloader"))
+        seed_everything(seed)
+        plain = DataLoader(batch_size=SIZE, num_workers=workers, persistent_workers=persistent, **SOURCES[source]())
+        self.loader = self.accelerator.prepare(plain)
+
+    def epoch(self, skipped: int = 0, save: tuple[int, str] | None = None) -> list[tuple[list[int], float]]:
+        """Read an epoch, or its rest; save a checkpoint after a number of batches."""
+        loader = self.loader
+        if skipped and not self.stateful:
+            loader = self.accelerator.skip_first_batches(loader, skipped)
+        log = []
+        for done, batch in enumerate(loader, start=skipped + 1):
+            noise = float(torch.rand(1)) + random.random() + float(np.random.rand())  # noqa: NPY002 - the global one
+            log.append((batch.tolist(), noise))
+            if save is not None and save[0] == done:
+                self.accelerator.save_state(save[1])
+        return log
+
+
+def uninterrupted(folder: Path, *options: Any, **configuration: Any) -> Log:
+    """Train without a break, and leave checkpoints within an epoch, with its last batch, and between epochs."""
+    run = Run(1, *options, **configuration)
+    batches = LENGTH // SIZE
+    log = [run.epoch()]
+    log.append(run.epoch(save=(3, str(folder / "within"))))
+    run.accelerator.save_state(str(folder / "between"))
+    log.append(run.epoch(save=(batches, str(folder / "last"))))
+    log.append(run.epoch())
+    return log
+
+
+def resumed(folder: Path, when: str, *options: Any, **configuration: Any) -> Log:
+    """Go on from a checkpoint in what stands for another process, and return what was still to do."""
+    run = Run(2, *options, **configuration)
+    run.accelerator.load_state(str(folder / when))
+    if when == "within":
+        return [run.epoch(skipped=3), run.epoch(), run.epoch()]
+    if when == "between":
+        return [run.epoch(), run.epoch()]
+    assert run.epoch(skipped=LENGTH // SIZE) == []
+    return [run.epoch()]
+
+
+@pytest.mark.parametrize("when", ["within", "between", "last"])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True), (2, True)])
+@pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
+@pytest.mark.parametrize(
+    ("source", "seedable"), [*((source, False) for source in SOURCES), ("shuffled", True), ("by epoch", True)]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, source: str, seedable: bool, stateful: bool, workers: int, persistent: bool, when: str
+) -> None:
+    configuration = {"use_seedable_sampler": seedable, "use_stateful_dataloader": stateful}
+    log = uninterrupted(tmp_path, source, workers, persistent, **configuration)
+    expected = {"within": [log[1][3:], *log[2:]], "between": log[2:], "last": log[3:]}[when]
+    if source == "by epoch":  # workers that persist are told the epoch
+        assert [{item // 100 for batch, _ in batches for item in batch} for batches in log] == [{0}, {1}, {2}, {3}]
+    elif source != "in order":
+        assert len({str([batch for batch, _ in batches]) for batches in log}) == EPOCHS
+    assert resumed(tmp_path, when, source, workers, persistent, **configuration) == expected
