@@ -33,6 +33,9 @@ _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
 
 _FOLDED = ("Configuration", "Environment")
 """Tables that are there for later, and closed until somebody wants them."""
+_UNFOLDED = ".notebook-accelerate-report details::details-content { content-visibility: visible; }"
+_ON_PAPER = f"<style>@media print {{ {_UNFOLDED} }}</style>"
+"""Nothing can be unfolded on paper, nor in a PDF."""
 _PRE = ' style="font-family:monospace;white-space:pre-wrap;margin:0.3em 0"'
 
 Rows = list[list[str]]
@@ -152,7 +155,7 @@ class Report:
         tables = [(caption, _html_table(caption, rows)) for caption, rows in rows_by_caption if len(rows) > 1]
         parts += [table for caption, table in tables if caption not in _FOLDED]
         parts.append(_folded(" and ".join(_FOLDED), "".join(table for caption, table in tables if caption in _FOLDED)))
-        return f'<div class="notebook-accelerate-report">{"".join(parts)}</div>'
+        return f'<div class="notebook-accelerate-report">{_ON_PAPER}{"".join(parts)}</div>'
 
     def _curves_html(self) -> str:
         store, metrics = self.run.store, self.run.metrics

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter, WebPDFExporter
 
-from tests.support.browser import App, Browser, NotebookPage, Server
+from tests.support.browser import CHROMIUM, ROOT, SCREENSHOTS, App, Browser, NotebookPage, Server
 
 TRAIN = """
 import os, time, notebook_accelerate
@@ -20,6 +26,14 @@ def train(steps):
         telemetry.emit(MetricEvent({"loss": 1 / (step + 1)}, step))
         telemetry.emit(ProgressEvent(step + 1, steps, "step"))
         time.sleep(0.02)
+"""
+FAILING = """
+def fails(step):
+    if os.environ["RANK"] == "1":
+        raise ValueError("it diverged")
+    time.sleep(60)
+
+notebook_launcher(fails, (0,), num_processes=2, use_port=0)
 """
 LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
 CELLS = [
@@ -85,3 +99,47 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
         assert "model not found" not in cell.inner_text()
     again.shot(f"{app}-without-kernel")
     assert all("model not found" in error for error in again.errors)
+
+
+@pytest.fixture(scope="module")
+def executed() -> Any:
+    """Return a notebook with the reports of a run that succeeded and of one that failed, executed without a browser."""
+    sources = (TRAIN, LAUNCH.format(20).replace(", block=False", ""), FAILING)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    client = NotebookClient(book, timeout=120, kernel_name="python3", store_widget_state=False, allow_errors=True)
+    return client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_a_report_is_whole_on_paper(executed: Any, chromium: Browser, tmp_path: Path) -> None:
+    html, _ = HTMLExporter(template_name="webpdf").from_notebook_node(executed)
+    (tmp_path / "saved.html").write_text(html)
+    page = chromium.context.new_page()
+    try:
+        page.emulate_media(media="print")
+        page.goto(f"file://{tmp_path / 'saved.html'}")
+        for words in ("num_processes", "python", "rank 1 failed: ValueError: it diverged", "peak memory"):
+            assert page.locator(".notebook-accelerate-report", has_text=words).first.is_visible()
+        rows = page.locator(".notebook-accelerate-report th", has_text="num_processes")
+        assert rows.count() == 2
+        assert rows.first.evaluate("e => e.checkVisibility({contentVisibilityAuto: true}) && e.offsetHeight > 0")
+        assert page.locator(".notebook-accelerate-report img").first.evaluate("e => e.naturalWidth") > 100
+        page.screenshot(path=SCREENSHOTS / "report-on-paper.png", full_page=True)
+    finally:
+        page.close()
+
+
+def test_a_report_becomes_a_pdf(executed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from playwright.async_api import BrowserType
+
+    launch = BrowserType.launch
+
+    async def debian(self: Any, **options: Any) -> Any:  # nbconvert looks for playwright's own browser
+        return await launch(self, executable_path=CHROMIUM, **options)
+
+    monkeypatch.setattr(BrowserType, "launch", debian)
+    exporter = WebPDFExporter()
+    exporter.disable_sandbox = True
+    pdf, _ = exporter.from_notebook_node(executed)
+    assert pdf.startswith(b"%PDF-")
+    assert pdf.count(b"/Type /Page\n") >= 1
+    assert len(pdf) > 20_000
