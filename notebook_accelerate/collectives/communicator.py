@@ -52,6 +52,12 @@ class TorchCommunicator(Communicator):
         return out.view(size, flat.numel())
 
     @steptime.collective
+    def all_gather_into(self, rows: torch.Tensor, flat: torch.Tensor) -> None:
+        """Write the `flat` of each rank into the rows of a contiguous matrix; every rank must call this."""
+        assert _all_gather is not None, "a torch without torch.distributed has no world of several ranks"
+        _all_gather(rows.view(-1), flat)
+
+    @steptime.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
         """Return the sum (or maximum) of `flat` over ranks, in place; every rank must call this."""
         dist.all_reduce(flat, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)

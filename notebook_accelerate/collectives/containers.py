@@ -239,6 +239,30 @@ def with_leaves(data: Any, leaves: Iterable[Any], test_type: Test = is_torch_ten
     return recursively_apply(lambda _: next(replacement), data, test_type=test_type)
 
 
+def with_tensors(data: Any, leaves: Iterable[torch.Tensor]) -> Any:
+    """Build a nested structure that holds tensors alone again, with other tensors.
+
+    Args:
+        data: The original.
+        leaves: The new tensors, in the order of `tensors_of`.
+
+    Returns:
+        The new structure.
+    """
+    return _with_tensors(data, iter(leaves))
+
+
+def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        return next(leaves)
+    if type(node) is dict:  # the usual container, without a call per tensor: a quarter of the time
+        return {
+            key: next(leaves) if isinstance(value, torch.Tensor) else _with_tensors(value, leaves)
+            for key, value in node.items()
+        }
+    return recursively_apply(lambda _: next(leaves), node)
+
+
 def listify(data: Any) -> Any:
     """Turn every tensor of a nested structure into numbers in lists.
 

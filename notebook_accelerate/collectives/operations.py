@@ -10,8 +10,9 @@ import torch
 
 from notebook_accelerate.collectives import verify
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
-from notebook_accelerate.collectives.containers import is_torch_tensor, tensors_of, with_leaves
-from notebook_accelerate.collectives.fused import fused, unpack, unpack_rows
+from notebook_accelerate.collectives.containers import tensors_of, with_tensors
+from notebook_accelerate.collectives.fused import Bundle, Bundles, can_stack
+from notebook_accelerate.collectives.header import Call, blocks_of
 from notebook_accelerate.collectives.local import CannotPadNestedTensorWarning
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.notices import warn_once
@@ -35,12 +36,18 @@ def gather(tensor: Any) -> Any:
     """
     state = PartialState()
     leaves = _checked_leaves(tensor, "gather", state)
-    if state.num_processes == 1 or not leaves:
+    if state.num_processes == 1:
         return tensor
+    bundles = Bundles(_on(state.device, leaves))
+    blocks = blocks_of(state)
+    rows = blocks.gather(Call("gather", tensor, bundles.bundles)) if blocks is not None else None
+    if rows is not None:
+        return with_tensors(tensor, bundles.each(lambda bundle: bundle.unpack_rows(rows[bundle])))
     row = COMMUNICATORS[state.communicator]
-    moved = _on(state.device, leaves)
-    joined = fused(moved, lambda flat, group: unpack_rows(row.all_gather(flat, state.num_processes), group))
-    return _rebuilt(tensor, joined)
+    return with_tensors(
+        tensor,
+        bundles.each(lambda bundle: bundle.unpack_rows(row.all_gather(bundle.pack(), state.num_processes))),
+    )
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -63,19 +70,36 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         raise ValueError(f"reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'")
     state = PartialState()
     leaves = _checked_leaves(tensor, "reduce", state)
-    if state.num_processes == 1 or not leaves or reduction == "none":
+    if state.num_processes == 1 or reduction == "none":
         return tensor
     factor = _scale_of(state, scale)
-    row = COMMUNICATORS[state.communicator]
+    bundles = Bundles(_on(state.device, leaves))
+    blocks = blocks_of(state)
+    rows = blocks.gather(Call("reduce", tensor, bundles.bundles)) if blocks is not None else None
 
-    def move(flat: torch.Tensor, group: list[torch.Tensor]) -> list[torch.Tensor]:
-        whole = flat.to(torch.int64) if flat.dtype == torch.bool else flat
-        total = row.all_reduce(whole)
+    def move(bundle: Bundle) -> list[torch.Tensor]:
+        total = _sum_over_ranks(bundle, state) if rows is None else _sum_of_rows(rows[bundle])
         if reduction == "mean":
             total = total / state.num_processes
-        return unpack(total * factor if factor != 1.0 else total, group)
+        return bundle.unpack(total if factor == 1.0 else total * factor)
 
-    return _rebuilt(tensor, fused(_on(state.device, leaves), move))
+    return with_tensors(tensor, bundles.each(move))
+
+
+def _sum_over_ranks(bundle: Bundle, state: PartialState) -> torch.Tensor:
+    return COMMUNICATORS[state.communicator].all_reduce(_countable(bundle.pack()))
+
+
+def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Add up what the ranks sent, in their order and in the tensors' own dtype, as `all_reduce` does."""
+    total = _countable(rows[0]) + _countable(rows[1])
+    for row in rows[2:]:
+        total += _countable(row)
+    return total
+
+
+def _countable(flat: torch.Tensor) -> torch.Tensor:
+    return flat.to(torch.int64) if flat.dtype == torch.bool else flat
 
 
 def _scale_of(state: PartialState, scale: float) -> float:
@@ -101,14 +125,32 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """
     state = PartialState()
     leaves = _checked_leaves(tensor, "broadcast", state)
-    if state.num_processes == 1 or not leaves:
+    if state.num_processes == 1:
         return tensor
-    row = COMMUNICATORS[state.communicator]
+    _check_rank("from_process", from_process, state)
     moved = _on(state.device, leaves)
-    received = fused(moved, lambda flat, group: unpack(row.broadcast(flat, from_process), group))
-    with torch.no_grad():
-        torch._foreach_copy_(moved, received)
-    return _rebuilt(tensor, moved)
+    bundles = Bundles(moved)
+    mine = state.process_index == from_process
+    blocks = blocks_of(state)
+    sent = blocks.broadcast(Call("broadcast", tensor, bundles.bundles), from_process, mine) if blocks else None
+    row = COMMUNICATORS[state.communicator]
+
+    def move(bundle: Bundle) -> list[torch.Tensor]:
+        if sent is not None:
+            return bundle.unpack(sent[bundle])
+        return bundle.unpack(row.broadcast(bundle.pack() if mine else bundle.empty(), from_process))
+
+    if not mine or sent is None:
+        received = bundles.each(move)
+    if not mine and moved:
+        with torch.no_grad():
+            torch._foreach_copy_(moved, received)
+    return with_tensors(tensor, moved)
+
+
+def _check_rank(name: str, rank: int, state: PartialState) -> None:
+    if not 0 <= rank < state.num_processes:
+        raise ValueError(f"{name}={rank}: there is no such rank; pass one from 0 to {state.num_processes - 1}")
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -128,37 +170,53 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     """
     state = PartialState()
     leaves = _checked_leaves(tensor, "pad_across_processes", state, dim)
-    if state.num_processes == 1 or not leaves:
+    if state.num_processes == 1:
         return tensor
-    sizes = [_size_along(leaf, dim) for leaf in leaves]
-    told = torch.tensor(sizes, dtype=torch.int64, device=state.device)
-    largest = COMMUNICATORS[state.communicator].all_reduce(told, maximum=True).tolist()
-    return _rebuilt(
-        tensor,
-        [
-            _padded(leaf, dim, wanted, pad_index, pad_first) if wanted > size >= 0 else leaf
-            for leaf, size, wanted in zip(leaves, sizes, largest, strict=True)
-        ],
-    )
+    sizes = _sizes_along(leaves, dim)
+    told = Bundle([torch.tensor(sizes, dtype=torch.int64, device=state.device)])
+    blocks = blocks_of(state)
+    rows = blocks.gather(Call("pad_across_processes", tensor, [told], dim)) if blocks is not None else None
+    if rows is not None:
+        largest = rows[told].amax(0)
+    else:
+        largest = COMMUNICATORS[state.communicator].all_reduce(told.pack(), maximum=True)
+    return with_tensors(tensor, _all_padded(leaves, dim, sizes, largest.tolist(), pad_index, pad_first))
 
 
-def _size_along(leaf: torch.Tensor, dim: int) -> int:
-    """Return the size of a dimension; -1 where the tensor has none such or cannot be padded."""
-    if getattr(leaf, "is_nested", False):
+def _sizes_along(leaves: list[torch.Tensor], dim: int) -> list[int]:
+    """Return the sizes of a dimension; -1 where a tensor has none such or cannot be padded."""
+    if any(leaf.is_nested for leaf in leaves):
         warnings.warn(
             "a tensor of nested layout cannot be padded: it stays as it is", CannotPadNestedTensorWarning, stacklevel=4
         )
-        return -1
-    return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1
+    return [
+        leaf.shape[dim] if not leaf.is_nested and -leaf.ndim <= dim < leaf.ndim else -1  # a nested one has no shape
+        for leaf in leaves
+    ]
+
+
+def _all_padded(
+    leaves: list[torch.Tensor], dim: int, sizes: list[int], wanted: list[int], pad_index: int, pad_first: bool
+) -> list[torch.Tensor]:
+    if wanted == sizes:
+        return leaves
+    graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    if not graph and wanted.count(wanted[0]) == len(wanted) > 1 and can_stack(leaves):
+        # All at once: a fifth of the time for 50 tensors of 64 x 4. (With a graph, such views refuse changes in place.)
+        dim = dim + 1 if dim >= 0 else dim
+        return list(_padded(torch.stack(leaves), dim, wanted[0], pad_index, pad_first).unbind(0))
+    return [
+        _padded(leaf, dim, size, pad_index, pad_first) if size > own >= 0 else leaf
+        for leaf, own, size in zip(leaves, sizes, wanted, strict=True)
+    ]
 
 
 def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: int, pad_first: bool) -> torch.Tensor:
-    shape = list(leaf.shape)
-    shape[dim] = size
-    result = leaf.new_full(shape, pad_index)
-    begin = size - leaf.shape[dim] if pad_first else 0
-    result.narrow(dim, begin, leaf.shape[dim]).copy_(leaf)
-    return result
+    missing = size - leaf.shape[dim]
+    edges = [0] * (2 * leaf.ndim)  # torch counts dimensions from the last one, and both ends of each
+    last = 2 * (-dim - 1 if dim < 0 else leaf.ndim - 1 - dim)
+    edges[last if pad_first else last + 1] = missing
+    return torch.constant_pad_nd(leaf, edges, pad_index)
 
 
 def _checked_leaves(data: Any, operation: str, state: PartialState, free_dim: int | None = None) -> list[torch.Tensor]:
@@ -172,10 +230,6 @@ def _checked_leaves(data: Any, operation: str, state: PartialState, free_dim: in
 def _on(device: torch.device, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     # Comparing devices costs a quarter of a `.to` that has nothing to do.
     return [leaf if leaf.device == device else leaf.to(device) for leaf in leaves]
-
-
-def _rebuilt(data: Any, leaves: list[torch.Tensor]) -> Any:
-    return leaves[0] if is_torch_tensor(data) else with_leaves(data, leaves)
 
 
 def gather_object(object: Any) -> Any:

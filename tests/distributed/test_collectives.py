@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import UserDict
@@ -7,9 +8,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 
 from notebook_accelerate import collectives
 from notebook_accelerate.errors import DistributedOperationException
@@ -173,11 +176,14 @@ def count_collectives() -> Any:
     module = import_module("notebook_accelerate.collectives.communicator")
     module._all_gather = _counted(calls, "all_gather", module._all_gather)
     data = {f"k{i}": torch.ones(64, 4) for i in range(50)} | {"n": torch.ones(1, dtype=torch.int64)}
-    collectives.gather(data)
-    collectives.reduce(data)
-    collectives.broadcast(data)
-    collectives.pad_across_processes(data)
-    return sorted(calls)
+    large = [torch.ones(50_000), torch.ones(1, dtype=torch.int64)]
+    found = []
+    for operation in (collectives.gather, collectives.reduce, collectives.broadcast, collectives.pad_across_processes):
+        for given in (data, data, large):
+            calls.clear()
+            operation(given)
+            found.append(list(calls))
+    return found
 
 
 def _counted(calls: list[str], name: str, original: Any) -> Any:
@@ -188,9 +194,131 @@ def _counted(calls: list[str], name: str, original: Any) -> Any:
     return call
 
 
-def test_one_collective_per_dtype() -> None:
-    wanted = ["all_gather"] * 2 + ["all_reduce"] * 3 + ["broadcast"] * 2  # padding compares sizes in one reduction
+def test_one_collective_for_what_fits_into_a_block_and_one_more_per_dtype_for_what_does_not() -> None:
+    asked, sent = "all_gather", "broadcast"
+    wanted = [
+        # the first exchange has to learn the size
+        [asked, asked, asked], [asked], [asked, asked, asked],
+        [asked], [asked], [asked, "all_reduce", "all_reduce"],
+        [sent], [sent], [sent, sent, sent],
+        [asked], [asked], [asked],
+    ]  # fmt: skip
     assert run_ranks(count_collectives) == [wanted] * 2
+
+
+SIZES = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from(["float32", "int64", "bool", "float16"]), st.lists(st.integers(0, 40), max_size=3)),
+        max_size=6,
+    ),
+    max_size=5,
+)
+
+
+def exchange_many(trees: list[list[list[tuple[str, list[int]]]]]) -> None:
+    rank = PartialState().process_index
+    for tree in itertools.chain.from_iterable(trees):
+        both = [_values(tree, each) for each in range(2)]
+        given = both[rank]
+        gathered = collectives.gather(given)
+        wanted = [
+            torch.cat([a[None], b[None]]) if not a.ndim else torch.cat([a, b]) for a, b in zip(*both, strict=True)
+        ]
+        _check(gathered, wanted)
+        total = [(a.long() if a.dtype == torch.bool else a) + b for a, b in zip(*both, strict=True)]
+        _check(collectives.reduce(given, "sum"), total)
+        _check(collectives.reduce(given, "mean"), [tensor / 2 for tensor in total])
+        _check(gathered, wanted)  # what was returned before is nobody's memory for later
+        _check(collectives.broadcast([tensor.clone() for tensor in given], 1), both[1])
+
+
+def _values(tree: list[tuple[str, list[int]]], rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype)) for dtype, shape in tree]
+
+
+def _check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@hypothesis.settings(max_examples=1, deadline=None)
+@hypothesis.given(trees=st.lists(SIZES, min_size=20, max_size=20))
+def test_any_structure_in_any_order(trees: list[Any]) -> None:
+    run_ranks(exchange_many, trees)
+
+
+def different_lengths(operation: str, length: int) -> str:
+    rank = PartialState().process_index
+    collectives.gather(torch.ones(3))
+    text = "no error"
+    try:
+        getattr(collectives, operation)({"x": torch.ones(length + rank), "y": torch.ones(1)})
+    except DistributedOperationException as error:
+        text = str(error)
+    PartialState().wait_for_everyone()
+    return text
+
+
+@pytest.mark.parametrize("length", [2, 100_000])
+@pytest.mark.parametrize("operation", ["gather", "reduce"])
+def test_different_sizes_are_told_without_debug_mode_too(operation: str, length: int) -> None:
+    for text in run_ranks(different_lengths, operation, length):
+        assert f"{{'x': float32[{length}], 'y': float32[1]}}" in text
+        assert f"{{'x': float32[{length + 1}], 'y': float32[1]}}" in text
+        assert "getattr(collectives, operation)" in text
+
+
+def test_a_rank_that_is_sent_other_sizes_than_it_has_says_so() -> None:
+    first, second = run_ranks(different_lengths, "broadcast", 2)
+    assert first == "no error"
+    assert "'broadcast' was given {'x': float32[3], 'y': float32[1]} on rank 1" in second
+
+
+def equal_amounts() -> str:
+    rank = PartialState().process_index
+    try:
+        collectives.gather([torch.ones(2, 3) if rank else torch.ones(3, 2)])
+    except DistributedOperationException as error:
+        return str(error)
+    return "no error"
+
+
+def test_other_shapes_of_the_same_size_are_told() -> None:
+    for text in run_ranks(equal_amounts):
+        assert "[float32[3, 2]]" in text
+        assert "[float32[2, 3]]" in text
+
+
+def nothing_on_one_rank() -> str:
+    with pytest.raises(DistributedOperationException) as caught:
+        collectives.gather({"x": torch.ones(1)} if PartialState().is_main_process else {})
+    assert collectives.gather(torch.ones(1)).tolist() == [1, 1]  # the ranks are still in step
+    return str(caught.value)
+
+
+def test_a_rank_without_tensors_is_told() -> None:
+    assert all("rank 1  gather     {} " in text for text in run_ranks(nothing_on_one_rank))
+
+
+def other_operations() -> str:
+    with pytest.raises(DistributedOperationException) as caught:
+        (collectives.gather if PartialState().is_main_process else collectives.reduce)(torch.ones(1))
+    return str(caught.value)
+
+
+def test_other_operations_are_told() -> None:
+    assert all("rank 0  gather" in text and "rank 1  reduce" in text for text in run_ranks(other_operations))
+
+
+def no_such_rank() -> None:
+    with pytest.raises(ValueError, match="from_process=2: there is no such rank; pass one from 0 to 1"):
+        collectives.broadcast(torch.ones(1), from_process=2)
+    PartialState().wait_for_everyone()  # a rank that is still on its way here needs this one's store
+
+
+def test_broadcast_from_a_rank_that_is_not_there() -> None:
+    run_ranks(no_such_rank)
 
 
 def mismatch() -> None:
