@@ -6,7 +6,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accelerate import checkpointing, collectives, tracking
-from notebook_accelerate.config.constants import PROFILE_PATTERN_NAME
 from notebook_accelerate.config.dynamo import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler
+from notebook_accelerate.config.launched import takes_what_the_launch_told
 from notebook_accelerate.config.profiling import ProfileKwargs
 from notebook_accelerate.config.training import (
     DataLoaderConfiguration,
@@ -81,6 +80,7 @@ class Accelerator(AcceleratorViews):
         ValueError: A setting is not allowed, or two settings contradict each other.
     """
 
+    @takes_what_the_launch_told
     def __init__(
         self,
         device_placement: bool = True,
@@ -393,25 +393,18 @@ class Accelerator(AcceleratorViews):
         for optimizer in fused:
             optimizer.fused_backward(loss, learning_rate)
 
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """Profile the block; every rank must enter it.
 
         Args:
             profile_handler: What is recorded; None means the one in `kwargs_handlers`, or torch's defaults.
 
-        Yields:
-            The profiler. With `output_trace_dir`, each rank leaves its trace there at the end.
+        Returns:
+            A context manager that gives the profiler. With `output_trace_dir`, each rank leaves its trace there at the
+            end, also where the block fails; the run's report lists them.
         """
         settings = profile_handler or self._handlers.profile or ProfileKwargs()
-        with settings.build() as profiler:
-            yield profiler
-        if settings.output_trace_dir is None:
-            return
-        folder = Path(settings.output_trace_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
-        self.wait_for_everyone()
+        return tracking.profiled(settings, self.process_index, self.wait_for_everyone)
 
     # -- between ranks ------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class RunPanel(LivePanel):
         self._progress.value = sections.progress(seen)
         self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
         self._ranks.value = sections.ranks(seen, loss_name(run))
-        self._times.value = sections.step_times(seen)
+        self._times.value = sections.step_times(seen) + sections.traces(run)
         self._errors.value = sections.errors(run)
         self._setup.value = self._setup.value or sections.setup(run)
         self._title(1, "Ranks ⚠" if seen.warned else "Ranks")

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch import curves
-from notebook_accelerate.launch.report import Report, environment_rows, failures_html
+from notebook_accelerate.launch.report import Report, environment_rows, failures_html, file_size
 from notebook_accelerate.telemetry.steptime import PARTS
 from notebook_accelerate.widgets.watching import duration, size
 
@@ -134,6 +134,15 @@ def step_times(now: Now) -> str:
         "where gradients are exchanged, and collectives.</p>"
     )
     return f'<ul class="na-legend">{legend}</ul><div class="na-stacks">{bars}</div>{note}'
+
+
+def traces(run: Run) -> str:
+    """Return the profilers' traces that ranks have written, as a list; "" where there is none."""
+    items = "".join(
+        f"<li>rank {rank}: <code>{escape(path)}</code> ({file_size(count)})</li>"
+        for rank, path, count in run.store.traces()[:MAX_ROWS]
+    )
+    return f'<p class="na-sub">Profiler traces, for a viewer of Chrome traces</p><ul>{items}</ul>' if items else ""
 
 
 def _stack(rank: RankNow, longest: float) -> str:

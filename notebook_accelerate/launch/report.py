@@ -83,6 +83,7 @@ class Report:
             ("Ranks", self._rank_rows()),
             ("Metrics", self._metric_rows()),
             ("Where the step's time went", step_time_rows(self.run.store, [info.rank for info in self.run.ranks])),
+            ("Profiler traces, for a viewer of Chrome traces", trace_rows(self.run.store)),
             ("Attempts", attempts if len(attempts) > 2 else []),
             ("Configuration", self._config_rows()),
             ("Environment", environment_rows(self.run)),
@@ -185,6 +186,18 @@ def step_time_rows(store: Store, ranks: Sequence[int]) -> Rows:
             shares = [f"{100 * seconds.get(part, 0.0) / total:.0f} %" for part in PARTS]
             rows.append([str(rank), f"{1000 * total / steps:.1f}", *shares])
     return rows
+
+
+def trace_rows(store: Store) -> Rows:
+    """Return, per trace that a profiler has written, its rank, path and size; only the head where there is none."""
+    return [["rank", "trace", "size"], *([str(rank), path, file_size(size)] for rank, path, size in store.traces())]
+
+
+def file_size(count: int) -> str:
+    """Return bytes as "312 B", "12 KiB" or "3.4 MiB"."""
+    if count < 2**10:
+        return f"{count} B"
+    return f"{count / 2**10:,.0f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
 
 
 def step_time(store: Store, rank: int) -> tuple[dict[str, float], int]:

@@ -19,6 +19,7 @@ from notebook_accelerate.telemetry.events import (
     ResourceEvent,
     ResultEvent,
     StatusEvent,
+    TraceEvent,
 )
 from notebook_accelerate.telemetry.failure import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
 from notebook_accelerate.telemetry.sink import Sink, current_sink, emit, install_sink
@@ -48,6 +49,7 @@ __all__ = [
     "StatusEvent",
     "StepTimeEvent",
     "Store",
+    "TraceEvent",
     "current_sink",
     "emit",
     "install_sink",

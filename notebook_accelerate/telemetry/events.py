@@ -158,3 +158,13 @@ class GroupTimeoutEvent(Event):
     field_names: ClassVar[tuple[str, ...]] = ()
 
     seconds: float
+
+
+@dataclass(slots=True)
+class TraceEvent(Event):
+    """A rank has written a profiler's trace: an absolute path on its machine, and the file's size in bytes."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    path: str
+    size: int

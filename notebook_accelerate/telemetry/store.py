@@ -24,6 +24,7 @@ from notebook_accelerate.telemetry.events import (
     MetricEvent,
     ProgressEvent,
     ResourceEvent,
+    TraceEvent,
 )
 from notebook_accelerate.telemetry.steptime import StepTimeEvent
 
@@ -37,6 +38,8 @@ MAX_LOG_BYTES = 8 << 20
 MAX_TOTAL_POINTS = 4_000_000
 MIN_POINTS = 64
 """What every series may keep, however many there are."""
+MAX_TRACES = 1_000
+"""Traces that are listed; of more, the latest."""
 RECENT_STEP_TIMES = 10
 """Step times kept per rank: about as many seconds."""
 
@@ -218,6 +221,7 @@ class Store:
         self.loops: dict[int, ProgressEvent] = {}
         self.resources: dict[int, ResourceEvent] = {}
         self.peak_memory: dict[int, int] = {}
+        self._traces: dict[tuple[int, str], int] = {}
         self.last_step: dict[int, int] = {}
         self.dropped: dict[int, int] = {}
         self.last_activity: dict[int, float] = {}
@@ -228,6 +232,7 @@ class Store:
             ResourceEvent: self._add_resource,
             DroppedEvent: self._add_dropped,
             StepTimeEvent: self._add_step_time,
+            TraceEvent: self._add_trace,
         }
 
     def add(self, records: list[Record]) -> None:
@@ -312,6 +317,17 @@ class Store:
         self.resources[record.rank] = event
         self.peak_memory[record.rank] = max(self.peak_memory.get(record.rank, 0), event.memory_bytes)
 
+    def _add_trace(self, record: Record) -> None:
+        event: Any = record.event
+        size = _whole(event.size)
+        if size is None:
+            return
+        file = record.rank, str(event.path)
+        self._traces.pop(file, None)  # a trace that is written again is the latest
+        self._traces[file] = size
+        if len(self._traces) > MAX_TRACES:
+            del self._traces[next(iter(self._traces))]
+
     def _add_dropped(self, record: Record) -> None:
         event: Any = record.event
         self.dropped[record.rank] = self.dropped.get(record.rank, 0) + event.count
@@ -379,6 +395,11 @@ class Store:
         """
         with self._lock:
             return self._metrics[name][rank].since(cursor)
+
+    def traces(self) -> list[tuple[int, str, int]]:
+        """Return the profilers' traces that were written: rank, path and size in bytes, by rank."""
+        with self._lock:
+            return sorted((rank, path, size) for (rank, path), size in self._traces.items())
 
     def step_times(self, rank: int) -> list[StepTimeEvent]:
         """Return where the rank's time of the last seconds went, the oldest first."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         register_tracker_class,
     )
     from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
+    from notebook_accelerate.tracking.traces import profiled
     from notebook_accelerate.tracking.trackio import TrackioTracker
     from notebook_accelerate.tracking.values import LogValueError
     from notebook_accelerate.tracking.wandb import WandBTracker
@@ -51,6 +52,7 @@ __all__ = [
     "init_trackers",
     "log",
     "on_main_process",
+    "profiled",
     "register_tracker_class",
 ]
 
@@ -66,6 +68,7 @@ _HOMES = {
     "tracking.swanlab": ("SwanLabTracker",),
     "tracking.table": ("TRACKERS", "filter_trackers", "get_available_trackers", "register_tracker_class"),
     "tracking.tensorboard": ("TensorBoardTracker",),
+    "tracking.traces": ("profiled",),
     "tracking.trackio": ("TrackioTracker",),
     "tracking.values": ("LogValueError",),
     "tracking.wandb": ("WandBTracker",),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
-from notebook_accelerate.launch.report import sparkline
+from notebook_accelerate.launch.report import file_size, sparkline
 from notebook_accelerate.telemetry import MetricEvent
 
 EVIL = "<script>alert('&')</script>"
@@ -52,6 +54,41 @@ def test_a_finished_run() -> None:
     assert EVIL not in report.html
     assert "&lt;script&gt;" in report.html
     assert run._repr_html_() == report.html
+
+
+def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
+    def train(folder: str) -> None:
+        from notebook_accelerate import Accelerator, ProfileKwargs
+
+        settings = ProfileKwargs(activities=["cpu"], output_trace_dir=folder)
+        accelerator = Accelerator(cpu=True)
+        with accelerator.profile(settings):
+            accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
+        with accelerator.profile(settings):  # it takes the place of the first one
+            raise ValueError(f"rank {accelerator.process_index} ends early")
+
+    with pytest.raises(WorkerError) as caught:
+        notebook_launcher(train, (str(tmp_path),), num_processes=2, use_port=0, start_method="fork")
+    assert caught.value.run is not None
+    report = caught.value.run.report()
+    listed = caught.value.run.store.traces()
+    assert [(rank, path) for rank, path, _ in listed if path.endswith(f"profile_{rank}.json")] == [
+        (rank, str(tmp_path / f"profile_{rank}.json")) for rank in range(2)
+    ]
+    for _, path, size in listed:
+        assert Path(path).stat().st_size > 100
+        assert size > 100
+        assert path in report.text
+        assert f"<td>{path}</td>" in re.sub(r" style=\"[^\"]*\"", "", report.html)
+    assert "Profiler traces" in report.html
+    assert _Tags(report.html).open == []
+
+
+def test_sizes_of_files() -> None:
+    assert [file_size(count) for count in (0, 1023, 1024, 300_000, 5 << 20)] == [
+        "0 B", "1023 B", "1 KiB", "293 KiB", "5.0 MiB",
+    ]  # fmt: skip
 
 
 def test_a_failed_run_escapes_what_the_rank_said() -> None:
