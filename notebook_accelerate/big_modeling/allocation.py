@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Allocation:
         self._second = {name for group in tied for name in group[1:]}
         self._tensors: dict[str, int] = {}
         self._owner: dict[int, int] = {}
-        self._device_of: dict[int, Any] = {}
+        self._device_of: list[Any] = [None] * self._modules
         self._state = bytearray(self._modules)
         self._numbers = {name: number for number, name in enumerate(tree.names)} if tied else {}
         self._groups = _groups_by_prefix(tied)
@@ -70,8 +71,8 @@ class Allocation:
 
     # ---- the walk
 
-    def place_all(self) -> dict[str, Any]:
-        """Place everything and return the device of each name."""
+    def place_all(self) -> None:
+        """Place everything."""
         top = self._parts(0)
         self._large = self._large_tensors(top)
         self._push(top)
@@ -91,7 +92,6 @@ class Allocation:
                 self._place_tied(entry)
             else:
                 self._place(entry)
-        return {self._names[entry]: device for entry, device in self._device_of.items()}
 
     def _place_run(self) -> None:
         """Place what fits the current device, one entry after the other: the usual case, and the fast one."""
@@ -101,7 +101,7 @@ class Allocation:
             return
         main, layers, after = device in self._main, self._layers, self._after
         left = self.limits[device] - self.used.get(device, 0)
-        offloaded, begin = device == "cpu", len(placed)
+        offloaded = device == "cpu"
         while todo:
             entry = todo[-1]
             size = sizes[entry]
@@ -113,7 +113,7 @@ class Allocation:
             todo.pop()
             if offloaded and entry < self._modules:
                 self.offloaded.append(entry)
-        if len(placed) > begin:
+        if left != self.limits[device] - self.used.get(device, 0):
             self.used[device] = self.limits[device] - left
 
     def _place(self, entry: int) -> None:
@@ -257,6 +257,7 @@ class Allocation:
         )
         self._after.append(after)
         self._state.append(0)
+        self._device_of.append(None)
         self._tensors[name] = number
         self._owner[number] = node
         if self._numbers:
@@ -308,20 +309,20 @@ class Allocation:
     def _largest_from(self) -> list[Any]:
         """Return, by position, the bytes of the largest layer from there on: what keeps the whole walk linear."""
         ends, modules, no_split, sizes = self.tree.ends, self.tree.modules, self._no_split, self._sizes
-        own: list[Any] = [0] * (self._modules + 1)
-        inside = 1  # position after the last layer: what is inside it is no layer; the model itself is always split
-        for index in range(1, self._modules):
-            if index >= inside and (
-                ends[index] == index + 1 or (no_split and type(modules[index]).__name__ in no_split)
-            ):
-                own[index] = sizes[index]
-                inside = ends[index]
+        own: list[Any] = [
+            size if end == index + 1 else 0 for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        own[0] = 0  # the model itself is always split
+        own.append(0)
+        index = 1
+        while no_split and index < self._modules:
+            if type(modules[index]).__name__ in no_split:  # what is inside it is no layer
+                own[index : ends[index]] = [sizes[index], *[0] * (ends[index] - index - 1)]
+                index = ends[index]
+            else:
+                index += 1
         self._own, self._ahead = own, list(own)
-        largest, most = list(own), 0
-        for index in range(self._modules - 1, -1, -1):
-            most = max(most, own[index])
-            largest[index] = most
-        return largest
+        return list(accumulate(reversed(own), max))[::-1]
 
     def _forget_layers(self, node: int) -> None:
         """Count the layers of a module that was placed out of turn no more."""
@@ -365,50 +366,52 @@ class Allocation:
 
     # ---- the result
 
+    def apart(self) -> dict[str, Any]:
+        """Return the device of each name as it was placed."""
+        return {name: device for name, device in zip(self._names, self._device_of, strict=True) if device is not None}
+
     def joined(self) -> dict[str, Any]:
         """Return the device of each name, with what is together on one device under its parent's name."""
-        devices = self._devices_of_nodes()
-        found: dict[str, Any] = {}
+        devices, counts = self._devices_of_nodes()
+        placed, ends, found = self._device_of, self.tree.ends, {}
         node = 0
         while node < self._modules:
             device = devices[node]
-            if device is not None and device is not MIXED:
+            # A single entry keeps its own name: Accelerate joins from two on.
+            if device is not None and device is not MIXED and (counts[node] > 1 or placed[node] is not None):
                 found[self._names[node]] = device
-                node = self.tree.ends[node]
+                node = ends[node]
             else:
                 node += 1
-        inside = [number for number in self._device_of if number >= self._modules]
-        for number in inside:
+        for number in range(self._modules, len(placed)):
             name = self._names[number]
-            if not any(outer in found for outer in prefixes(name)):
-                found[name] = self._device_of[number]
+            if placed[number] is not None and not any(outer in found for outer in prefixes(name)):
+                found[name] = placed[number]
         return found
 
-    def _devices_of_nodes(self) -> list[Any]:
-        """Return the one device of everything in each module; MIXED where there are several, None where nothing is."""
-        devices: list[Any] = [None] * self._modules
-        counts = [0] * self._modules
-        for number, device in self._device_of.items():
-            if number < self._modules:
-                devices[number], counts[number] = device, 1
-        for number, device in self._device_of.items():
-            if number >= self._modules:
+    def _devices_of_nodes(self) -> tuple[list[Any], list[int]]:
+        """Return the one device of everything in each module, and how many entries that is.
+
+        Returns:
+            Devices: MIXED where there are several, None where nothing is.
+        """
+        placed, parents = self._device_of, self.tree.parents
+        devices = placed[: self._modules]
+        counts = [0 if device is None else 1 for device in devices]
+        for number in range(self._modules, len(placed)):
+            if (device := placed[number]) is not None:
                 node = self._owner[number]
                 counts[node] += 1
-                devices[node] = device if devices[node] is None or devices[node] == device else MIXED
-        parents = self.tree.parents
+                devices[node] = device if devices[node] in (None, device) else MIXED
         for node in range(self._modules - 1, 0, -1):
             device = devices[node]
             if device is not None:
                 parent = parents[node]
                 counts[parent] += counts[node]
                 have = devices[parent]
-                devices[parent] = device if have is None or have == device else MIXED
-        # A single entry keeps its own name: Accelerate joins from two on.
-        return [
-            MIXED if count == 1 and device is not MIXED and node not in self._device_of else device
-            for node, (device, count) in enumerate(zip(devices, counts, strict=True))
-        ]
+                if have is not device:
+                    devices[parent] = device if have is None or have == device else MIXED
+        return devices, counts
 
 
 MIXED = object()

@@ -67,9 +67,8 @@ def infer_auto_device_map(
         run = Allocation(
             tree, totals.all, totals.measure, totals.tied, limits, no_split_module_classes, verbose, fallback_allocation
         )
-        device_map = run.place_all()
-        if clean_result:
-            device_map = run.joined()
+        run.place_all()
+        device_map = run.joined() if clean_result else run.apart()
     finally:
         if collects:
             gc.enable()

@@ -138,22 +138,26 @@ def is_peft_model(model: Any) -> bool:
     return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft") for kind in type(model).__mro__)
 
 
+class _PerElement(dict[torch.dtype, Any]):
+    """Bytes of one element by dtype, where floating tensors become one of a limit at most."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self._limit = None if dtype is None else dtype_byte_size(_given(dtype))
+
+    def __missing__(self, kind: torch.dtype) -> Any:
+        size = dtype_byte_size(kind)
+        self[kind] = size if self._limit is None or kind in _WHOLE else min(size, self._limit)
+        return self[kind]
+
+
 def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
     """Return a function (name, tensor) -> bytes."""
-    limit = None if dtype is None else dtype_byte_size(_given(dtype))
+    per_element = _PerElement(dtype)
     exact = {name: dtype_byte_size(_given(value)) for name, value in (special or {}).items()}
-    own: dict[torch.dtype, int | float] = {}
 
     def size(name: str, tensor: torch.Tensor) -> int | float:
-        kind = tensor.dtype
-        per = own.get(kind)
-        if per is None:
-            per = own[kind] = dtype_byte_size(kind)
-        if name in exact:
-            per = exact[name]
-        elif limit is not None and kind not in _WHOLE:
-            per = min(per, limit)
-        return tensor.numel() * per
+        return tensor.numel() * (exact[name] if name in exact else per_element[tensor.dtype])
 
     return size
 
@@ -181,33 +185,48 @@ class Totals:
 
 def totals_of(tree: Tree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Totals:
     """Measure all modules of a walk in one pass, and find the parameters with several names."""
-    measure = _measure(dtype, special_dtypes)
+    measure, per_element = _measure(dtype, special_dtypes), _PerElement(dtype)
     every: list[Any] = [0] * len(tree.names)
     buffers: list[Any] = [0] * len(tree.names)
-    first: dict[int, tuple[int, str]] = {}
-    groups: dict[int, list[str]] = {}
+    seen: dict[int, int] = {}
+    count, tied = 0, False
     for index, module in enumerate(tree.modules):
-        held = module.__dict__
-        for key, parameter in held["_parameters"].items():
+        for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            identity = id(parameter)
-            if identity in first:
-                names = groups.setdefault(identity, [full_name(tree.names[first[identity][0]], first[identity][1])])
-                names.append(full_name(tree.names[index], key))
+            count += 1
+            if seen.setdefault(id(parameter), count) != count:
+                tied = True
+            elif special_dtypes:
+                every[index] += measure(full_name(tree.names[index], key), parameter)
             else:
-                first[identity] = (index, key)
-                every[index] += measure(full_name(tree.names[index], key) if special_dtypes else key, parameter)
-        for key, buffer in held["_buffers"].items():
-            if buffer is not None and id(buffer) not in first:
-                first[id(buffer)] = (index, key)
-                buffers[index] += measure(full_name(tree.names[index], key), buffer)
-    for index in range(len(every) - 1, -1, -1):  # children come after their parents
-        every[index] += buffers[index]
-        if index:
-            every[tree.parents[index]] += every[index] - buffers[index]
-            buffers[tree.parents[index]] += buffers[index]
-    return Totals(every, buffers, list(groups.values()), measure)
+                every[index] += parameter.numel() * per_element[parameter.dtype]
+        if module._buffers:
+            for key, buffer in module._buffers.items():
+                count += 1
+                if buffer is not None and seen.setdefault(id(buffer), count) == count:
+                    buffers[index] += measure(full_name(tree.names[index], key), buffer)
+    with_buffers = any(buffers)
+    for sums in (every, buffers) if with_buffers else (every,):
+        for index in range(len(sums) - 1, 0, -1):  # children come after their parents
+            sums[tree.parents[index]] += sums[index]
+    if with_buffers:
+        every = [size + buffer for size, buffer in zip(every, buffers, strict=True)]
+    return Totals(every, buffers, tied_in(tree) if tied else [], measure)
+
+
+def tied_in(tree: Tree) -> list[list[str]]:
+    """Find the parameters of a walk that have several names.
+
+    Returns:
+        Their names, in the order of the walk, group by group.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in zip(tree.names, tree.modules, strict=True):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names[id(parameter)].append(f"{name}.{key}" if name else key)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def sizes_of(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.walk import Tree, prefixes, submodule, tree_of
+from notebook_accelerate.big_modeling.sizes import tied_in
+from notebook_accelerate.big_modeling.walk import prefixes, submodule, tree_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,19 +24,7 @@ def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str
     Returns:
         One sorted list of names per tied parameter.
     """
-    return tied_in(tree_of(model))
-
-
-def tied_in(tree: Tree) -> list[list[str]]:
-    """Find the tied parameters of a walk; see `find_tied_parameters`."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, module in zip(tree.names, tree.modules, strict=True):
-        held = module._parameters
-        if held:
-            for key, parameter in held.items():
-                if parameter is not None:
-                    names[id(parameter)].append(f"{name}.{key}" if name else key)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return [sorted(group) for group in tied_in(tree_of(model))]
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]]) -> None:

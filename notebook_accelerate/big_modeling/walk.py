@@ -34,29 +34,27 @@ def tree_of(model: torch.nn.Module) -> Tree:
     Returns:
         Its modules; made in time linear in their number (`named_modules` takes a step per module and level).
     """
-    tree = Tree()
-    names, modules, parents = tree.names, tree.modules, tree.parents
-    stack: list[tuple[str, torch.nn.Module, int]] = [("", model, -1)]
-    while stack:
-        name, module, parent = stack.pop()
-        index = len(names)
-        names.append(name)
-        modules.append(module)
-        parents.append(parent)
-        children = module._modules
-        if children:
-            prefix = f"{name}." if name else ""
-            stack += [(prefix + key, child, index) for key, child in reversed(children.items()) if child is not None]
-    tree.ends = _ends(parents)
+    tree = Tree([""], [model], [-1], [1])
+    names, modules, parents, ends = tree.names, tree.modules, tree.parents, tree.ends
+    # One iterator per level, so that a module without children is four appends, and no call.
+    levels = [("", 0, iter(model._modules.items()))]
+    while levels:
+        prefix, parent, children = levels[-1]
+        for key, child in children:
+            if child is None:
+                continue
+            names.append(prefix + key)
+            modules.append(child)
+            parents.append(parent)
+            ends.append(len(names))
+            if child._modules:
+                index = len(names) - 1
+                levels.append((f"{names[index]}.", index, iter(child._modules.items())))
+                break
+        else:
+            levels.pop()
+            ends[parent] = len(names)
     return tree
-
-
-def _ends(parents: list[int]) -> list[int]:
-    ends = list(range(1, len(parents) + 1))
-    for index in range(len(parents) - 1, 0, -1):
-        parent = parents[index]
-        ends[parent] = max(ends[parent], ends[index])
-    return ends
 
 
 def full_name(prefix: str, name: str) -> str:
