@@ -81,14 +81,13 @@ class Writing:
         if self.snapshot is not None:
             copied = self.snapshot.copied
             self.hooks = [item.register_step_pre_hook(lambda *_: copied.wait() and None) for item in self.optimizers]
-        thread = threading.Thread(target=self.run, name=f"save_state {self.place.target.name}")
+        self.thread = threading.Thread(target=self.run, name=f"save_state {self.place.target.name}")
         try:
-            thread.start()
+            self.thread.start()
         except RuntimeError as error:  # a limit on threads, or an interpreter that is ending
+            self.thread = None
             self.run()
             warn_once(f"save_state(blocking=False) wrote the checkpoint in the foreground: {error}.")
-            return
-        self.thread = thread
 
     def join(self) -> None:
         """Wait for the thread, where there is one."""
