@@ -96,7 +96,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         watched = telemetry.current_sink() is not None
         if watched:
             steptime.switch(steptime.OPTIMIZER)
-        result = self.optimizer.step(closure) if self.scaler is None else self._scaled_step(self.scaler, closure)
+        result = self._take_step(closure)
         self._steps += 1
         if watched:
             steptime.switch(steptime.OTHER)
@@ -104,6 +104,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 telemetry.emit(ProgressEvent(step=self._steps))
                 steptime.end_step()
         return result
+
+    def _take_step(self, closure: Callable[[], float] | None) -> Any:
+        return self.optimizer.step(closure) if self.scaler is None else self._scaled_step(self.scaler, closure)
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], float] | None) -> Any:
         self._accelerate_step_called = False

@@ -104,16 +104,23 @@ class AcceleratorState(PartialState):
         if asked["_mixed_precision"] is None:
             asked = {**asked, "_mixed_precision": precision_from_environ()}
         asked = {**asked, **plugins_from_environ(asked)}
-        place_and_settings = {**place.__dict__, "device_mesh": None, "use_ipex": False, **asked}
-        self.__dict__.update(place_and_settings, **arrange(place_and_settings))
-        self._choose_type()
+        _only_kind(asked)
+        settings = {**place.__dict__, "device_mesh": None, "use_ipex": False, **asked}
+        settings |= arrange(settings)
+        kind = _only_kind(settings)
+        self.__dict__.update(settings)
+        self._choose_type(kind)
 
     def _change(self, place: PartialState, asked: Slots) -> None:
         new = {name: value for name, value in asked.items() if value is not None}
+        if kind := _only_kind(new):
+            new |= {name: None for name in _TYPE_OF_PLUGIN if name != kind and self.__dict__.get(name) is not None}
         before = {name: self.__dict__.get(name) for name in ("device", *new)}
-        self.__dict__.update(place.__dict__, **new)
-        self.__dict__.update(arrange(self.__dict__))
-        self._choose_type()
+        settings = {**self.__dict__, **place.__dict__, **new}
+        settings |= arrange(settings)
+        kind = _only_kind(settings)
+        self.__dict__.update(settings)
+        self._choose_type(kind)
         changes = [_change_in_words(name, old, self.__dict__[name]) for name, old in before.items()]
         if any(changes):
             warn_once(
@@ -121,11 +128,8 @@ class AcceleratorState(PartialState):
                 "objects prepared by an earlier Accelerator stay as they were prepared"
             )
 
-    def _choose_type(self) -> None:
-        self.distributed_type = PartialState().distributed_type
-        for name, kind in _TYPE_OF_PLUGIN.items():
-            if self.__dict__.get(name) is not None:
-                self.distributed_type = kind
+    def _choose_type(self, kind: str) -> None:
+        self.distributed_type = _TYPE_OF_PLUGIN.get(kind) or PartialState().distributed_type
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -140,8 +144,9 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: no, fp16, bf16 or fp8."""
-        return self._mixed_precision
+        """The precision: no, fp16, bf16 or fp8; where a DeepSpeed configuration has enabled one, that one."""
+        enabled = None if self.deepspeed_plugin is None else self.deepspeed_plugin.precision
+        return self._mixed_precision if enabled is None or self._mixed_precision == "fp8" else str(enabled)
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -213,9 +218,33 @@ def precision_from_environ() -> str:
 
 
 def _by_name(plugin: Any) -> dict[str, Any] | None:
-    if plugin is None or isinstance(plugin, dict):
-        return plugin
-    return {"default": plugin}
+    """Return DeepSpeed plugins by name, one of them selected."""
+    if plugin is None:
+        return None
+    plugins: dict[str, Any] = plugin if isinstance(plugin, dict) else {"default": plugin}
+    if wrong := [type(item).__name__ for item in plugins.values() if not hasattr(item, "deepspeed_config")]:
+        raise ValueError(f"deepspeed_plugin is a {wrong[0]}; pass a DeepSpeedPlugin, or a dict of them by name")
+    if not plugins:
+        raise ValueError("deepspeed_plugin={} has no plugin; pass a DeepSpeedPlugin, or a dict of them by name")
+    if not any(item.selected for item in plugins.values()):
+        next(iter(plugins.values())).select(_from_accelerator_state=True)
+    return plugins
+
+
+def _only_kind(slots: Slots) -> str:
+    """Return the name of the plugin among some settings that decides the kind of world; "" where there is none.
+
+    Raises:
+        ValueError: There are several, which contradict each other.
+    """
+    given = [name for name in _TYPE_OF_PLUGIN if slots.get(name) is not None]
+    if len(given) > 1:
+        shown = " and ".join(name.removesuffix("s") for name in given)
+        raise ValueError(
+            f"{shown} contradict each other: a model is trained by one of them; leave the others out (variables such "
+            "as ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP ask for a plugin too)"
+        )
+    return given[0] if given else ""
 
 
 def _change_in_words(name: str, old: Any, new: Any) -> str:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
 from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.state.shared import Slots
 
-_FROM_ENVIRON = {
+
+def _deepspeed() -> dict[str, DeepSpeedPlugin]:
+    plugin = DeepSpeedPlugin()
+    plugin.select(_from_accelerator_state=True)
+    return {"default": plugin}
+
+
+_FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
+    "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", _deepspeed),
     "fsdp_plugin": ("ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
     "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", ParallelismConfig),
 }

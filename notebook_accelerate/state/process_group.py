@@ -50,6 +50,16 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
         _leave_timeout_to_kernel(kwargs.get("timeout") or timedelta(minutes=30))
 
 
+def start_group_of_one(backend: str) -> None:
+    """Start a default process group of this process alone, for libraries that cannot do without one.
+
+    Args:
+        backend: gloo, nccl, xccl, ...
+    """
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
+
+
 NATIVE_TIMEOUT = timedelta(days=7)
 """Time limit of collectives inside torch, in a rank that a kernel watches."""
 

@@ -38,6 +38,12 @@ def _fsdp(setup: Setup) -> Strategy:
     return FSDP2Strategy(setup)
 
 
+def _deepspeed(setup: Setup) -> Strategy:
+    from notebook_accelerate.strategies.deepspeed import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(setup)
+
+
 def _tensor_parallel(setup: Setup) -> Strategy:
     from notebook_accelerate.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -49,7 +55,8 @@ STRATEGIES: dict[str, StrategyFactory] = {
     **{kind.value: DDPStrategy for kind in DistributedType if kind.value.startswith("MULTI_")},
     DistributedType.FSDP.value: _fsdp,
     "TP": _tensor_parallel,
-    **{kind: _unavailable(kind) for kind in ("DEEPSPEED", "MEGATRON_LM", "XLA")},
+    DistributedType.DEEPSPEED.value: _deepspeed,
+    **{kind: _unavailable(kind) for kind in ("MEGATRON_LM", "XLA")},
 }
 """What makes a strategy, by `DistributedType`, or TP: Accelerate names no type for ranks that only split tensors."""
 

@@ -11,12 +11,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from notebook_accelerate.precision import restore_forward
 
 _WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
+_LATER_WRAPPERS = {
+    "torch.distributed.fsdp": "FullyShardedDataParallel",
+    "deepspeed.runtime.engine": "DeepSpeedEngine",
+}
 
 
 def _is_wrapper(model: torch.nn.Module) -> bool:
-    # FSDP takes a second to import; a model can be wrapped by it only where somebody has.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return isinstance(model, _WRAPPERS) or (fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel))
+    # FSDP and DeepSpeed take a second to import; a model can be wrapped by them only where somebody has.
+    return isinstance(model, _WRAPPERS) or any(
+        (module := sys.modules.get(name)) is not None and isinstance(model, getattr(module, kind, ()))
+        for name, kind in _LATER_WRAPPERS.items()
+    )
 
 
 def is_compiled_module(module: Any) -> bool:

@@ -110,11 +110,11 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "deepspeed": {
         "config.deepspeed": ("DummyOptim", "DummyScheduler"),
+        "config.deepspeed_config": ("HfDeepSpeedConfig",),
         "strategies.deepspeed": (
             "DeepSpeedEngineWrapper",
             "DeepSpeedOptimizerWrapper",
             "DeepSpeedSchedulerWrapper",
-            "HfDeepSpeedConfig",
             "get_active_deepspeed_plugin",
             "map_pytorch_optim_to_deepspeed",
         ),

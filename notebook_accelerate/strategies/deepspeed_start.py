@@ -1,0 +1,109 @@
+"""DeepSpeed's own start: its import, its device, its communication, without variables that a user would have to set."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware.checks import is_deepspeed_available
+from notebook_accelerate.state import AcceleratorState, process_group
+
+_NAMED_AS_HERE = frozenset({"cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "xpu"})
+"""Types of devices that DeepSpeed calls by the same names."""
+_served: Any = None
+"""The default process group that DeepSpeed's communication was started on."""
+
+
+def load(device: torch.device) -> Any:
+    """Import DeepSpeed for a type of device.
+
+    Args:
+        device: This rank's device.
+
+    Returns:
+        The package.
+
+    Raises:
+        ImportError: It is not installed.
+        ValueError: It was imported for another type of device.
+    """
+    if not is_deepspeed_available():
+        raise ImportError(
+            "training with a DeepSpeedPlugin needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.16'"
+        )
+    chosen = "DS_ACCELERATOR" in os.environ or device.type not in _NAMED_AS_HERE
+    with environ.patch_environment(**({} if chosen else {"DS_ACCELERATOR": device.type})):
+        deepspeed: Any = import_module("deepspeed")
+        name = deepspeed.accelerator.get_accelerator().device_name()
+    if name != device.type and device.type in _NAMED_AS_HERE:
+        raise ValueError(
+            f"DeepSpeed has chosen {name}, and this rank trains on {device}: it was imported before the Accelerator "
+            f"was made, or DS_ACCELERATOR says so; set DS_ACCELERATOR={device.type} for this process"
+        )
+    return deepspeed
+
+
+def start(state: AcceleratorState) -> Any:
+    """Import DeepSpeed and have it communicate through the process group of this world; every rank must call this.
+
+    Args:
+        state: The world. In a world of one a process group of one is made: DeepSpeed does not go without.
+
+    Returns:
+        The package.
+    """
+    global _served  # noqa: PLW0603 - DeepSpeed's communication is one per process
+    deepspeed = load(state.device)
+    if not process_group.group_exists():
+        process_group.start_group_of_one(devices.row(state.device.type).backend)
+    # DeepSpeed reads it again while it trains; in a world of one nobody may have set it.
+    os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
+    if _served is dist.group.WORLD:
+        return deepspeed
+    comm: Any = import_module("deepspeed.comm.comm")
+    if comm.cdb is not None and _served is not None:
+        _forget_ended_group(comm)
+    if state.device.type == "cpu":
+        # Half a minute of C++ compilation, for an all-reduce that training does not use (comm/torch.py of 0.19).
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with tools_on_path():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    _served = dist.group.WORLD
+    return deepspeed
+
+
+def _forget_ended_group(comm: Any) -> None:
+    """Have DeepSpeed forget the groups of an earlier run in this process."""
+    groups: Any = import_module("deepspeed.utils.groups")
+    if hasattr(groups, "_release_process_group_references"):
+        groups._release_process_group_references(group=None)
+    comm.cdb = None
+
+
+@contextmanager
+def tools_on_path() -> Iterator[None]:
+    """Let DeepSpeed find ninja inside the block, where it is installed beside a Python that is not activated.
+
+    Yields:
+        Nothing.
+    """
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") is None and util.find_spec("ninja") is not None and (beside / "ninja").exists():
+        with environ.patch_environment(PATH=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"):
+            yield
+    else:
+        yield
+
+
+__all__ = ["load", "start", "tools_on_path"]
