@@ -14,48 +14,48 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.launch import LaunchConfig
 
 _WIDTH = 88
-OPTIONS_NAME = "accelerator_options"
 # What LaunchConfig has and notebook_launcher has no parameter for.
-ONLY_IN_CONFIG = ("cpu",)
+ONLY_IN_CONFIG = ("cpu", "accelerator")
 
 
-def launch_cell(function: str, arguments: str, config: LaunchConfig, options: dict[str, Any]) -> str:
+def launch_cell(function: str, arguments: str, config: LaunchConfig) -> str:
     """Return the code of a cell.
 
     Args:
         function: Name of the training function.
         arguments: The code of its arguments, such as ``(model, 3)``; "" for none.
         config: The launch.
-        options: What the training function has to pass to ``Accelerator``; may be empty.
     """
     imports = ["from notebook_accelerate import notebook_launcher"]
     given = config.non_default()
     apart = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
     if apart:
         imports[0] = "from notebook_accelerate import LaunchConfig, notebook_launcher"
-    blocks = [_options_block(options)] if options else []
     call = [function, *([arguments] if arguments and arguments != "()" else [])]
     call += [f"{name}={code_of(value)}" for name, value in given.items()]
     if apart:
-        call.append(f"config=LaunchConfig({', '.join(f'{name}={code_of(value)}' for name, value in apart.items())})")
-    return "\n".join([*imports, *_imports(options), "", *blocks, _call("run = notebook_launcher", call)])
+        values = [f"{name}={_laid_out(value)}" for name, value in apart.items()]
+        call.append(f"config=LaunchConfig({', '.join(values)})")
+    return "\n".join([*imports, *_imports(apart), "", _call("run = notebook_launcher", call)])
 
 
-def _options_block(options: dict[str, Any]) -> str:
-    entries = "".join(f"    {code_of(name)}: {code_of(value)},\n" for name, value in options.items())
-    hint = f"# for the training function to pass on: Accelerator(**{OPTIONS_NAME})"
-    return f"{hint}\n{OPTIONS_NAME} = {{\n{entries}}}\n"
+def _laid_out(value: Any) -> str:
+    """Return the code of a value, arguments of `Accelerator` on a line each."""
+    if not isinstance(value, dict):
+        return code_of(value)
+    entries = "".join(f"        {code_of(name)}: {code_of(entry)},\n" for name, entry in value.items())
+    return f"{{\n{entries}    }}"
 
 
 def _call(name: str, arguments: list[str]) -> str:
     line = f"{name}({', '.join(arguments)})"
-    if len(line) <= _WIDTH:
+    if len(line) <= _WIDTH and "\n" not in line:
         return line
     return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + ")"
 
 
-def _imports(options: dict[str, Any]) -> list[str]:
-    classes = _classes(options)
+def _imports(values: dict[str, Any]) -> list[str]:
+    classes = _classes(values)
     lines = ["from datetime import timedelta"] if timedelta in classes else []
     names = sorted(cls.__name__ for cls in classes if cls is not timedelta)
     return lines + ([f"from notebook_accelerate.utils import {', '.join(names)}"] if names else [])
@@ -90,4 +90,4 @@ def training_functions(namespace: dict[str, Any]) -> list[str]:
     return own[::-1]
 
 
-__all__ = ["OPTIONS_NAME", "launch_cell", "name_of", "training_functions"]
+__all__ = ["launch_cell", "name_of", "training_functions"]

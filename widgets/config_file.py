@@ -161,7 +161,7 @@ def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: Cluste
     from notebook_accelerate.widgets.draft import Draft
 
     names = [name for name in launch.non_default() if name not in _IN_FILE]
-    kept = {**_variables(cluster), **training.environment()}
+    kept = _variables(cluster)
     if "env" in names and not set(launch.env or {}) - set(kept):
         names.remove("env")
     changed = Draft(TrainingOptions, training).changed()

@@ -24,14 +24,14 @@ from notebook_accelerate.launch.places import here
 from notebook_accelerate.launch.planner import runs_inline
 from notebook_accelerate.launch.preflight import fork_hazard
 from notebook_accelerate.widgets import config_file
-from notebook_accelerate.widgets.cell_code import OPTIONS_NAME, launch_cell, name_of, training_functions
+from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training_functions
 from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.draft import Checked
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
 from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
 from notebook_accelerate.widgets.outlook import alert, chips, described, details, notice, sentence
 from notebook_accelerate.widgets.shown import Shown
-from notebook_accelerate.widgets.training_options import STEPS_VARIABLE, TrainingOptions
+from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
 """How long an answer to "can this kernel be forked?" counts: asking forks a probe, too much for every key."""
@@ -70,14 +70,19 @@ class ConfigPanel:
         self._own_files: set[Path] = set()
         self._parent: Any = None
         self._shown = Shown(self._static, lambda: "Settings of a launch")
+        self._unshown: dict[str, Any] = {}
+        config = config or LaunchConfig(block=False)
         self.launch_form = Form(
             LaunchConfig,
-            config or LaunchConfig(block=False),
+            config.changed(accelerator=None),
             title="Launch",
             choices=LAUNCH_CHOICES,
             groups=LAUNCH_GROUPS,
+            names=[name for _, names in LAUNCH_GROUPS for name in names],
             on_change=self._changed,
         )
+        if config.accelerator:
+            training, self._unshown = (training or TrainingOptions()).with_arguments(config.accelerator)
         self.training_form = Form(
             TrainingOptions, training, title="Training", groups=TRAINING_GROUPS, on_change=self._changed
         )
@@ -88,22 +93,25 @@ class ConfigPanel:
 
     @property
     def config(self) -> LaunchConfig:
-        """The launch as it is set, with the variables by which the workers' ``Accelerator()`` learns its options.
+        """The launch as it is set; the options of the training are what it gives to every ``Accelerator()``.
 
         Raises:
             ValueError: Entries are wrong; the message has a line for each.
         """
         config: LaunchConfig = self.launch_form.value
-        return _with_environment(config, self.training)
+        shown = self.training.accelerator()
+        given = {**self._unshown, **shown}
+        if handlers := [*self._unshown.get("kwargs_handlers", ()), *shown.get("kwargs_handlers", ())]:
+            given["kwargs_handlers"] = handlers
+        return config.changed(accelerator=given or None)
 
     @config.setter
     def config(self, config: LaunchConfig) -> None:
-        environment = dict(config.env or {})
         with self._lock:
-            if (steps := environment.get(STEPS_VARIABLE, "")).isdigit() and int(steps) > 0:
-                del environment[STEPS_VARIABLE]  # it has a field of its own, and comes back from there
-                self.training_form.input("gradient_accumulation_steps").value = steps
-            self.launch_form.value = config.changed(env=environment or None)
+            if config.accelerator:
+                training = self.training_form.checked.value or TrainingOptions()
+                self.training_form.value, self._unshown = training.with_arguments(config.accelerator)
+            self.launch_form.value = config.changed(accelerator=None)
 
     @property
     def training(self) -> TrainingOptions:
@@ -133,12 +141,8 @@ class ConfigPanel:
             known = ", ".join([*LaunchConfig.__dataclass_fields__, *TrainingOptions.__dataclass_fields__])
             raise ValueError(f"there is no field {unknown[0]!r}; there are {known}")
         config, options = self.launch_form.value.changed(**launching), replace(self.training, **training)
-        self.launch_form.value, self.training_form.value = config, options
-
-    @property
-    def accelerator_options(self) -> dict[str, Any]:
-        """The options that the training function has to pass on itself: ``Accelerator(**options)``."""
-        return self.training.accelerator_options()
+        self.training_form.value = options
+        self.config = config
 
     @property
     def errors(self) -> dict[str, str]:
@@ -173,7 +177,7 @@ class ConfigPanel:
         if errors := self.errors:
             return "\n".join(f"# {line}" for error in errors.values() for line in error.splitlines())
         name = self._name.value.strip() or "train"
-        return launch_cell(name, self._args.value.strip(), self.config, self.accelerator_options)
+        return launch_cell(name, self._args.value.strip(), self.config)
 
     def launch(self, function: Callable[..., Any] | None = None, args: Iterable[Any] | None = None) -> Run:
         """Start the run that the panel describes.
@@ -273,10 +277,12 @@ class ConfigPanel:
         self._load.on_click(lambda _: self._guarded(self._load_clicked, self._file_note))
         self._save.on_click(lambda _: self._guarded(self._save_clicked, self._file_note))
         self.widget = styled(make.VBox([style_sheet(), *self._parts()]))
+        self.widget.add_class("na-config")
 
     def _parts(self) -> list[Any]:
         make = ipywidgets
         tabs = make.Tab([self.launch_form.widget, self.training_form.widget, self._file_tab()])
+        tabs.add_class("na-tabs")
         for index, title in enumerate(("Launch", "Training", "Configuration file")):
             tabs.set_title(index, title)
         launch_row = make.HBox([self._name, self._args, self._go])
@@ -308,19 +314,10 @@ class ConfigPanel:
             return f'<div class="na-plan na-wrong">{"".join(alert(text) for text in errors.values())}</div>'
         planned, training = self.plan, self.training
         small = details(planned, training)
-        small += [untold] if (untold := self._untold()) else []
         small += ["the button starts it without blocking, panel.launch() blocks"] if self.config.block else []
         strong = escape(sentence(planned, self.config, training))
         below = f'<span class="na-help">{escape(" · ".join(small))}</span>'
         return f'<div class="na-plan" role="status"><strong>{strong}</strong><br>{below}</div>'
-
-    def _untold(self) -> str:
-        """Return what the training function does not get unless its arguments hand it over."""
-        options = self.accelerator_options
-        if not options or OPTIONS_NAME in self._args.value:
-            return ""
-        names = ", ".join(options)
-        return f"your function has to pass on {names}: give it {OPTIONS_NAME}, for Accelerator(**{OPTIONS_NAME})"
 
     def _changed(self, _: Checked) -> None:
         self._guarded(self.refresh)
@@ -387,8 +384,7 @@ class ConfigPanel:
         text = self._args.value.strip()
         if not text:
             return self._arguments
-        scope = {**_namespace(), OPTIONS_NAME: self.accelerator_options}
-        value = eval(text, scope)  # noqa: S307 - the user's own code, as in a cell
+        value = eval(text, dict(_namespace()))  # noqa: S307 - the user's own code, as in a cell
         if not isinstance(value, tuple):
             raise ValueError(f"{text} is not a tuple; write ({text},)")
         return value
@@ -439,11 +435,6 @@ def configure(
         config: The launch to begin with.
     """
     return ConfigPanel(function, args, config=config)
-
-
-def _with_environment(config: LaunchConfig, training: TrainingOptions) -> LaunchConfig:
-    environment = {**(config.env or {}), **training.environment()}
-    return config.changed(env=environment or None)
 
 
 def _namespace() -> dict[str, Any]:

@@ -40,7 +40,7 @@ TRAINING_GROUPS = (
     ),
     (
         "Sharded and parallel training",
-        ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "torch_tp_plugin"),
+        ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "torch_tp_plugin"),
     ),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -29,6 +29,7 @@ class Form:
         title: What it is about, as the caption of its static form.
         choices: Allowed values that the fields' types do not tell, by field.
         groups: Titles and fields; the first group stands open, the others fold. Fields in no group come last.
+        names: Only these fields; None: all.
         on_change: Called with what the entries are worth after each change, on whatever thread the change came.
     """
 
@@ -40,9 +41,10 @@ class Form:
         title: str = "",
         choices: Mapping[str, Sequence[Any]] | None = None,
         groups: Groups | None = None,
+        names: Iterable[str] | None = None,
         on_change: Callable[[Checked], None] | None = None,
     ) -> None:
-        self._begin(Draft(cls, value, choices=choices), title, groups, on_change)
+        self._begin(Draft(cls, value, choices=choices, names=names), title, groups, on_change)
         self.widget.children = (style_sheet(), *self.widget.children)
 
     @classmethod

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from notebook_accelerate.config import constants, environ
+from notebook_accelerate.config import constants
 from notebook_accelerate.config.ddp import DistributedDataParallelKwargs
 from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
 from notebook_accelerate.config.dynamo import TorchDynamoPlugin
@@ -14,6 +15,7 @@ from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from notebook_accelerate.config.megatron import MegatronLMPlugin
 from notebook_accelerate.config.parallelism import TorchTensorParallelPlugin
+from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.config.profiling import ProfileKwargs
 from notebook_accelerate.config.training import (
     DataLoaderConfiguration,
@@ -22,12 +24,17 @@ from notebook_accelerate.config.training import (
 )
 from notebook_accelerate.widgets.draft import CHOICES
 
-STEPS_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-HANDLERS = (
-    "ddp_kwargs", "autocast_kwargs", "scaler_kwargs", "process_group_kwargs", "profile_kwargs", "torchao_recipe",
-    "transformer_engine_recipe", "msamp_recipe",
-)  # fmt: skip
-"""Fields that are passed together, as ``kwargs_handlers``."""
+HANDLERS = {
+    "ddp_kwargs": DistributedDataParallelKwargs,
+    "autocast_kwargs": AutocastKwargs,
+    "scaler_kwargs": GradScalerKwargs,
+    "process_group_kwargs": InitProcessGroupKwargs,
+    "profile_kwargs": ProfileKwargs,
+    "torchao_recipe": AORecipeKwargs,
+    "transformer_engine_recipe": TERecipeKwargs,
+    "msamp_recipe": MSAMPRecipeKwargs,
+}
+"""Fields that are passed together, as ``kwargs_handlers``, and their classes."""
 # Fields of TorchDynamoPlugin that a worker can be told by a variable, and their names in a configuration file.
 _DYNAMO = {
     "backend": "dynamo_backend",
@@ -71,6 +78,7 @@ class TrainingOptions:
     deepspeed_plugin: DeepSpeedPlugin | None = None
     megatron_lm_plugin: MegatronLMPlugin | None = None
     torch_tp_plugin: TorchTensorParallelPlugin | None = None
+    parallelism_config: ParallelismConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "gradient_accumulation_steps"):
@@ -90,12 +98,22 @@ class TrainingOptions:
         plugin = self.gradient_accumulation_plugin
         return (plugin.num_steps if plugin is not None else None) or self.gradient_accumulation_steps
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables that tell a worker's ``Accelerator()`` what needs no line in the training function."""
-        values: dict[str, Any] = {STEPS_VARIABLE: self.steps} if self.steps != 1 else {}
-        for name, value in self.dynamo_config().items():
-            values[f"ACCELERATE_{name.upper()}"] = value
-        return {name: environ.as_text(value) for name, value in values.items()}
+    @property
+    def strategy(self) -> str:
+        """How ranks share the model, in a word or two; "" where each has all of it."""
+        words = []
+        if self.fsdp_plugin is not None:
+            words.append(f"FSDP {self.fsdp_plugin.fsdp_version}")
+        if self.deepspeed_plugin is not None:
+            words.append(f"DeepSpeed ZeRO-{self.deepspeed_plugin.zero_stage}")
+        if self.megatron_lm_plugin is not None:
+            words.append("Megatron-LM")
+        if self.torch_tp_plugin is not None:
+            words.append(f"tp {self.torch_tp_plugin.tp_size}")
+        if self.parallelism_config is not None:
+            degrees = self.parallelism_config.active_mesh_dims
+            words.append(" × ".join(f"{name} {getattr(self.parallelism_config, f'{name}_size')}" for name in degrees))
+        return " ".join(filter(None, words))
 
     def dynamo_config(self) -> dict[str, Any]:
         """Return the settings of ``torch.compile`` as a configuration file has them; empty without any."""
@@ -105,9 +123,9 @@ class TrainingOptions:
         config = {key: getattr(given[name], "value", given[name]) for name, key in _DYNAMO.items()}
         return {key: value for key, value in config.items() if value is not None}
 
-    def accelerator_options(self) -> dict[str, Any]:
-        """Return the arguments that the training function itself has to pass: ``Accelerator(**options)``."""
-        options = {
+    def accelerator(self) -> dict[str, Any]:
+        """Return the arguments of `Accelerator` that say all this, as a launch gives them to its ranks."""
+        arguments = {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
             if entry.name not in _SPOKEN_FOR and getattr(self, entry.name) != entry.default
@@ -115,13 +133,32 @@ class TrainingOptions:
         accumulation = self.gradient_accumulation_plugin
         if accumulation is not None and set(accumulation.to_kwargs()) - {"num_steps"}:
             given = accumulation.num_steps or self.gradient_accumulation_steps
-            options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(
-                **{**vars(accumulation), "num_steps": given}
-            )
-        if self.dynamo_plugin is not None and (self.dynamo_plugin.options or self.dynamo_plugin.disable):
-            options["dynamo_plugin"] = self.dynamo_plugin
+            plugin = GradientAccumulationPlugin(**{**vars(accumulation), "num_steps": given})
+            arguments["gradient_accumulation_plugin"] = plugin
+        elif self.steps != 1:
+            arguments["gradient_accumulation_steps"] = self.steps
         handlers = [getattr(self, name) for name in HANDLERS if getattr(self, name) is not None]
-        return options | ({"kwargs_handlers": handlers} if handlers else {})
+        return arguments | ({"kwargs_handlers": handlers} if handlers else {})
+
+    def with_arguments(self, given: Mapping[str, Any]) -> tuple[TrainingOptions, dict[str, Any]]:
+        """Return a copy that says what arguments of `Accelerator` say, and the arguments there is no field for.
+
+        Args:
+            given: As from `accelerator`.
+        """
+        known = {entry.name for entry in fields(self)} - {"batch_size", *HANDLERS}
+        values = {name: value for name, value in given.items() if name in known}
+        kinds = {kind: name for name, kind in HANDLERS.items()}
+        others = []
+        for handler in given.get("kwargs_handlers") or ():
+            if type(handler) in kinds:
+                values[kinds[type(handler)]] = handler
+            else:
+                others.append(handler)
+        rest = {name: value for name, value in given.items() if name not in known and name != "kwargs_handlers"}
+        return TrainingOptions(batch_size=self.batch_size, **values), rest | (
+            {"kwargs_handlers": others} if others else {}
+        )
 
     def effective_batch(self, world_size: int) -> str:
         """Return the samples of one optimizer step in a phrase.
@@ -152,9 +189,7 @@ class TrainingOptions:
         return " × ".join(parts) if len(parts) > 1 else ""
 
 
-_SPOKEN_FOR = {
-    "batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", "dynamo_plugin", *HANDLERS,
-}  # fmt: skip
+_SPOKEN_FOR = {"batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", *HANDLERS}
 CHOICES.update({
     "TorchDynamoPlugin": {"mode": [*constants.TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs"]},
     "FullyShardedDataParallelPlugin": {
@@ -170,4 +205,4 @@ CHOICES.update({
     },
 })  # fmt: skip
 
-__all__ = ["HANDLERS", "STEPS_VARIABLE", "TrainingOptions"]
+__all__ = ["HANDLERS", "TrainingOptions"]

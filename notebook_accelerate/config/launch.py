@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.launched import check_accelerator_arguments
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -64,6 +66,8 @@ class LaunchConfig:
     """Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line."""
     cpu: bool = False
     """Whether the ranks leave accelerators alone."""
+    accelerator: Mapping[str, Any] | None = None
+    """Arguments of every ``Accelerator()`` in the workers that does not pass its own: plugins, handlers, ..."""
 
     def __post_init__(self) -> None:
         _one_of("start_method", self.start_method, START_METHODS)
@@ -89,6 +93,7 @@ class LaunchConfig:
         if self.panel not in (True, False, "auto"):
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
         _environment(self.env)
+        check_accelerator_arguments(self.accelerator)
 
     @property
     def meeting_point(self) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from notebook_accelerate.config import launched
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.errors import RunInterrupted
 from notebook_accelerate.launch import messages, shared_state, tracebacks
@@ -73,7 +74,7 @@ def _guest(run: Run) -> Iterator[None]:
     sys.stdout, sys.stderr = tees
     install_sink(_DirectSink(run.store))  # type: ignore[arg-type]
     try:
-        with shared_state.isolated():
+        with shared_state.isolated(), launched.told(run.config.accelerator):
             yield
     finally:
         for tee in tees:

@@ -152,7 +152,9 @@ class Group:
         environment = {**_launch_environment(self._run, attempt), **rank_environment(self._plan, local_rank)}
         environment.update(config.env or {})
         rank = self._plan.first_rank + local_rank
-        return WorkerOrder(rank, environment, self._plan.threads, state, hold=config.debug)
+        return WorkerOrder(
+            rank, environment, self._plan.threads, state, hold=config.debug, accelerator=config.accelerator
+        )
 
     def _watch(self, process: RankProcess, local_rank: int) -> None:
         info = self._run._info(process.rank)

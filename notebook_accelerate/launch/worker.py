@@ -17,15 +17,16 @@ import sys
 import threading
 import time
 from bdb import BdbQuit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from notebook_accelerate.config import launched
 from notebook_accelerate.debug.agent import DebugAgent
 from notebook_accelerate.launch import ambient, shared_state, tracebacks
 from notebook_accelerate.launch.agent import Agent
 from notebook_accelerate.launch.console import Console
-from notebook_accelerate.launch.payload import dump_bytes, install_sources
+from notebook_accelerate.launch.payload import dump_bytes, install_sources, load_bytes
 from notebook_accelerate.telemetry import Channel, Event, FailureEvent, ResultEvent, Sink, StatusEvent, install_sink
 
 Function = Callable[..., Any]
@@ -48,6 +49,7 @@ class WorkerOrder:
         sys_path: Import path; None when inherited.
         sources: Sources of notebook cells by file name; empty when inherited.
         hold: Whether the frames of a failure are kept for inspection until the kernel lets go.
+        accelerator: Arguments of every `Accelerator()` that passes none; pickled where the process inherits nothing.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class WorkerOrder:
     sys_path: list[str] | None = None
     sources: dict[str, str] = field(default_factory=dict)
     hold: bool = False
+    accelerator: Mapping[str, Any] | bytes | None = None
 
 
 @dataclass
@@ -213,6 +216,7 @@ def take_on(order: WorkerOrder) -> None:
         sys.path[:] = order.sys_path
     install_sources(order.sources)
     shared_state.reset()
+    launched.tell(load_bytes(order.accelerator) if isinstance(order.accelerator, bytes) else order.accelerator)
     ambient.apply(order.ambient)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.backends.base import ProcessBackend
-from notebook_accelerate.launch.payload import cell_sources, dump
+from notebook_accelerate.launch.payload import cell_sources, dump, dump_bytes
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder
@@ -35,6 +35,8 @@ class PickledBackend(ProcessBackend):
         order.cwd = _working_directory()
         order.sys_path = list(sys.path)
         order.sources = self._sources
+        if order.accelerator:
+            order.accelerator = dump_bytes(order.accelerator, "LaunchConfig's accelerator")
         return order
 
     def close(self) -> None:

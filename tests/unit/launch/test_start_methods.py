@@ -227,3 +227,36 @@ def test_capture_imports_nothing_and_apply_brings_back() -> None:
     first = _numbers()
     ambient.apply(state)
     assert _numbers() == first
+
+
+def _strategy_and_steps() -> tuple[str, str, int]:
+    from notebook_accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return accelerator.strategy.name, accelerator.distributed_type.value, accelerator.gradient_accumulation_steps
+
+
+@METHODS
+def test_the_launch_chooses_the_strategy_of_every_accelerator(method: str) -> None:
+    from notebook_accelerate import FullyShardedDataParallelPlugin, LaunchConfig
+
+    def wrapping(module: torch.nn.Module) -> bool:
+        return isinstance(module, torch.nn.Linear)
+
+    before = dict(os.environ)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrapping)
+    given = {"fsdp_plugin": plugin, "gradient_accumulation_steps": 3}
+    run = _launch(method, _strategy_and_steps, config=LaunchConfig(accelerator=given))
+    assert run.results == (("fsdp2", "FSDP", 3),) * 2
+    assert _launch(method, _strategy_and_steps).results == (("ddp", "MULTI_CPU", 1),) * 2
+    assert dict(os.environ) == before
+
+
+def test_an_inline_launch_gives_its_arguments_for_its_own_time_only() -> None:
+    from notebook_accelerate import Accelerator, LaunchConfig
+
+    config = LaunchConfig(accelerator={"gradient_accumulation_steps": 3})
+    run = notebook_launcher(_strategy_and_steps, (), 1, config=config)
+    assert run.plan.start_method == "inline"
+    assert run.results == (("single", "NO", 3),)
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 1

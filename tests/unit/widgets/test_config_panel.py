@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,9 +110,8 @@ def test_the_real_machine_and_kernel_are_asked_by_default() -> None:
 
 def test_the_config_is_what_the_form_says_and_comes_back_the_same() -> None:
     panel = _set(_panel(), num_processes="2", timeout="60", env="A=1", gradient_accumulation_steps="4")
-    assert panel.config == LaunchConfig(
-        num_processes=2, timeout=60.0, block=False, env={"A": "1", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    )
+    given = {"gradient_accumulation_steps": 4}
+    assert panel.config == LaunchConfig(num_processes=2, timeout=60.0, block=False, env={"A": "1"}, accelerator=given)
     other = _panel()
     other.config = panel.config
     assert other.config == panel.config
@@ -124,7 +122,8 @@ def test_the_config_is_what_the_form_says_and_comes_back_the_same() -> None:
 def test_fields_are_set_from_code_too() -> None:
     panel = _panel()
     panel.change(num_processes=2, timeout=60.0, batch_size=8, dataloader_config=DataLoaderConfiguration(data_seed=1))
-    assert panel.config == LaunchConfig(num_processes=2, timeout=60.0, block=False)
+    given = {"dataloader_config": DataLoaderConfiguration(data_seed=1)}
+    assert panel.config == LaunchConfig(num_processes=2, timeout=60.0, block=False, accelerator=given)
     assert panel.launch_form.input("num_processes").value == "2"
     assert panel.training.dataloader_config == DataLoaderConfiguration(data_seed=1)
     with pytest.raises(ValueError, match="num_processes=0 is not allowed"):
@@ -134,36 +133,43 @@ def test_fields_are_set_from_code_too() -> None:
         panel.change(processes=2)
 
 
-def test_options_that_variables_carry_need_no_line_in_the_training_function() -> None:
-    plugin = TorchDynamoPlugin(backend="INDUCTOR", fullgraph=True)  # type: ignore[arg-type]
-    panel = _panel(training=TrainingOptions(dynamo_plugin=plugin))
-    variables = panel.config.env or {}
-    assert variables["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
-    assert panel.accelerator_options == {}
-    before = dict(os.environ)
-    try:
-        os.environ.update(variables)
-        assert TorchDynamoPlugin() == plugin
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def test_options_that_no_variable_carries_are_named_until_the_function_gets_them() -> None:
+def test_the_launch_gives_the_options_of_the_training_to_every_accelerator() -> None:
     loader = DataLoaderConfiguration(split_batches=True)
     handler = InitProcessGroupKwargs(backend="gloo")
-    panel = _panel(training=TrainingOptions(dataloader_config=loader, process_group_kwargs=handler))
-    assert panel.accelerator_options == {"dataloader_config": loader, "kwargs_handlers": [handler]}
-    assert "has to pass on dataloader_config, kwargs_handlers" in panel._outlook.value
-    panel._args.value = "(accelerator_options,)"
-    assert "has to pass on" not in panel._outlook.value
+    plugin = TorchDynamoPlugin(backend="INDUCTOR", fullgraph=True)  # type: ignore[arg-type]
+    training = TrainingOptions(
+        dataloader_config=loader, process_group_kwargs=handler, dynamo_plugin=plugin, gradient_accumulation_steps=4
+    )
+    panel = _panel(training=training)
+    given = panel.config.accelerator
+    assert given == {
+        "dataloader_config": loader,
+        "dynamo_plugin": plugin,
+        "gradient_accumulation_steps": 4,
+        "kwargs_handlers": [handler],
+    }
+    assert panel.config.env is None
+    other = _panel()
+    other.config = panel.config
+    assert other.training == training
+    assert other.config == panel.config
+
+
+def test_arguments_that_have_no_field_stay() -> None:
+    given = {"rng_types": ["torch"], "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+    panel = _panel(config=LaunchConfig(num_processes=2, accelerator=given))
+    assert panel.config.accelerator == given
+    panel.change(gradient_accumulation_steps=2)
+    assert panel.config.accelerator == {**given, "gradient_accumulation_steps": 2}
+    panel.change(accelerator={"gradient_accumulation_steps": 3})
+    assert panel.config.accelerator == {"gradient_accumulation_steps": 3}
 
 
 def test_accumulation_in_detail_keeps_the_number_of_steps() -> None:
     options = TrainingOptions(
         gradient_accumulation_steps=4, gradient_accumulation_plugin=GradientAccumulationPlugin(adjust_scheduler=False)
     )
-    given = options.accelerator_options()["gradient_accumulation_plugin"]
+    given = options.accelerator()["gradient_accumulation_plugin"]
     assert given == GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False)
     with pytest.raises(ValueError, match="clear one of them"):
         TrainingOptions(gradient_accumulation_steps=4, gradient_accumulation_plugin=GradientAccumulationPlugin(2))
@@ -182,7 +188,7 @@ def test_the_accelerator_takes_every_option() -> None:
         process_group_kwargs=InitProcessGroupKwargs(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=True),
         dynamo_plugin=TorchDynamoPlugin(disable=True),
-    ).accelerator_options()
+    ).accelerator()
     assert len(options) == 7
     inspect.signature(Accelerator).bind(**options)
 
@@ -223,9 +229,13 @@ def test_the_cell_brings_the_options_of_the_training_along() -> None:
         process_group_kwargs=InitProcessGroupKwargs(backend="gloo"),
     )
     panel = _panel(training=training)
-    scope: dict[str, Any] = {}
-    exec(panel.code.partition("run = ")[0], scope)
-    assert scope["accelerator_options"] == panel.accelerator_options
+    found: list[LaunchConfig] = []
+    scope: dict[str, Any] = {"train": double}
+    imports, _, call = panel.code.partition("\n\n")
+    exec(imports, scope)
+    scope["notebook_launcher"] = lambda *_, config, **__: found.append(config)
+    exec(call, scope)
+    assert found[0].accelerator == panel.config.accelerator
 
 
 def test_the_copied_text_is_the_cell() -> None:
@@ -421,7 +431,8 @@ def test_configure_is_a_public_name() -> None:
 def test_every_field_has_its_place_in_the_panel() -> None:
     for groups, cls in ((LAUNCH_GROUPS, LaunchConfig), (TRAINING_GROUPS, TrainingOptions)):
         placed = [name for _, names in groups for name in names]
-        assert sorted(placed) == sorted(cls.__dataclass_fields__)
+        # The arguments of an Accelerator are the other form.
+        assert sorted(placed) == sorted(set(cls.__dataclass_fields__) - {"accelerator"})
 
 
 def test_the_cell_knows_what_the_launcher_has_no_parameter_for() -> None:

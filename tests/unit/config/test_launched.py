@@ -1,0 +1,68 @@
+"""Arguments that a launch gives to every Accelerator of its ranks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import Accelerator, LaunchConfig
+from notebook_accelerate.config.launched import ACCELERATOR_ARGUMENTS, takes_what_the_launch_told, told
+from notebook_accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    MegatronLMPlugin,
+)
+
+
+def test_every_argument_of_the_accelerator_is_known() -> None:
+    parameters = set(inspect.signature(Accelerator).parameters)
+    assert parameters - {"mixed_precision", "cpu"} == set(ACCELERATOR_ARGUMENTS)
+
+
+class Example:
+    """Notes what it was made with."""
+
+    @takes_what_the_launch_told
+    def __init__(
+        self, fsdp_plugin: Any = None, gradient_accumulation_steps: int = 1, gradient_accumulation_plugin: Any = None
+    ) -> None:
+        self.given = (fsdp_plugin, gradient_accumulation_steps, gradient_accumulation_plugin)
+
+
+def test_what_is_passed_wins() -> None:
+    with told({"fsdp_plugin": "a plugin", "gradient_accumulation_steps": 4}):
+        assert Example().given == ("a plugin", 4, None)
+        assert Example("mine").given == ("mine", 4, None)
+        assert Example(fsdp_plugin=None).given == (None, 4, None)
+        assert Example(gradient_accumulation_plugin="in detail").given == ("a plugin", 1, "in detail")
+    assert Example().given == (None, 1, None)
+
+
+def test_an_accelerator_takes_it() -> None:
+    loader = DataLoaderConfiguration(even_batches=False)
+    with told({"gradient_accumulation_steps": 3, "dataloader_config": loader}):
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.gradient_accumulation_steps == 3
+        assert accelerator.even_batches is False
+        own = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
+        assert own.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], r"accelerator=\[\] is not allowed; pass the arguments of Accelerator by name"),
+        ({"mixed_precision": "bf16"}, r"write LaunchConfig\(mixed_precision='bf16'\) instead"),
+        ({"fsdp": 1}, "Accelerator has no such argument; it has device_placement"),
+        (
+            {"fsdp_plugin": FullyShardedDataParallelPlugin(), "megatron_lm_plugin": MegatronLMPlugin()},
+            "fsdp_plugin and megatron_lm_plugin, which contradict each other",
+        ),
+    ],
+)
+def test_bad_arguments(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LaunchConfig(accelerator=given)
