@@ -54,7 +54,7 @@ $(BENCH_READY): $(READY) requirements/bench.txt
 	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
 	touch $@
 
-# Colab's versions come first on the path; torch and the test tools are the development environment's.
+# Colab's versions come first on the path; torch, the test tools and nbconvert's templates are the development's.
 $(COLAB_READY): $(READY) requirements/colab.txt
 	test -x $(COLAB_VENV)/bin/python || $(PYTHON) -m venv $(COLAB_VENV)
 	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
@@ -87,7 +87,8 @@ test-notebook: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m notebook tests
 
 test-colab: $(COLAB_READY)
-	OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 $(COLAB_VENV)/bin/python -m pytest -m "not benchmark" \
+	OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 JUPYTER_PATH=$(CURDIR)/$(VENV)/share/jupyter \
+		$(COLAB_VENV)/bin/python -m pytest -m "not benchmark" \
 		-o cache_dir=.build/pytest-colab tests/unit/launch tests/unit/telemetry tests/unit/widgets tests/unit/support \
 		tests/notebook
 

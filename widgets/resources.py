@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.watching import Now, RankNow
 
 MAX_SHOWN = 64
+MAX_CARDS = 8
+"""More ranks than this stand in a dense table of two figures each."""
 
 
 class ResourceStrip(LivePanel):
@@ -68,16 +70,38 @@ class ResourceStrip(LivePanel):
 
 
 def strip(now: Now, watcher: Watcher) -> str:
-    """Return one small card per rank."""
+    """Return one small card per rank; of many ranks, what matters most of each."""
+    if len(now.ranks) > MAX_CARDS:
+        return _dense(now.ranks)
     cards = "".join(_card(rank, list(watcher.processor.get(rank.rank, ()))) for rank in now.ranks[:MAX_SHOWN])
     return f'<ul class="na-strip" aria-label="Resources by rank">{cards}</ul>' if cards else ""
 
 
-def _card(rank: RankNow, history: Sequence[float]) -> str:
+def _dense(ranks: Sequence[RankNow]) -> str:
+    gpu = any(rank.gpu is not None or rank.gpu_memory is not None for rank in ranks)
+    title = "GPU use and GPU memory by rank" if gpu else "Processor use and memory by rank"
+    cells = "".join(_cell(rank, gpu=gpu) for rank in ranks[:MAX_SHOWN])
+    more = f" (the first {MAX_SHOWN} of {len(ranks):,})" if len(ranks) > MAX_SHOWN else ""
+    return f'<p class="na-strip-title">{title}{more}</p><ul class="na-strip na-dense" aria-label="{title}">{cells}</ul>'
+
+
+def _cell(rank: RankNow, *, gpu: bool) -> str:
+    used, memory = (rank.gpu, rank.gpu_memory) if gpu else (rank.cpu, rank.memory)
+    words = f"rank {rank.rank}: " + ", ".join(f"{name} {value}" for name, value in _entries(rank))
+    meter = f'<span class="na-meter"><i style="width:{min(100.0, max(0.0, used or 0.0)):.0f}%"></i></span>'
+    figures = f"<b>{_percent(used)}</b><span>{size(memory)}</span>"
+    return f'<li title="{words}"><span class="na-who">{rank.rank}</span>{meter}{figures}</li>'
+
+
+def _entries(rank: RankNow) -> list[tuple[str, str]]:
     entries = [("CPU", _percent(rank.cpu)), ("memory", size(rank.memory))]
     if rank.gpu is not None or rank.gpu_memory is not None:
         entries += [("GPU", _percent(rank.gpu)), ("GPU memory", size(rank.gpu_memory))]
-    pairs = "".join(f"<span>{name} <b>{value}</b></span>" for name, value in entries)
+    return entries
+
+
+def _card(rank: RankNow, history: Sequence[float]) -> str:
+    pairs = "".join(f"<span>{name} <b>{value}</b></span>" for name, value in _entries(rank))
     used = f'<div class="na-used">{pairs}</div>'
     return f'<li><div class="na-who"><span>rank {rank.rank}</span>{_curve(history)}</div>{used}</li>'
 

@@ -21,6 +21,8 @@ from notebook_accelerate.widgets.watching import duration
 
 MAX_COLUMNS = 8
 """Metrics that have a column."""
+_LEFT = ' style="text-align:left"'
+"""Front ends put the cells of tables to the right."""
 _NOT_TRAINING = ("env", "num_processes", "block", "panel", "use_port")
 MAX_OVERLAID = 8
 """Runs whose curves are drawn: as many as there are colours."""
@@ -76,7 +78,7 @@ class RunsTable:
 
     def _render(self, now: float) -> None:
         goes_on = self._goes_on()  # asked first: what is drawn last has seen the end
-        self._table.value = self._html_table(sections.state, 'class="na-table"')
+        self._table.value = self._html_table(sections.state, 'class="na-table na-clipped"')
         self.plot.update(now)
         if goes_on and self._shown:
             self._shown.update(now)
@@ -121,7 +123,8 @@ class RunsTable:
         started = datetime.fromtimestamp(run.started).strftime("%H:%M:%S")
         ranks = str(run.plan.world_size if run.plan is not None else run.config.num_processes or "")
         cells = [str(run.id), run.function_name, run.status, started, duration(run.elapsed), ranks]
-        cells += [repr(getattr(run.config, name)) for name in settings]
+        values = [getattr(run.config, name) for name in settings]
+        cells += [value if isinstance(value, str) else repr(value) for value in values]
         return [*cells, *(_final(run, name) for name in metrics)]
 
     def _differences(self) -> list[str]:
@@ -134,13 +137,13 @@ class RunsTable:
 
     def _html_table(self, state: Callable[[str], str], attributes: str) -> str:
         head, *rows = self.rows
-        columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+        columns = "".join(f'<th scope="col"{_LEFT} title="{escape(cell)}">{escape(cell)}</th>' for cell in head)
         body = "".join(_html_row(row, state) for row in rows)
         if not rows:
             return '<p class="na-empty">No run has been launched from this kernel yet.</p>'
         return (
-            f'<div class="na-scroll"><table {attributes}><caption>Runs of this kernel; metrics are the last values '
-            f"of the lowest rank</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
+            f'<div class="na-scroll"><table {attributes}><caption{_LEFT}>Runs of this kernel; metrics are the last '
+            f"values of the lowest rank</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
     @property
@@ -201,8 +204,11 @@ def _final(run: Run, name: str) -> str:
 
 
 def _html_row(row: list[str], state: Callable[[str], str]) -> str:
-    cells = "".join(f"<td>{state(cell) if column == 1 else escape(cell)}</td>" for column, cell in enumerate(row[1:]))
-    return f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>'
+    cells = "".join(
+        f'<td{_LEFT} title="{escape(cell)}">{state(cell) if column == 1 else escape(cell)}</td>'
+        for column, cell in enumerate(row[1:])
+    )
+    return f'<tr><th scope="row"{_LEFT}>{escape(row[0])}</th>{cells}</tr>'
 
 
 def _overlay(chosen: Sequence[Run]) -> str:

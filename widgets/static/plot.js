@@ -189,7 +189,7 @@ class Chart {
     const series = [{}];
     for (const label of labels) {
       const colour = panel.colour(label);
-      const line = { label, stroke: colour, width: labels.length > 6 ? 1.2 : 1.6, spanGaps: false, points: { show: joined[0].length < 3 } };
+      const line = { label, stroke: colour, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 ? 1.2 : 1.6, spanGaps: false, points: { show: joined[0].length < 3 } };
       if (panel.smoothing > 0) {
         series.push({ ...line, width: 1.9 });
         series.push({ ...line, label: label + " raw", alpha: 0.25, width: 1 });
@@ -239,7 +239,7 @@ class Chart {
       let at = index == null ? column.length - 1 : index;
       while (at > 0 && column[at] == null) at--;
       if (parts.length >= (many ? 3 : 4)) return;
-      const value = make("span", {}, make("i", { style: `background:${this.panel.colour(label)}` }), format(column[at]));
+      const value = make("span", {}, this.panel.sample(label), format(column[at]));
       value.title = label;
       parts.push(value);
     });
@@ -283,6 +283,7 @@ class Panel {
     el.append(this.root);
     this.build();
     this.watch();
+    this.layout();
     this.full();
     this.delta();
   }
@@ -404,6 +405,12 @@ class Panel {
     const colours = PALETTE[this.dark ? "dark" : "light"];
     return colours[Math.max(0, this.data.labels.indexOf(label)) % colours.length];
   }
+  /* Colours come again after the eighth curve: dashed ones then. */
+  dashed(label) { return Math.floor(this.data.labels.indexOf(label) / PALETTE.light.length) % 2 === 1; }
+  sample(label) {
+    const colour = this.colour(label);
+    return this.dashed(label) ? make("i", { class: "na-dashed", style: `border-color:${colour}` }) : make("i", { style: `background:${colour}` });
+  }
   paintChips() {
     const key = JSON.stringify([this.data.labels, [...this.hidden], this.dark]);
     if (key === this.chipKey) return;
@@ -414,7 +421,7 @@ class Panel {
       const on = !this.hidden.has(label);
       const chip = make("button", { type: "button", class: "na-chip", "aria-pressed": String(on),
         title: "Click: show or hide. Double-click: only this one." },
-      make("i", { style: `background:${this.colour(label)}` }), label);
+      this.sample(label), label);
       chip.dataset.label = label;
       chip.addEventListener("click", () => { on ? this.hidden.add(label) : this.hidden.delete(label); this.paintChips(); this.redraw(); });
       chip.addEventListener("dblclick", () => { this.hidden = new Set(this.data.labels.filter((other) => other !== label)); this.paintChips(); this.redraw(); });

@@ -305,8 +305,8 @@ def test_the_table_of_runs_shows_differences_and_final_metrics() -> None:
     table = RunsTable(runs, Clock())
     head, latest, first = table.rows
     assert head == ["run", "function", "state", "started", "took", "ranks", "mixed_precision", "loss", EVIL]
-    assert latest[4:8] == ["12 s", "2", "'no'", "1.5"]
-    assert first[6:8] == ["'bf16'", "0.5"]
+    assert latest[4:8] == ["12 s", "2", "no", "1.5"]
+    assert first[6:8] == ["bf16", "0.5"]
     assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
     assert EVIL not in table.html + table._table.value
     assert "data:image/svg+xml" in table.html
@@ -323,3 +323,14 @@ def test_a_few_steps_behind_at_full_speed_are_no_straggler() -> None:
         html = one.look()
     assert "No rank is behind." in html
     assert "straggler" not in html
+
+
+def test_many_ranks_stand_in_a_dense_strip() -> None:
+    one = _Panel(ranks=16)
+    for rank in range(16):
+        feed(one.run, ResourceEvent(90.0 + rank, (300 + rank) << 20, 40.0, 2 << 30), rank=rank)
+    html = one.look()
+    assert "GPU use and GPU memory by rank" in html
+    assert 'title="rank 15: CPU 105 %, memory 315 MiB, GPU 40 %, GPU memory 2.0 GiB"' in html
+    assert html.count('<span class="na-meter">') == 16
+    assert "<polyline" not in html
