@@ -14,6 +14,7 @@ from notebook_accelerate.big_modeling.device_map import check_device_map, infer_
 from notebook_accelerate.big_modeling.dispatch import dispatch_model
 from notebook_accelerate.big_modeling.memory import get_balanced_memory
 from notebook_accelerate.big_modeling.offload import OffloadedWeightsLoader, offload_weight, save_offload_index
+from notebook_accelerate.big_modeling.ranks import load_on_ranks
 from notebook_accelerate.big_modeling.shards import Shard, shards_of, tensors_of
 from notebook_accelerate.big_modeling.sizes import dtype_of
 from notebook_accelerate.big_modeling.sources import FileSource, Source
@@ -114,13 +115,14 @@ def load_checkpoint_in_model(
             raise ValueError(
                 "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`."
             )
-    if broadcast_from_rank0 or _distributed_tensors(model):
-        _load_distributed(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
-        return
     tied = find_tied_parameters(model)
-    shards = shards_of(checkpoint)
     kept = tuple(keep_in_fp32_modules or ())
     loading = _Loading(model, device_map, offload_folder, dtype, offload_buffers, kept)
+    if broadcast_from_rank0 or _distributed_tensors(model):
+        loading.load_on_ranks(checkpoint, full_state_dict, broadcast_from_rank0)
+        loading.finish(checkpoint, tied, strict)
+        return
+    shards = shards_of(checkpoint)
     loading.check([shard.sources() for shard in shards if shard.path.suffix == ".safetensors"])
     for shard in shards:
         loading.load(shard)
@@ -171,6 +173,22 @@ class _Loading:
                 continue
             self._place(name, source)
             self._loaded.add(name)
+
+    def load_on_ranks(self, checkpoint: Any, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
+        """Load all files; see `ranks.load_on_ranks`."""
+        devices = {str(device) for device in (self._map or {}).values()}
+        if len(devices) > 1 or "disk" in devices:
+            raise ValueError(
+                f"The device map names {', '.join(sorted(devices))}; a model that several ranks load together is on "
+                'one device of each rank: pass device_map=None, or {"": device}.'
+            )
+        found = load_on_ranks(
+            self._model, checkpoint, lambda sources: self.check([sources]), full_state_dict, broadcast_from_rank0
+        )
+        self._unexpected = [name for name in found if name not in self._state]
+        self._loaded = {name for name in found if name in self._state}
+        if devices or self._dtype is not None:
+            self._model.to(device=next(iter((self._map or {}).values()), None), dtype=self._dtype)
 
     def _place(self, name: str, source: Source) -> None:
         device = device_of(name, self._map) if self._map is not None else None
@@ -245,20 +263,6 @@ class _Loading:
 
 def _distributed_tensors(model: torch.nn.Module) -> bool:
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-
-
-def _load_distributed(model: torch.nn.Module, checkpoint: Any, strict: bool, full: bool, broadcast: bool) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    reads = not broadcast or not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    state: dict[str, Any] = {}
-    for shard in shards_of(checkpoint) if reads else []:
-        state.update(tensors_of(shard.sources(), lambda _: "cpu"))
-    if not torch.distributed.is_initialized():
-        model.load_state_dict(state, strict=strict)
-        return
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=strict)
-    set_model_state_dict(model, state, options=options)
 
 
 def load_checkpoint_and_dispatch(

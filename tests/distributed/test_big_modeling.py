@@ -1,0 +1,124 @@
+"""Checkpoints into models on two ranks: one rank reads for all, or each takes its part of the whole tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from notebook_accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from notebook_accelerate.errors import CheckpointMismatchError
+from tests.support.ranks import RankError, run_ranks
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def write(folder: Path) -> dict[str, torch.Tensor]:
+    """Write a checkpoint in two files, and return what is in it."""
+    torch.manual_seed(0)
+    state = {name: torch.rand_like(value) if value.is_floating_point() else value + 7
+             for name, value in net().state_dict().items()}  # fmt: skip
+    items = list(state.items())
+    parts = {"a.safetensors": dict(items[:4]), "b.safetensors": dict(items[4:])}
+    for file, part in parts.items():
+        save_file(part, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return state
+
+
+def made(kind: str) -> nn.Module:
+    """Make the model: whole or sharded, with memory or without."""
+    torch.manual_seed(torch.distributed.get_rank())
+    if kind.startswith("empty"):
+        with init_empty_weights(include_buffers=True):
+            model = net()
+    else:
+        model = net()
+    if kind.endswith("sharded"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def load(kind: str, folder: str, broadcast: bool) -> dict[str, Any]:
+    from notebook_accelerate import PartialState
+
+    state = PartialState(cpu=True)
+    model = made(kind)
+    # Rank 1 has no files where rank 0 broadcasts.
+    path = f"{folder}/nothing" if broadcast and state.process_index else folder
+    load_checkpoint_in_model(model, path, strict=True, broadcast_from_rank0=broadcast)
+    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
+            for name, value in model.state_dict().items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("kind", ["whole", "empty", "sharded", "empty and sharded"])
+def test_every_rank_has_the_weights(tmp_path: Path, kind: str, broadcast: bool) -> None:
+    expected = {name: value.tolist() for name, value in write(tmp_path).items()}
+    assert run_ranks(load, kind, str(tmp_path), broadcast) == [expected, expected]
+
+
+def load_something_wrong(folder: str, what: str) -> None:
+    from notebook_accelerate import PartialState
+
+    PartialState(cpu=True)
+    wrong = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.Linear(9, 2)) if what == "shapes" else net()
+    if what == "names":
+        wrong.extra = nn.Linear(2, 2)
+    load_checkpoint_in_model(wrong, folder, strict=True, broadcast_from_rank0=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shapes", r"0\.weight: \(8, 4\) in the checkpoint, \(9, 4\) in the model"),
+        ("names", r"Missing key\(s\): extra.bias, extra.weight"),
+        ("file", "b.safetensors is broken"),
+        ("folder", "should be the path to a file"),
+    ],
+)
+def test_what_rank_0_finds_wrong_every_rank_raises(tmp_path: Path, what: str, message: str) -> None:
+    write(tmp_path)
+    if what == "file":
+        (tmp_path / "b.safetensors").write_bytes((tmp_path / "b.safetensors").read_bytes()[:-3])
+    folder = tmp_path / "none" if what == "folder" else tmp_path
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(load_something_wrong, str(folder), what, timeout=60)
+    assert sorted(caught.value.reports) == [0, 1], "no rank waits for the other"
+
+
+def dispatch(folder: str, device_map: Any) -> list[Any]:
+    from notebook_accelerate import PartialState
+
+    PartialState(cpu=True)
+    with init_empty_weights():
+        model = net()
+    model = load_checkpoint_and_dispatch(model, folder, device_map, broadcast_from_rank0=True, dtype=torch.float64)
+    return [str(model[0].weight.dtype), model[0].weight.tolist()]
+
+
+def test_dispatch_to_one_device_of_each_rank(tmp_path: Path) -> None:
+    weight = write(tmp_path)["0.weight"].double().tolist()
+    assert run_ranks(dispatch, str(tmp_path), {"": "cpu"}) == [["torch.float64", weight]] * 2
+    with pytest.raises(RankError, match="is on one device of each rank"):
+        run_ranks(dispatch, str(tmp_path), {"0": "cpu", "1": "meta", "2": "cpu"}, timeout=60)
+
+
+def test_without_a_process_group_the_one_process_reads(tmp_path: Path) -> None:
+    state = write(tmp_path)
+    model = net()
+    load_checkpoint_in_model(model, tmp_path, strict=True, broadcast_from_rank0=True)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    with pytest.raises(CheckpointMismatchError):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(4, 9)), tmp_path, broadcast_from_rank0=True)
