@@ -11,6 +11,7 @@ _HOMES = {
     "big_modeling.loading": ("load_checkpoint_and_dispatch",),
     "big_modeling.user": ("cpu_offload_with_hook",),
     "big_modeling.estimate": ("estimate_memory",),
+    "big_modeling.gradients": ("offloaded_gradients",),
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, _HOMES)

@@ -10,6 +10,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from notebook_accelerate.big_modeling.empty import like
+from notebook_accelerate.big_modeling.gradients import GradientSink
 from notebook_accelerate.big_modeling.hooks import ModelHook
 from notebook_accelerate.big_modeling.lanes import has_lane
 from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit
@@ -59,6 +60,8 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self.block = ""
         """Name of the block that the module belongs to: blocks measure how far weights are read ahead."""
+        self.gradients = GradientSink()
+        """Takes the gradients of weights that are put away before backward."""
         self._plain: torch.device | None = None
         self._begins: tuple[Prefetcher, ...] = ()
         self._prefetcher: Prefetcher | None = None
@@ -168,8 +171,9 @@ class AlignDevicesHook(ModelHook):
     def _bring_in(self) -> None:
         if self._prefetcher is not None and self._unit is not None:
             tensors = self._prefetcher.bring(self._unit)
-            for (held, key, _, _), tensor in zip(self._slots, tensors, strict=True):
-                held[key] = tensor
+            trains = torch.is_grad_enabled()
+            for (held, key, name, _), tensor in zip(self._slots, tensors, strict=True):
+                held[key] = self.gradients.watch(name, tensor) if trains else tensor
             return
         assert self.weights_map is not None
         for held, key, name, absent in self._slots:
@@ -181,7 +185,7 @@ class AlignDevicesHook(ModelHook):
         """Return what stands in the module for a weight; it is kept where it is the weight itself, not a copy."""
         device = self.execution_device if self.execution_device is not None else value.device
         here = value.detach().to(device=device, dtype=absent.dtype if value.is_floating_point() else None)
-        made = like(absent, here) if isinstance(absent, torch.nn.Parameter) else here
+        made = self.gradients.watch(name, like(absent, here)) if isinstance(absent, torch.nn.Parameter) else here
         if here.data_ptr() == value.data_ptr() and in_memory(self.weights_map, name):
             self._live[name] = (value, made)
         return made

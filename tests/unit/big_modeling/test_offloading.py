@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import cpu_offload, disk_offload, dispatch_model, hooks
-from notebook_accelerate.big_modeling import mapping
+from notebook_accelerate.big_modeling import mapping, offloaded_gradients
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.utils import (
     OffloadedWeightsLoader,
@@ -224,6 +224,60 @@ def test_gradients_through_offloaded_weights_are_equal(tmp_path: Path, where: st
         dispatch_model(model, MAP, offload_dir=tmp_path)
     for _ in range(2):
         assert torch.equal(gradient(), plain)
+
+
+def _offloaded(model: Any, where: str, folder: Path) -> None:
+    if where == "disk":
+        disk_offload(model, folder)
+    elif where == "cpu":
+        cpu_offload(model)
+    else:
+        dispatch_model(model, MAP, offload_dir=folder)
+
+
+@pytest.mark.parametrize("where", ["disk", "cpu", "map"])
+def test_gradients_of_the_offloaded_weights_are_equal(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Deep(width=16)
+    for _ in range(2):
+        model(TOKENS).sin().sum().backward()
+    plain = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    _offloaded(model, where, tmp_path)
+    with offloaded_gradients(model) as gradients, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            model(TOKENS).sin().sum().backward()
+    assert "dropped" not in caplog.text
+    stayed = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert not stayed.keys() & gradients.keys()
+    found = {**stayed, **gradients}
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    model(TOKENS).sin().sum().backward()
+    assert "is dropped" in caplog.text
+    assert all(torch.equal(gradients[name], plain[name]) for name in gradients), "nothing is collected afterwards"
+
+
+def test_adapters_around_frozen_offloaded_weights_train_as_they_do_without(tmp_path: Path) -> None:
+    def train(model: Any) -> list[float]:
+        torch.manual_seed(1)
+        adapter = nn.Linear(20, 20)
+        optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+        losses = []
+        for _ in range(4):
+            loss = adapter(model(TOKENS)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model = Deep(width=16).requires_grad_(requires_grad=False)
+    plain = train(model)
+    disk_offload(model, tmp_path)
+    assert train(model) == plain
+    assert plain[-1] < plain[0]
 
 
 def test_dispatch_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
