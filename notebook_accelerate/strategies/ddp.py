@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accelerate.collectives import leaves_of
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.state.process_group import keep_until_gone
 from notebook_accelerate.strategies.base import NOTHING, Strategy, even_batches_set
@@ -47,6 +49,8 @@ class DDPStrategy(Strategy):
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         keep_until_gone(wrapped.process_group, wrapped.reducer, wrapped.logger)
+        if wrapped.find_unused_parameters and not wrapped.static_graph:
+            wrapped.register_forward_hook(_remember_outputs)
         if handler is not None:
             handler.register_comm_hook(wrapped)
         return wrapped
@@ -109,7 +113,9 @@ def _joinable(item: Any) -> Joinable:
 class Unsynchronised:
     """A context in which backward of DDP models does not exchange gradients.
 
-    Does what `DistributedDataParallel.no_sync` does, for several models, at a tenth of a generator's cost.
+    Does what `DistributedDataParallel.no_sync` does, for several models, at a tenth of a generator's cost. A static
+    graph has to be learnt in a backward that exchanges gradients, where torch otherwise fails an assertion; the
+    gradients of a window come out the same.
 
     Args:
         models: The DDP modules.
@@ -124,11 +130,27 @@ class Unsynchronised:
     def __enter__(self) -> None:
         self._before = [model.require_backward_grad_sync for model in self._models]
         for model in self._models:
-            model.require_backward_grad_sync = False
+            model.require_backward_grad_sync = model.static_graph and not _has_learnt_graph(model)
 
     def __exit__(self, *_: object) -> None:
         for model, before in zip(self._models, self._before, strict=True):
             model.require_backward_grad_sync = before
+
+
+def _has_learnt_graph(model: DistributedDataParallel) -> bool:
+    return getattr(model, "_static_graph_delay_allreduce_enqueued", True)
+
+
+_outputs: WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> None:
+    """Keep what leads to the graph of a forward that will not exchange gradients, without its memory."""
+    kept: list[torch.Tensor] = []
+    if torch.is_grad_enabled() and not model.require_backward_grad_sync:
+        dense = [tensor for tensor in leaves_of(output) if tensor.requires_grad and tensor.layout == torch.strided]
+        kept = [tensor.reshape(-1)[:0].clone() for tensor in dense]
+    _outputs[model] = kept
 
 
 @contextmanager
@@ -140,6 +162,9 @@ def synchronised_backward(model: Any) -> Iterator[None]:
 
     Yields:
         Nothing.
+
+    Raises:
+        ValueError: Parameters may be unused, and the model's last forward did not run under `no_sync`.
     """
     wrapped = ddp_inside(model)
     if wrapped is None:
@@ -147,9 +172,22 @@ def synchronised_backward(model: Any) -> Iterator[None]:
         return
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-    # What DDP's own forward does when gradients will be exchanged; the empty list: no parameter is unused.
-    wrapped.reducer.prepare_for_backward([])
+    # What DDP's own forward does when gradients will be exchanged.
+    wrapped.reducer.prepare_for_backward(_outputs_to_search(wrapped))
     try:
         yield
     finally:
         wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = before
+
+
+def _outputs_to_search(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the outputs from which DDP finds the parameters that a backward will not reach; none where it need not."""
+    if not model.find_unused_parameters or model.static_graph:
+        return []
+    outputs = _outputs.get(model)
+    if not outputs:
+        raise ValueError(
+            "trigger_sync_in_backward with find_unused_parameters=True needs a forward of the prepared model under "
+            "accelerator.no_sync(model) before it, whose loss the backward is called for"
+        )
+    return outputs
