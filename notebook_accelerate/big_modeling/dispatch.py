@@ -21,6 +21,7 @@ from notebook_accelerate.big_modeling.offload import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
+from notebook_accelerate.big_modeling.room import bytes_to_move, check_room
 from notebook_accelerate.big_modeling.sizes import named_module_tensors
 from notebook_accelerate.big_modeling.tensors import TiedParams
 from notebook_accelerate.big_modeling.tied import (
@@ -165,10 +166,12 @@ def dispatch_model(
         The model, with `hf_device_map`.
 
     Raises:
-        ValueError: The map misses weights, or modules are on disk and no folder is named.
+        ValueError: The map misses weights, or puts more on an accelerator than is free there, or modules are on disk
+            and no folder is named.
         CheckpointError: The folder is full, or what it holds is broken.
     """
     check_device_map(model, device_map)
+    check_room(bytes_to_move(model, device_map))
     devices = set(device_map.values())
     if len(devices) > 1 or devices == {"disk"} or force_hooks:
         placement = _Placement(model, device_map, main_device, state_dict, offload_dir, offload_index)

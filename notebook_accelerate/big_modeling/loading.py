@@ -12,11 +12,12 @@ import torch
 
 from notebook_accelerate.big_modeling.device_map import check_device_map, infer_auto_device_map
 from notebook_accelerate.big_modeling.dispatch import dispatch_model
-from notebook_accelerate.big_modeling.memory import get_balanced_memory
+from notebook_accelerate.big_modeling.memory import get_balanced_memory, get_max_memory
 from notebook_accelerate.big_modeling.offload import OffloadedWeightsLoader, offload_weight, save_offload_index
 from notebook_accelerate.big_modeling.ranks import load_on_ranks
+from notebook_accelerate.big_modeling.room import check_limits, check_room
 from notebook_accelerate.big_modeling.shards import Shard, shards_of, tensors_of
-from notebook_accelerate.big_modeling.sizes import dtype_of
+from notebook_accelerate.big_modeling.sizes import compute_module_sizes, dtype_of
 from notebook_accelerate.big_modeling.sources import FileSource, Source
 from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
 from notebook_accelerate.big_modeling.tied import device_of, find_tied_parameters, retie_parameters
@@ -105,7 +106,8 @@ def load_checkpoint_in_model(
         broadcast_from_rank0: Rank 0 alone reads the files; every rank must call this.
 
     Raises:
-        ValueError: There are no weights, the map misses some, or no folder is named.
+        ValueError: There are no weights, the map misses some or puts more on a device than is free, or no folder is
+            named.
         CheckpointMismatchError: Shapes differ; with `strict`, names too.
         CheckpointError: A file is broken, holds more than data, or is outside its folder.
     """
@@ -123,7 +125,9 @@ def load_checkpoint_in_model(
         loading.finish(checkpoint, tied, strict)
         return
     shards = shards_of(checkpoint)
-    loading.check([shard.sources() for shard in shards if shard.path.suffix == ".safetensors"])
+    parts = [shard.sources() for shard in shards if shard.path.suffix == ".safetensors"]
+    loading.check(parts)
+    check_room(loading.bytes_to_allocate(parts))
     for shard in shards:
         loading.load(shard)
     loading.finish(checkpoint, tied, strict)
@@ -162,6 +166,20 @@ class _Loading:
                 f"size mismatch for {len(wrong)} tensor{'s' * (len(wrong) > 1)}; nothing of their file was loaded:\n"
                 f"  {lines}\nThis checkpoint is of another model."
             )
+
+    def bytes_to_allocate(self, parts: list[dict[str, Source]]) -> dict[torch.device, int]:
+        """Add up what loading takes of each device; what is mapped, read into place or left on disk takes nothing."""
+        found: dict[torch.device, int] = {}
+        for name, source in (pair for part in parts for pair in part.items()):
+            target = device_of(name, self._map) if self._map is not None else None
+            old = self._wanted.get(name)
+            if target is None or old is None or str(target) == "disk":
+                continue
+            device, dtype = torch.device(target), self._dtype_of(name, source) or source.dtype
+            if (device.type == "cpu" and dtype == source.dtype) or device == old.device:
+                continue
+            found[device] = found.get(device, 0) + dtype.itemsize * source.nbytes // source.dtype.itemsize
+        return found
 
     def load(self, shard: Shard) -> None:
         """Load one file."""
@@ -289,7 +307,7 @@ def load_checkpoint_and_dispatch(
         checkpoint: A file, an index, or a folder that holds one of either.
         device_map: Device by module name; "auto", "balanced", "balanced_low_0" or "sequential" make one; None loads
             only.
-        max_memory: Bytes or "10GB" by device, for the maps that are made.
+        max_memory: Bytes or "10GB" by device: what made maps keep to, and what a given one is checked against.
         no_split_module_classes: Names of classes that are not divided among devices.
         offload_folder: Folder for what the map puts on "disk".
         offload_buffers: Keep buffers away too.
@@ -306,11 +324,13 @@ def load_checkpoint_and_dispatch(
         The model.
 
     Raises:
-        ValueError: The map is none.
+        ValueError: The map is none, or puts more on a device than it has free or than `max_memory` allows.
         CheckpointError: See `load_checkpoint_in_model`.
     """
     if isinstance(device_map, str):
         device_map = _made_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    elif device_map is not None and max_memory is not None:
+        _check_own_map(model, device_map, max_memory, dtype)
     load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder, dtype, bool(offload_state_dict), offload_buffers, strict=strict,
         full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0,
@@ -321,6 +341,14 @@ def load_checkpoint_and_dispatch(
         model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
         preload_module_classes=preload_module_classes, force_hooks=force_hooks,
     )  # fmt: skip
+
+
+def _check_own_map(model: torch.nn.Module, device_map: Mapping[str, Any], max_memory: Any, dtype: Any) -> None:
+    sizes: dict[str, Any] = {}
+    measured = compute_module_sizes(model, dtype)
+    for name, device in device_map.items():
+        sizes[str(device)] = sizes.get(str(device), 0) + measured[name]
+    check_limits(sizes, get_max_memory(max_memory))
 
 
 def _made_map(

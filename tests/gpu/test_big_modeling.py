@@ -43,3 +43,11 @@ def test_copies_do_not_overtake_the_computation() -> None:
     with torch.no_grad():
         for _ in range(50):
             assert torch.equal(model(x), plain)
+
+
+def test_a_map_that_overflows_the_device_is_refused() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(1).expand(2**44), requires_grad=False)
+    with pytest.raises(ValueError, match=r"puts 70.4 TB on device cuda:0, which has .* free"):
+        dispatch_model(model, {"": 0})
+    assert model.weight.device.type == "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,27 @@ def test_one_file(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = load_state_dict(tmp_path / "model.safetensors", {"linear1": "cpu", "batchnorm": "disk", "linear2": "cpu"})
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def _sparse(path: Path, size: int) -> None:
+    """Write a file with one square tensor of float32 whose bytes take no room on disk."""
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [size, size], "data_offsets": [0, 4 * size * size]}})
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    os.truncate(path, 8 + len(header) + 4 * size * size)
+
+
+def test_a_map_that_overflows_the_memory_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    size = 2**20
+    _sparse(tmp_path / "model.safetensors", size)
+    with init_empty_weights(include_buffers=True):  # not made at all, rather than made and dropped
+        model = torch.nn.Linear(size, size, bias=False)
+    with pytest.raises(ValueError, match=r"puts 2.2 TB on device cpu, which has .* free. Nothing was moved or loaded"):
+        load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, dtype="bfloat16")
+    assert model.weight.is_meta
+
+
+def test_a_map_of_ones_own_keeps_to_the_limits(tmp_path: Path) -> None:
+    folder = _save(Deep(), tmp_path, "safetensors")
+    with pytest.raises(ValueError, match=r"puts 5.2 KB on device cpu, which may hold 4 KB by max_memory"):
+        load_checkpoint_and_dispatch(_empty(), folder, {"": "cpu"}, max_memory={"cpu": "4KB"})
+    load_checkpoint_and_dispatch(_empty(), folder, {"": "cpu"}, max_memory={"cpu": "6KB"})
