@@ -2,9 +2,9 @@
 
 Bounds: ``max_points`` points per metric and rank (a fuller series is thinned by keeping the smallest and the largest
 of every four neighbours, so that extremes survive), ``MAX_TOTAL_POINTS`` over all of them (the more series there are,
-the fewer points each may have), ``max_series`` metrics, ``max_log_bytes`` of text per rank. A point weighs 24 bytes, so
-a run of any length holds at most about 100 MB of curves and 8 MB of text per rank. Failures and results are never
-dropped.
+the fewer points each may have; each may have ``MIN_POINTS``), ``max_series`` metrics, ``max_log_bytes`` of text per
+rank. A point weighs 24 bytes in an array with an eighth to spare, so a run of any length holds at most 108 MB of curves
+and 8 MB of text per rank. Failures and results are never dropped.
 """
 
 from __future__ import annotations
@@ -85,11 +85,19 @@ class _Points:
         self.steps, self.times, self.values = array("q"), array("d"), array("d")
         self.thinned = 0
 
-    def append(self, step: int, time: float, value: float, limit: int) -> None:
+    def append(self, step: int, time: float, value: float, limit: int) -> int:
+        """Keep a point; return by how much the number of points has changed."""
+        before = len(self.values)
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
-        if len(self.values) >= limit:
+        if before + 1 >= limit:
+            self._thin()
+        return len(self.values) - before
+
+    def thin_to(self, limit: int) -> None:
+        """Thin until there are no more than ``limit`` points."""
+        while len(self.values) > max(4, limit):
             self._thin()
 
     def since(self, cursor: tuple[int, int]) -> Tail:
@@ -211,6 +219,7 @@ class Store:
         self._max_points, self._max_series, self._max_log_bytes = max_points, max_series, max_log_bytes
         self._metrics: dict[str, dict[int, _Points]] = {}
         self._series_count = 0
+        self._points_count = 0
         self._logs: dict[int, deque[LogLine]] = {}
         self._log_bytes: dict[int, int] = {}
         self._log_count: dict[int, int] = {}
@@ -289,12 +298,21 @@ class Store:
             if points is None:
                 points = ranks[record.rank] = _Points()
                 self._series_count += 1
-            points.append(step, record.time, number, self._limit())
+            self._points_count += points.append(step, record.time, number, self._limit())
+        if self._points_count > max(MAX_TOTAL_POINTS, MIN_POINTS * self._series_count):
+            self._thin_all()
 
     def _limit(self) -> int:
         """Return how many points a series may have now."""
         share = max(MIN_POINTS, MAX_TOTAL_POINTS // max(1, self._series_count))
         return min(self._max_points, share)
+
+    def _thin_all(self) -> None:
+        """Bring series that grew when there were fewer of them down to what each may have now."""
+        series = [points for ranks in self._metrics.values() for points in ranks.values()]
+        for points in series:
+            points.thin_to(self._limit())
+        self._points_count = sum(len(points.values) for points in series)
 
     def _add_progress(self, record: Record) -> None:
         event: Any = record.event

@@ -19,6 +19,7 @@ from notebook_accelerate.telemetry import (
     StatusEvent,
     Store,
 )
+from notebook_accelerate.telemetry import store as store_module
 from notebook_accelerate.telemetry.store import Record
 
 
@@ -67,6 +68,17 @@ def test_a_series_of_nothing_finite_stays_within_its_bound(value: float) -> None
     series = store.series("loss")
     assert len(series.values) <= 64
     assert np.isclose(series.values[0], value, equal_nan=True)
+
+
+def test_all_series_together_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_TOTAL_POINTS", 10_000)
+    store = Store()
+    for name in range(100):  # each fuller, when it comes, than it may be in the end
+        for step in range(2_000):
+            _feed(store, MetricEvent({f"m{name}": math.nan if step % 3 else float(step)}, step))
+        kept = [len(store.series(each).values) for each in store.metric_names()]
+        assert sum(kept) == store._points_count <= 10_000
+    assert min(kept) > 10
 
 
 def test_infinities_among_nan_survive() -> None:

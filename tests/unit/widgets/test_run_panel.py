@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
-import tracemalloc
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -24,6 +24,7 @@ from notebook_accelerate.telemetry import (
     StepTimeEvent,
 )
 from notebook_accelerate.telemetry.steptime import PARTS
+from notebook_accelerate.telemetry.store import MAX_LOG_BYTES, MAX_POINTS, Record
 from notebook_accelerate.widgets.resources import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
@@ -255,26 +256,34 @@ def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
 
 
 def test_a_day_is_bounded() -> None:
-    """24 hours at 4 ranks, 10 metrics twice a second each, a fake clock: no more memory after the first hours."""
-    run, clock = make_run(ranks=4), Clock()
-    run.store._max_points, run.store._max_log_bytes = 500, 50_000  # the bounds, scaled to a test's patience
+    """24 hours of a fake clock at 2 ranks with 10 metrics each, once a second: the bounds that the store states."""
+    run, clock = make_run(ranks=2), Clock()
     panel = RunPanel(run, clock)
-    sizes = []
-    tracemalloc.start()
-    for hour in range(24):
-        for minute in range(0, 60, 6):
-            step = hour * 60 + minute
-            for rank in range(4):
-                values = {f"m{index}": float(step) for index in range(10)}
-                feed(run, *(MetricEvent(values, step * 10 + k) for k in range(5)), rank=rank, at=clock.now)
-                feed(run, ProgressEvent(step, 1440), ResourceEvent(50.0, 1 << 30), rank=rank, at=clock.now)
-                feed(run, LogEvent("stdout", f"step {step} " + "x" * 80), rank=rank, at=clock.now)
-            clock.turn(360.0)
+    text = "a line of a rank " + "x" * 80
+    kept, sizes = [], []
+    for _ in range(24):
+        for _ in range(6):
+            records = []
+            for rank in range(2):
+                for _ in range(600):
+                    now = clock.now
+                    values = {f"m{index}": math.sin(now + index) for index in range(10)}
+                    records.append(Record(rank, now, MetricEvent(values, int(now - START))))
+                    clock.turn(0.5)
+                records.append(Record(rank, clock.now, ResourceEvent(50.0, 1 << 30)))
+                records.append(Record(rank, clock.now, LogEvent("stdout", "\n".join([text] * 600))))
+            run.store.add(records)
             panel.binding.tick()
-        sizes.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    print("\nkilobytes held after each hour:", [size // 1000 for size in sizes])
-    assert max(sizes[12:]) < 1.25 * max(sizes[6:12])
+        series = [points for ranks in run.store._metrics.values() for points in ranks.values()]
+        kept.append(max(len(points.values) for points in series))
+        curves = sum(sys.getsizeof(a) for points in series for a in (points.steps, points.times, points.values))
+        sizes.append((curves / 1e6, max(run.store._log_bytes.values()) / 1e6))
+    print("\nMB of curves, MB of a rank's text, by hour:", [f"{a:.0f}, {b:.1f}" for a, b in sizes[::6]])
+    assert clock.now - START == pytest.approx(86_400)
+    assert max(kept) <= MAX_POINTS
+    assert max(curves for curves, _ in sizes) <= 108
+    assert max(logs for _, logs in sizes) <= MAX_LOG_BYTES / 1e6
+    assert sizes[-1][0] < 1.5 * sizes[12][0], "it does not grow any more"
     panel.close()
 
 
