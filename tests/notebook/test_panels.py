@@ -217,3 +217,20 @@ def test_a_cell_that_is_executed_again_lets_go_of_its_old_view(kernel: Kernel) -
             metadata={"cellId": "the-same-cell"},
         )  # fmt: skip
     assert kernel.value("len(places._at_exit)") == before + 1
+
+
+def test_a_table_of_runs_follows_those_that_are_launched_later_and_then_rests(kernel: Kernel) -> None:
+    kernel.check(TRAIN)
+    kernel.check("table = notebook_accelerate.widgets.RunsTable()\ntable")
+    threads = "[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]"
+    row = "next((row for row in table.rows if row[0] == str(runs()[-1].id)), None)"
+    assert kernel.value(threads) == [], "nothing goes on"
+    cell = kernel.check("launch(2.0, block=False, panel=False)")
+    kernel.wait_for(lambda: kernel.value(f"{row} is not None and 'Running' in table._table.value"), 20, "the new run")
+    kernel.check("runs()[-1].wait()")
+    kernel.wait_for(lambda: kernel.value(threads) == [], 20, "the table's rest")
+    assert kernel.value(f"{row}[2]") == "succeeded"
+    assert kernel.value("table._table.value.count('Running')") == 0
+    assert kernel.value("f'run {runs()[-1].id}' in {label for _, label, _ in table.plot.full['series']}")
+    assert cell.ok
+    kernel.check("table.close()")

@@ -343,3 +343,26 @@ def test_many_ranks_stand_in_a_dense_strip() -> None:
     assert 'title="rank 15: CPU 105 %, memory 315 MiB, GPU 40 %, GPU memory 2.0 GiB"' in html
     assert html.count('<span class="na-meter">') == 16
     assert "<polyline" not in html
+
+
+def test_the_table_of_runs_renders_at_most_five_times_a_second_and_takes_new_runs_in() -> None:
+    run, clock = make_run(), Clock()
+    table = RunsTable([run], clock)
+    values = set()
+    for step in range(100):  # one second
+        clock.turn(0.01)
+        feed(run, MetricEvent({"loss": float(step)}, step), at=clock.now)
+        table.binding.tick()
+        values.add(table._table.value)
+    assert 5 <= len(values) <= 7
+    late = make_run()
+    table._launched(late)
+    clock.turn(1.0)
+    feed(late, MetricEvent({"loss": 7.0}, 1), at=clock.now)
+    assert table.binding.tick()
+    assert [row[0] for row in table.rows[1:]] == [str(late.id), str(run.id)]
+    assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}", f"run {late.id}"}
+    for one in (run, late):
+        end(one)
+    table.close()
+    assert not table.binding.tick()
