@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -28,6 +28,7 @@ from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training
 from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.draft import Checked
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
+from notebook_accelerate.widgets.fit import Fit
 from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
 from notebook_accelerate.widgets.outlook import alert, chips, described, details, notice, sentence
 from notebook_accelerate.widgets.shown import Shown
@@ -47,6 +48,9 @@ class ConfigPanel:
         training: Options of the training to begin with.
         machine: The hardware; None: what is found.
         facts: Called for what is known of the kernel; None: asked of the kernel itself.
+        model: What will be trained, for a warning where it does not fit: a model, a function that makes one, or a
+            configuration of transformers.
+        memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class ConfigPanel:
         training: TrainingOptions | None = None,
         machine: HardwareInfo | None = None,
         facts: Callable[[], KernelFacts] | None = None,
+        model: Any = None,
+        memory: Mapping[str, Any] | None = None,
     ) -> None:
         self.hardware = machine or hardware.detect()
         self.runs: list[Run] = []
@@ -65,6 +71,7 @@ class ConfigPanel:
         self._facts_asked = 0.0
         self._facts_known: KernelFacts | None = None
         self._function, self._arguments = function, tuple(args)
+        self._fit = Fit(model, memory) if model is not None else None
         self._lock = threading.RLock()
         self._cluster: Any = None
         self._own_files: set[Path] = set()
@@ -170,6 +177,13 @@ class ConfigPanel:
         if errors := self.errors:
             return " · ".join(errors.values())
         return sentence(self.plan, self.config, self.training)
+
+    @property
+    def warning(self) -> str:
+        """What will not fit the memory, in a sentence; "" where it fits, or no model is known."""
+        if self._fit is None or self.errors:
+            return ""
+        return self._fit.warning(self.plan, self.training, self.hardware)
 
     @property
     def code(self) -> str:
@@ -317,7 +331,9 @@ class ConfigPanel:
         small += ["the button starts it without blocking, panel.launch() blocks"] if self.config.block else []
         strong = escape(sentence(planned, self.config, training))
         below = f'<span class="na-help">{escape(" · ".join(small))}</span>'
-        return f'<div class="na-plan" role="status"><strong>{strong}</strong><br>{below}</div>'
+        warning = self.warning
+        warned = f"<br>{alert(warning)}" if warning else ""
+        return f'<div class="na-plan" role="status"><strong>{strong}</strong><br>{below}{warned}</div>'
 
     def _changed(self, _: Checked) -> None:
         self._guarded(self.refresh)
@@ -394,7 +410,8 @@ class ConfigPanel:
     @property
     def html(self) -> str:
         """The panel as HTML without scripts: what will happen, what is set, the cell."""
-        parts = [f"<p><strong>{escape(self.sentence)}</strong></p>", f"<p>{escape(described(self.hardware))}</p>"]
+        lines = [f"<strong>{escape(self.sentence)}</strong>", escape(self.warning), escape(described(self.hardware))]
+        parts = [f"<p>{line}</p>" for line in lines if line]
         parts += [self.launch_form.html, self.training_form.html]
         return "".join([*parts, f"<pre>{escape(self.code)}</pre>"])
 
@@ -402,7 +419,7 @@ class ConfigPanel:
     def text(self) -> str:
         """The panel as plain text."""
         return "\n\n".join([
-            f"{self.sentence}\n{described(self.hardware)}",
+            "\n".join(filter(None, [self.sentence, self.warning, described(self.hardware)])),
             f"Launch\n{self.launch_form.text}",
             f"Training\n{self.training_form.text}",
             self.code,
@@ -425,7 +442,12 @@ class ConfigPanel:
 
 
 def configure(
-    function: Callable[..., Any] | None = None, args: Iterable[Any] = (), *, config: LaunchConfig | None = None
+    function: Callable[..., Any] | None = None,
+    args: Iterable[Any] = (),
+    *,
+    config: LaunchConfig | None = None,
+    model: Any = None,
+    memory: Mapping[str, Any] | None = None,
 ) -> ConfigPanel:
     """Return a panel in which a launch is configured and started; as a cell's last line it shows itself.
 
@@ -433,8 +455,11 @@ def configure(
         function: The training function; None: it is chosen in the panel.
         args: Its arguments.
         config: The launch to begin with.
+        model: What will be trained: a model, a function that makes one, or a configuration of transformers; the panel
+            warns where it does not fit the memory.
+        memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
-    return ConfigPanel(function, args, config=config)
+    return ConfigPanel(function, args, config=config, model=model, memory=memory)
 
 
 def _namespace() -> dict[str, Any]:
