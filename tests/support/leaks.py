@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal
 class Snapshot:
     """The parts of a process's state that a test can leak into."""
 
-    children: frozenset[str]
+    children: dict[tuple[int, float, bool], str]
     threads: frozenset[str]
     sockets: frozenset[str]
     environment: frozenset[tuple[str, str]]
@@ -43,7 +43,7 @@ def take() -> Snapshot:
     )
 
 
-def compare(before: Snapshot, patience: float = 3.0) -> list[str]:
+def compare(before: Snapshot, patience: float = 10.0) -> list[str]:
     """Return one line per thing that was not there before; what ends within `patience` seconds is not one.
 
     Args:
@@ -60,7 +60,7 @@ def compare(before: Snapshot, patience: float = 3.0) -> list[str]:
 
 
 def _differences(before: Snapshot, after: Snapshot) -> list[str]:
-    lines = [f"child process: {entry}" for entry in sorted(after.children - before.children)]
+    lines = [f"child process: {after.children[key]}" for key in sorted(after.children.keys() - before.children.keys())]
     lines += [f"thread: {entry}" for entry in sorted(after.threads - before.threads)]
     lines += [f"socket: {entry}" for entry in sorted(after.sockets - before.sockets)]
     changed = sorted(before.environment ^ after.environment)
@@ -71,20 +71,26 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     return lines
 
 
-def _children() -> frozenset[str]:
-    """Return the descendants of this process, less the helpers that multiprocessing keeps for the whole session."""
+def _children() -> dict[tuple[int, float, bool], str]:
+    """Return the descendants of this process, less the helpers that multiprocessing keeps for the whole session.
+
+    Returns:
+        What each is called, by process id, time of its start, and whether it is a zombie. A command line does not tell
+        which process it is: one that has been forked and then executes its program changes it.
+    """
     keep = {getattr(forkserver._forkserver, "_forkserver_pid", None)}
     keep.add(getattr(resource_tracker._resource_tracker, "_pid", None))
-    found = []
+    found = {}
     for child in psutil.Process().children(recursive=True):
         try:
             if child.pid not in keep and child.ppid() not in keep:
                 # A process that was busy before and sleeps after is the same; one that has become a zombie is not.
-                state = "zombie" if child.status() == psutil.STATUS_ZOMBIE else "alive"
-                found.append(f"{child.pid} {state} {' '.join(child.cmdline())[:120]}")
+                dead = child.status() == psutil.STATUS_ZOMBIE
+                text = f"{child.pid} {'zombie' if dead else 'alive'} {' '.join(child.cmdline())[:120]}"
+                found[child.pid, child.create_time(), dead] = text
         except psutil.NoSuchProcess:
             continue
-    return frozenset(found)
+    return found
 
 
 def _sockets() -> frozenset[str]:
