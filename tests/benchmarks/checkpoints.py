@@ -65,7 +65,7 @@ class _Trained:
         shutil.rmtree(folder, ignore_errors=True)
         usual = statistics.median(_timed(self.iteration) for _ in range(_ITERATIONS))
         saving = _timed(lambda: self.accelerator.save_state(str(folder), **options))
-        longer = max(0.0, _timed(self.iteration) - usual)
+        longer = _timed(self.iteration) - usual  # below zero too: cut off, the noise of a busy machine would add up
         if options:
             _wait()
         return saving + longer
