@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from notebook_accelerate.config import environ
+
 
 @dataclass
 class MegatronLMPlugin:
@@ -76,13 +78,177 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        self._clipping_given = self.gradient_clipping is not None or bool(environ.text(f"{_PREFIX}GRADIENT_CLIPPING"))
+        self._micro_batches_given = self.num_micro_batches is not None or bool(
+            environ.text(f"{_PREFIX}NUM_MICRO_BATCHES")
+        )
+        self._read_environ()
+        self._check()
+        self.megatron_lm_default_args: dict[str, Any] = {
+            name: value for field, name in _ARGUMENTS.items() if (value := getattr(self, field)) is not None
+        }
+        if self.recompute_activations and self.recompute_granularity is None:
+            self.megatron_lm_default_args["recompute_granularity"] = "selective"
+        if self.tensorboard_dir is not None:
+            self.set_tensorboard_logging_options()
+        self.megatron_lm_default_args |= self.other_megatron_args or {}
+
+    def _read_environ(self) -> None:
+        for name in ("tp_degree", "pp_degree", "num_micro_batches"):
+            if getattr(self, name) is None:
+                setattr(self, name, environ.integer(f"{_PREFIX}{name.upper()}", 1))
+        for name in ("recompute_activations", "use_distributed_optimizer", "sequence_parallelism"):
+            if getattr(self, name) is None:
+                setattr(self, name, environ.flag(f"{_PREFIX}{name.upper()}"))
+        if self.gradient_clipping is None:
+            self.gradient_clipping = float(environ.text(f"{_PREFIX}GRADIENT_CLIPPING") or 1.0)
+
+    def _check(self) -> None:
         for name in _DEGREES:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} is not allowed; pass a whole number of at least 1")
+        if self.sequence_parallelism and self.tp_degree == 1:
+            raise ValueError(
+                "sequence_parallelism=True splits sequences over the ranks that share tensors, and tp_degree=1 has "
+                "none; set tp_degree above 1, or leave sequence_parallelism out"
+            )
+        if (self.context_parallel_size or 1) > 1:
+            raise ValueError(
+                f"context_parallel_size={self.context_parallel_size} is not available with Megatron-LM; use 1, or "
+                "FSDP 2 with ParallelismConfig(cp_size=...)"
+            )
+
+    # -- what the strategy fills in -----------------------------------------------------------------------------------
+
+    def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
+        """Take over the shape of a network.
+
+        Args:
+            model: A model with a `config` as transformers' models have one.
+            batch_data: A batch, whose length of sequences counts where no other is given.
+
+        Raises:
+            ValueError: The kind of model is not known.
+        """
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        parser = MODEL_CONFIGS_TO_MEGATRON_PARSERS.get(str(kind))
+        if parser is None:
+            raise ValueError(
+                f"{type(model).__name__} has config.model_type={kind!r}, and Megatron-LM makes models of "
+                f"{', '.join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))}; register it with "
+                "@add_model_config_to_megatron_parser(model_type), or pass "
+                "MegatronLMPlugin(custom_model_provider_function=...)"
+            )
+        parser(self, model, batch_data)
+        self.megatron_lm_default_args |= self.other_megatron_args or {}
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Choose what the model computes in.
+
+        Args:
+            mixed_precision: no, bf16 or fp16.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        if mixed_precision not in {"no", "bf16", "fp16"}:
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} is not available with Megatron-LM; pass 'no', 'bf16' or 'fp16'"
+            )
+        for name in ("bf16", "fp16"):
+            self.megatron_lm_default_args[name] = mixed_precision == name
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Note the sizes of batches.
+
+        Args:
+            micro_batch_size: Samples of a rank in one micro-batch.
+            dp_degree: How many groups of ranks train on data of their own.
+        """
+        self.dp_degree, self.micro_batch_size = dp_degree, micro_batch_size
+        self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)
+        self.megatron_lm_default_args |= {
+            "data_parallel_size": dp_degree,
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": self.global_batch_size,
+        }
+
+    def set_optimizer_type(self, optimizer: Any) -> None:
+        """Take over the settings of an optimizer.
+
+        Args:
+            optimizer: torch's Adam, AdamW or SGD, or an optimizer with the same settings.
+
+        Raises:
+            ValueError: Megatron-LM has no such optimizer.
+        """
+        name, settings = type(optimizer).__name__, optimizer.defaults
+        kind = next((known for known in ("adam", "sgd") if known in name.lower()), None)
+        if kind is None:
+            raise ValueError(f"Megatron-LM has no {name}; prepare torch.optim.AdamW, Adam or SGD")
+        arguments = {
+            "optimizer": kind,
+            "lr": max(group["lr"] for group in optimizer.param_groups),
+            "weight_decay": max(group.get("weight_decay", 0.0) for group in optimizer.param_groups),
+        }
+        if kind == "adam":
+            arguments["adam_beta1"], arguments["adam_beta2"] = settings["betas"]
+            arguments |= {"adam_eps": settings["eps"], "decoupled_weight_decay": "adamw" in name.lower()}
+        else:
+            arguments["sgd_momentum"] = settings.get("momentum", 0.0)
+        self.megatron_lm_default_args |= {**arguments, "min_lr": self.min_lr, **(self.other_megatron_args or {})}
+
+    def set_scheduler_args(self, scheduler: Any) -> None:
+        """Take over the lengths of a schedule, where this plugin says none.
+
+        Args:
+            scheduler: A `MegatronLMDummyScheduler`; its steps count the batches of all ranks.
+        """
+        ranks = getattr(self, "dp_degree", 1)
+        if self.lr_decay_iters is None and self.lr_decay_samples is None:
+            total = scheduler.total_num_steps
+            self.train_iters = self.train_iters or (None if total is None else -(-total // ranks))
+            self.lr_decay_iters = self.train_iters
+        if self.lr_warmup_iters is None and self.lr_warmup_samples is None and self.lr_warmup_fraction is None:
+            self.lr_warmup_iters = -(-(scheduler.warmup_num_steps or 0) // ranks)
+        self.megatron_lm_default_args |= {
+            name: getattr(self, name) for name in _SCHEDULE if getattr(self, name) is not None
+        }
+
+    def set_tensorboard_logging_options(self) -> None:
+        """Note the folder of TensorBoard's files, and what is written with `set_all_logging_options`."""
+        self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
+        if self.set_all_logging_options:
+            self.megatron_lm_default_args |= dict.fromkeys(_LOGGED, True)
 
 
+_PREFIX = "MEGATRON_LM_"
 _DEGREES = ("tp_degree", "pp_degree", "expert_model_parallel_size", "context_parallel_size", "num_micro_batches")
+_SCHEDULE = (
+    *("train_iters", "train_samples", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
+    *("lr_warmup_samples", "lr_warmup_fraction", "min_lr", "start_weight_decay", "end_weight_decay"),
+    "weight_decay_incr_style",
+)
+_LOGGED = ("log_params_norm", "log_num_zeros_in_grad", "log_memory_to_tensorboard", "log_world_size_to_tensorboard")
+# Megatron's name of a setting by the field's.
+_ARGUMENTS = {
+    "tp_degree": "tensor_model_parallel_size",
+    "pp_degree": "pipeline_model_parallel_size",
+    "gradient_clipping": "clip_grad",
+    "sequence_parallelism": "sequence_parallel",
+    **{
+        name: name
+        for name in (
+            *("overlap_cpu_optimizer_d2h_h2d", "no_load_optim", "no_save_optim", "eod_mask_loss"),
+            *("optimizer_cpu_offload", "use_precision_aware_optimizer", "recompute_granularity", "recompute_method"),
+            *("recompute_num_layers", "attention_backend", "expert_model_parallel_size", "context_parallel_size"),
+            *("attention_dropout", "hidden_dropout", "attention_softmax_in_fp32", "expert_tensor_parallel_size"),
+            *("calculate_per_token_loss", "use_distributed_optimizer", "num_layers_per_virtual_pipeline_stage"),
+            *("seq_length", "encoder_seq_length", "decoder_seq_length", "num_micro_batches"),
+        )
+    },
+}
 
 # How the configuration of a kind of model becomes Megatron's arguments, by the kind's name.
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Callable[..., Any]] = {}
@@ -103,6 +269,104 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Callable[.
         return function
 
     return register
+
+
+def _first(config: Any, *names: str, default: Any = None) -> Any:
+    """Return the first of some attributes that a configuration has."""
+    for name in names:
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return default
+
+
+def _shape(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) -> None:
+    """Write down what the configurations of all kinds of models have."""
+    width = _first(config, "hidden_size", "n_embd", "d_model")
+    positions = _first(config, "max_position_embeddings", "n_positions")
+    length = plugin.seq_length or plugin.decoder_seq_length
+    if length is None and batch_data:
+        length = batch_data["input_ids"].shape[1]
+    arguments = {
+        "num_layers": _first(config, "num_hidden_layers", "n_layer", "num_layers"),
+        "hidden_size": width,
+        "num_attention_heads": _first(config, "num_attention_heads", "n_head", "num_heads"),
+        "ffn_hidden_size": _first(config, "intermediate_size", "n_inner", "d_ff", default=4 * width),
+        "max_position_embeddings": positions or length,
+        "seq_length": length or positions,
+        "orig_vocab_size": config.vocab_size,
+        "attention_dropout": _first(config, "attention_probs_dropout_prob", "attn_pdrop", "attention_dropout"),
+        "hidden_dropout": _first(config, "hidden_dropout_prob", "resid_pdrop", "dropout_rate"),
+        "layernorm_epsilon": _first(config, "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", default=1e-5),
+        "init_method_std": _first(config, "initializer_range", default=0.02),
+        "untie_embeddings_and_output_weights": not _first(config, "tie_word_embeddings", default=True),
+        "model_return_dict": bool(_first(config, "use_return_dict", "return_dict", default=False)),
+        **more,
+    }
+    known = {name: value for name, value in arguments.items() if value is not None}
+    chosen = {name: getattr(plugin, name, None) for name in ("attention_dropout", "hidden_dropout")}
+    plugin.megatron_lm_default_args |= known | {name: value for name, value in chosen.items() if value is not None}
+    if plugin.use_rotary_position_embeddings:
+        plugin.megatron_lm_default_args["position_embedding_type"] = "rope"
+
+
+@add_model_config_to_megatron_parser("gpt2")
+def _parse_gpt2(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    _shape(plugin, model.config, batch_data, model_type_name="gpt", position_embedding_type="learned_absolute")
+
+
+@add_model_config_to_megatron_parser("llama")
+def _parse_llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    _shape(
+        plugin,
+        model.config,
+        batch_data,
+        model_type_name="gpt",
+        position_embedding_type="rope",
+        num_query_groups=_first(model.config, "num_key_value_heads"),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        rotary_base=int(_first(model.config, "rope_theta", default=10000)),
+        attention_dropout=_first(model.config, "attention_dropout", default=0.0),
+        hidden_dropout=0.0,
+    )
+
+
+@add_model_config_to_megatron_parser("megatron-bert")
+def _parse_bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    kind = type(model).__name__.lower()
+    pretraining = "pretraining" in kind
+    _shape(
+        plugin,
+        model.config,
+        batch_data,
+        model_type_name="bert",
+        position_embedding_type="learned_absolute",
+        pretraining_flag="classification" not in kind,
+        bert_binary_head=pretraining,
+        num_labels=_first(model.config, "num_labels", default=2),
+    )
+
+
+@add_model_config_to_megatron_parser("t5")
+def _parse_t5(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    encoder = plugin.encoder_seq_length
+    if encoder is None and batch_data:
+        encoder = batch_data["input_ids"].shape[1]
+    _shape(
+        plugin,
+        model.config,
+        batch_data,
+        model_type_name="t5",
+        position_embedding_type="learned_absolute",
+        max_position_embeddings=_first(model.config, "n_positions", default=512),
+        encoder_num_layers=model.config.num_layers,
+        num_layers=_first(model.config, "num_decoder_layers", "num_layers"),
+        kv_channels=model.config.d_kv,
+        layernorm_epsilon=model.config.layer_norm_epsilon,
+        encoder_seq_length=encoder,
+        pad_token_id=_first(model.config, "pad_token_id", default=0),
+    )
 
 
 __all__ = ["MODEL_CONFIGS_TO_MEGATRON_PARSERS", "MegatronLMPlugin", "add_model_config_to_megatron_parser"]

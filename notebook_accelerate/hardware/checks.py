@@ -152,7 +152,7 @@ def is_torchvision_available() -> bool:
 
 def is_megatron_lm_available() -> bool:
     """Tell whether Megatron-LM is installed and asked for (ACCELERATE_USE_MEGATRON_LM)."""
-    return environ.flag("ACCELERATE_USE_MEGATRON_LM") and is_package("megatron", "megatron-lm")
+    return environ.flag("ACCELERATE_USE_MEGATRON_LM") and is_package("megatron", "megatron-core")
 
 
 def is_transformers_available() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
 from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.megatron import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.state.shared import Slots
 
@@ -21,6 +22,7 @@ def _deepspeed() -> dict[str, DeepSpeedPlugin]:
 _FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
     "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", _deepspeed),
     "fsdp_plugin": ("ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
+    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", MegatronLMPlugin),
     "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", ParallelismConfig),
 }
 

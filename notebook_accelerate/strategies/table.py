@@ -44,6 +44,12 @@ def _deepspeed(setup: Setup) -> Strategy:
     return DeepSpeedStrategy(setup)
 
 
+def _megatron_lm(setup: Setup) -> Strategy:
+    from notebook_accelerate.strategies.megatron_lm import MegatronLMStrategy
+
+    return MegatronLMStrategy(setup)
+
+
 def _tensor_parallel(setup: Setup) -> Strategy:
     from notebook_accelerate.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -56,7 +62,8 @@ STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.FSDP.value: _fsdp,
     "TP": _tensor_parallel,
     DistributedType.DEEPSPEED.value: _deepspeed,
-    **{kind: _unavailable(kind) for kind in ("MEGATRON_LM", "XLA")},
+    DistributedType.MEGATRON_LM.value: _megatron_lm,
+    **{kind: _unavailable(kind) for kind in ("XLA",)},
 }
 """What makes a strategy, by `DistributedType`, or TP: Accelerate names no type for ranks that only split tensors."""
 

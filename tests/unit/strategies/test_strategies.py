@@ -16,12 +16,6 @@ def test_every_kind_of_world_has_a_row() -> None:
     assert set(STRATEGIES) >= {kind.value for kind in DistributedType}
 
 
-@pytest.mark.parametrize("kind", ["MEGATRON_LM"])
-def test_rows_of_later_strategies_say_so(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"training with {kind} is not available in this version"):
-        STRATEGIES[kind](None)  # type: ignore[arg-type]
-
-
 def test_a_row_can_be_replaced() -> None:
     class Mine(SingleStrategy):
         name = "mine"
