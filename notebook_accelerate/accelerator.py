@@ -109,7 +109,7 @@ class Accelerator(AcceleratorViews):
         self.dataloader_config = arguments.loader_configuration(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = rng_types if rng_types is not None else ["generator"]
+        self.rng_types = arguments.generators(rng_types)
         self._handlers = sort_handlers(kwargs_handlers)
         accumulation = arguments.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
         self.state = AcceleratorState(
@@ -197,6 +197,7 @@ class Accelerator(AcceleratorViews):
             ValueError: An object is nothing that can be prepared, or the placements are not as many as the objects.
         """
         placements: Sequence[bool | None] = [None] * len(args) if device_placement is None else device_placement
+        arguments.check_type("device_placement", placements, (list, tuple), "a list with True or False for each object")
         if len(placements) != len(args):
             raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
         prepared = self.strategy.prepare(args, placements)
@@ -217,6 +218,7 @@ class Accelerator(AcceleratorViews):
         Returns:
             The prepared model.
         """
+        arguments.check_type("prepare_model", model, torch.nn.Module, "a torch.nn.Module")
         return self.strategy.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
@@ -231,6 +233,8 @@ class Accelerator(AcceleratorViews):
         Returns:
             The prepared optimizer.
         """
+        if not hasattr(optimizer, "param_groups"):
+            arguments.check_type("prepare_optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
         return self.strategy.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -242,6 +246,8 @@ class Accelerator(AcceleratorViews):
         Returns:
             The prepared scheduler.
         """
+        if not callable(getattr(scheduler, "step", None)):
+            arguments.check_type("prepare_scheduler", scheduler, AcceleratedScheduler, "a learning rate scheduler")
         return self.strategy.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
@@ -261,13 +267,18 @@ class Accelerator(AcceleratorViews):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Any, **kwargs: Any) -> None:
         """Compute gradients of a loss, divided by the batches of a window and scaled for the precision.
 
         Args:
             loss: The loss of one batch.
             kwargs: As for `torch.Tensor.backward`; learning_rate where an optimizer is a LOMO.
+
+        Raises:
+            ValueError: The loss is no tensor.
         """
+        if not isinstance(loss, torch.Tensor):
+            arguments.check_loss(loss)
         steps = self.gradient_state.num_steps
         if steps != 1:
             loss = loss / steps
@@ -375,6 +386,8 @@ class Accelerator(AcceleratorViews):
         Returns:
             A context manager.
         """
+        if autocast_handler is not None:
+            arguments.check_type("autocast_handler", autocast_handler, AutocastKwargs, "AutocastKwargs(...)")
         return self._precision.autocast(autocast_handler)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -763,6 +776,8 @@ class Accelerator(AcceleratorViews):
 
 
 def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
+    if not callable(hook):
+        raise ValueError(f"a hook is a function that can be called; got {type(hook).__name__} ({hook!r:.60})")
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -377,7 +377,7 @@ class Strategy:
             The norm before clipping.
         """
         self.unscale_gradients()
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return torch.nn.utils.clip_grad_norm_(parameters_in(parameters), max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value].
@@ -387,7 +387,9 @@ class Strategy:
             clip_value: The largest absolute value allowed.
         """
         self.unscale_gradients()
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        with_gradient = [parameter for parameter in parameters_in(parameters) if parameter.grad is not None]
+        if with_gradient:  # torch fails where there is none
+            torch.nn.utils.clip_grad_value_(with_gradient, clip_value)
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -407,6 +409,26 @@ class Strategy:
         """Forget all prepared objects."""
         for kept in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             kept.clear()
+
+
+def parameters_in(given: Any) -> list[torch.Tensor]:
+    """List parameters whose gradients are to be clipped.
+
+    Args:
+        given: A tensor or tensors.
+
+    Returns:
+        The tensors.
+
+    Raises:
+        ValueError: It is a model.
+    """
+    if isinstance(given, torch.nn.Module):
+        raise ValueError(
+            f"gradients are clipped of parameters; got {type(given).__name__}: write "
+            "accelerator.clip_grad_norm_(model.parameters(), max_norm)"
+        )
+    return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ class DDPStrategy(Strategy):
     """torch's DistributedDataParallel, on gloo, NCCL or whatever connects the devices."""
 
     name: ClassVar[str] = "ddp"
+    _wraps: bool = False
+    """Whether a model of this Accelerator exchanges gradients."""
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model that has something to train.
@@ -49,6 +51,7 @@ class DDPStrategy(Strategy):
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         keep_until_gone(wrapped.process_group, wrapped.reducer, wrapped.logger)
+        self._wraps = True
         if wrapped.find_unused_parameters and not wrapped.static_graph:
             wrapped.register_forward_hook(_remember_outputs)
         if handler is not None:
@@ -65,7 +68,14 @@ class DDPStrategy(Strategy):
             A context manager.
         """
         wrapped = [found for model in models if (found := ddp_inside(model)) is not None]
-        return Unsynchronised(wrapped) if wrapped else NOTHING
+        if wrapped:
+            return Unsynchronised(wrapped)
+        if self._wraps:
+            warn_once(
+                "accumulate() was given no prepared model, so gradients are exchanged in every batch; pass what "
+                "prepare() returned: with accelerator.accumulate(model)"
+            )
+        return NOTHING
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         """Return a context in which backward does not exchange gradients of one model.
@@ -93,6 +103,8 @@ class DDPStrategy(Strategy):
         Raises:
             ValueError: Something cannot be joined.
         """
+        if isinstance(joinables, torch.nn.Module):
+            raise ValueError("join_uneven_inputs takes a list: accelerator.join_uneven_inputs([model])")
         joined = [_joinable(item) for item in joinables]
         with even_batches_set(self.dataloaders, even_batches) as others:
             if even_batches is not None and others:

@@ -51,6 +51,8 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
     Raises:
         ValueError: Something is no handler, or there are two of a kind.
     """
+    if isinstance(handlers, KwargsHandler):
+        raise ValueError(f"kwargs_handlers takes a list; write kwargs_handlers=[{type(handlers).__name__}(...)]")
     found: dict[str, Any] = {}
     for handler in handlers or ():
         field = next((name for kind, name in _FIELD_OF_CLASS if isinstance(handler, kind)), None)

@@ -9,7 +9,7 @@ from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.tracking.base import GeneralTracker
 from notebook_accelerate.tracking.live import LiveTracker
 from notebook_accelerate.tracking.table import known_trackers, row_of
-from notebook_accelerate.tracking.values import LogValueError
+from notebook_accelerate.tracking.values import LogValueError, kind_of
 
 _live = LiveTracker()
 _warned: set[tuple[str, str]] = set()
@@ -86,6 +86,10 @@ def log(
             f'log() takes a dictionary, accelerator.log({{"loss": 0.5}}); it got {type(values).__name__}'
         )
     plain = dict(values)
+    if not accelerator.log_with:  # no vendor's tracker, which may know what to do with it
+        for name, value in plain.items():
+            if value is None or hasattr(value, "shape"):  # other objects may be a vendor's pictures and tables
+                kind_of(name, value)
     _live.log(plain, step=step)
     for tracker in accelerator.trackers:
         more = (log_kwargs or {}).get(tracker.name, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -134,6 +135,30 @@ def no_forward() -> None:
 
 def test_unused_parameters_cannot_be_found_without_a_forward() -> None:
     run_ranks(no_forward)
+
+
+def unprepared() -> Any:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    inner = nn.Linear(2, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.accumulate(inner):
+            pass
+        quiet = len(caught)
+        accelerator.step = 0
+        model = accelerator.prepare(inner)
+        with accelerator.accumulate(inner):
+            pass
+    with pytest.raises(ValueError, match=r"takes a list: accelerator\.join_uneven_inputs\(\[model\]\)"):
+        accelerator.join_uneven_inputs(model).__enter__()
+    return quiet, [str(warning.message) for warning in caught]
+
+
+def test_accumulating_for_a_model_that_was_not_prepared_is_told() -> None:
+    for quiet, warned in run_ranks(unprepared):
+        assert quiet == 0
+        assert len(warned) == 1
+        assert "accumulate() was given no prepared model" in warned[0]
 
 
 def nested() -> Any:
