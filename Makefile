@@ -12,10 +12,14 @@ COLAB_VENV := .venv-colab
 COLAB_READY := $(COLAB_VENV)/.ready
 CLIENTS_VENV := .venv-clients
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
+DEEPSPEED_VENV := .venv-deepspeed
+DEEPSPEED_READY := $(DEEPSPEED_VENV)/.ready
+# DeepSpeed on the CPU; its optimizer in C++ is compiled once, for this machine, into this checkout.
+DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.build/torch-extensions OMP_NUM_THREADS=1
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-deepspeed test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -26,6 +30,7 @@ help:
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
 	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate"
+	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-strategies  every strategy in every precision against plain torch (a quarter of an hour)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
@@ -70,6 +75,18 @@ $(CLIENTS_READY): $(READY) requirements/clients.txt
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/clients.txt
 	touch $@
 
+# DeepSpeed's environment is the development environment plus DeepSpeed and transformers, which knows about it.
+$(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
+	test -x $(DEEPSPEED_VENV)/bin/python || $(PYTHON) -m venv $(DEEPSPEED_VENV)
+	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(DEEPSPEED_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/deepspeed.txt -r requirements/clients.txt
+	$(DEEPSPEED_ENV) PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python -c \
+		"from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)" > /dev/null || \
+		echo "DeepSpeed's optimizer could not be compiled: its test will skip" >&2
+	touch $@
+
 $(KERNELS_BUILD)/%/.ready: $(READY)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
 		--target $(@D) ipykernel==$* nest-asyncio==1.6.0
@@ -77,7 +94,7 @@ $(KERNELS_BUILD)/%/.ready: $(READY)
 
 demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb \
-		examples/03_panels.ipynb examples/04_debugging.ipynb
+		examples/03_panels.ipynb examples/04_debugging.ipynb examples/05_big_models.ipynb
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
 test: lint $(if $(CHROMIUM),$(BROWSER_READY))
@@ -108,6 +125,10 @@ test-gpu: $(SETUP)
 test-clients: $(CLIENTS_READY)
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
 
+test-deepspeed: $(DEEPSPEED_READY)
+	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed -m "not benchmark" \
+		tests/parity/strategies/test_deepspeed.py tests/deepspeed
+
 test-strategies: $(SETUP)
 	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
 
@@ -125,5 +146,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

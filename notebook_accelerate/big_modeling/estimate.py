@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -284,9 +285,12 @@ class PlacedModel:
 
     def __str__(self) -> str:
         lines = []
-        for block in self.blocks:
-            moved = f", {readable(block.moves)} to the device on each forward" if block.moves else ""
-            lines.append(f"{block.device:<6}{readable(block.size):>9}  {block.name or 'the whole model'}{moved}")
+        for _, group in itertools.groupby(self.blocks, key=lambda block: (block.device, block.size, block.moves)):
+            first, *others = group
+            name = first.name or "the whole model"
+            name += f" … {others[-1].name}, {1 + len(others)} of this size" if others else ""
+            moved = f", {readable(first.moves)} {'each ' * bool(others)}to the device on each forward"
+            lines.append(f"{first.device:<6}{readable(first.size):>9}  {name}{moved if first.moves else ''}")
         lines += [f"device {device} holds more than its limit" for device in self.overfull()]
         return "\n".join([*lines, f"{readable(self.moves)} move on each forward"])
 

@@ -109,6 +109,20 @@ def test_a_desync_is_named_and_a_nan_is_traced(kernel: Kernel) -> None:
     assert cells[-1].stdout.startswith("The desync was named by the diagnosis")
 
 
+@pytest.mark.timeout(400)
+def test_a_model_larger_than_the_memory_runs(kernel: Kernel) -> None:
+    cells = run_all(kernel, ROOT / "examples" / "05_big_models.ipynb")
+
+    assert "The whole model does not fit" in find(cells, "RLIMIT_DATA").stdout
+    panel = find(cells, "MemoryPanel(\n").result
+    assert panel is not None
+    assert "does not fit" in panel["text/html"]
+    sums = [line.rpartition(" ")[2] for line in find(cells, "tokens/s").stdout.splitlines() if line.startswith("pass")]
+    assert len(sums) == 4
+    assert len(set(sums)) == 1, "every pass computes the same"
+    assert cells[-1].stdout.startswith("A model of 1015 MB ran with ")
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_are_saved_clean(path: Path) -> None:
     notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
