@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -143,6 +143,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Attributes:
         iteration: Number of the epoch that the next pass reads; a finished pass adds one.
         device: Where batches go; None leaves them where they are.
+        between_batches: Called after each batch that went to the device was used; None: nothing.
         skip_batches: How many batches at the start of every pass are read and left out. `skip_first_batches` uses it
             only where the sampler cannot skip.
     """
@@ -150,6 +151,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     iteration: int
     skip_batches: int
     device: torch.device | None = None
+    between_batches: Callable[[], Any] | None = None
     _non_blocking = False
     _order: PassOrder
     _original: PreparedDataLoader | None = None
@@ -287,6 +289,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     self.gradient_state._add_dataloader(self)
                     depth = len(reading)
                 yield current
+                if self.between_batches is not None:
+                    self.between_batches()
             self._finish_pass()
         finally:
             self.end()

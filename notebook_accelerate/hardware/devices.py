@@ -9,6 +9,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ class DeviceRow:
         torch = importlib.import_module("torch")
         self.load()
         if self.type == "xla":
-            model: Any = importlib.import_module("torch_xla.core.xla_model")
-            return model.xla_device()  # type: ignore[no-any-return]
+            return xla_device()
         if self.type in _ONE_PER_PROCESS:
             return torch.device(self.type)  # type: ignore[no-any-return]
         return torch.device(self.type, index)  # type: ignore[no-any-return]
@@ -86,6 +86,26 @@ class DeviceRow:
     def is_accelerator(self) -> bool:
         """Whether it is something other than the CPU."""
         return self.type != "cpu"
+
+
+def xla_device() -> torch.device:
+    """Return this process's XLA device; the first call decides how the machine's devices are shared out.
+
+    With several ranks on this machine each has one. A process that is alone has all of them, as one virtual device
+    (SPMD): torch_xla takes that decision before it starts its runtime only.
+    """
+    from notebook_accelerate.hardware import counting  # it counts what the rows of this module name
+
+    torch_xla: Any = importlib.import_module("torch_xla")
+    runtime: Any = importlib.import_module("torch_xla.runtime")
+    ranks = environ.integer("LOCAL_WORLD_SIZE", 1) or 1
+    started = importlib.import_module("_XLAC")._xla_runtime_is_initialized()
+    if ranks > 1 and not started:
+        pjrt: Any = importlib.import_module("torch_xla._internal.pjrt")
+        pjrt.initialize_multiprocess(environ.integer("LOCAL_RANK", 0), ranks)
+    elif ranks == 1 and not started and counting.count("xla") > 1:
+        runtime.use_spmd()
+    return torch_xla.device()  # type: ignore[no-any-return]
 
 
 # Types of which a process uses exactly one device, without an index.

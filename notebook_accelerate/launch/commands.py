@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.constants import TORCH_LAUNCH_PARAMS
 from notebook_accelerate.config.environ import as_text
+from notebook_accelerate.errors import LaunchError
 
 _PASSED_ON = ("fsdp_", "megatron_lm_", "parallelism_config_", "cp_", "tp_", "fp8_")
 """Options with these prefixes reach the workers as variables of the same name in capitals."""
@@ -321,25 +324,66 @@ class PrepareForLaunch:
         dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=index, world_size=size)
 
 
-def install_xla(upgrade: bool = False) -> None:
-    """Say what would have to be installed for torch_xla on this Python; installs nothing yet.
+def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
+    """Install torch_xla and the torch it is built against, for this Python.
+
+    Says what it will change, and what to do afterwards: torch itself is replaced, so this kernel, which may have the
+    old one in memory, cannot go on with the new one.
 
     Args:
-        upgrade: Whether an installed torch_xla is to be replaced by the newest one.
+        upgrade: Whether an installed torch_xla is replaced by a newer one.
+        dry_run: Only say it.
+
+    Returns:
+        The command, for pip.
+
+    Raises:
+        LaunchError: There is no torch_xla for this Python or this system, or pip failed.
     """
+    python = sys.version_info[:2]
+    found = [release for release in _XLA_RELEASES if release[1] <= python <= release[2]]
+    if not found or sys.platform != "linux":
+        raise LaunchError(
+            f"there is no torch_xla for Python {python[0]}.{python[1]} on {sys.platform}: it is built for Linux and "
+            f"Python {_dotted(_XLA_RELEASES[-1][1])} to {_dotted(_XLA_RELEASES[0][2])}; use such a notebook"
+        )
+    version = found[0][0]
+    wanted = [f"torch=={version}.*", f"torch_xla[tpu]=={version}.*"]
+    command = [sys.executable, "-m", "pip", "install", *(["--upgrade"] if upgrade else []), *wanted]
+    kept = _installed("torch_xla").startswith(f"{version}.") and not upgrade
+    _say(
+        f"Here: Python {_dotted(python)}, torch {_installed('torch')}, torch_xla {_installed('torch_xla')}.",
+        "torch_xla is there already: nothing to do." if kept else f"{shlex.join(command)}",
+    )
+    if kept or dry_run:
+        return command
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LaunchError(f"pip could not install torch_xla:\n{(done.stdout + done.stderr)[-2000:]}")
+    _say(f"torch is now {_installed('torch')}; start the kernel again, because this one has the old torch in memory.")
+    return command
+
+
+# Versions of torch_xla that are also versions of torch, newest first, with the oldest and the newest Python they have
+# files for: https://pypi.org/project/torch-xla/#files
+_XLA_RELEASES: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (
+    ("2.9", (3, 10), (3, 13)),
+    ("2.8", (3, 10), (3, 13)),
+)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _installed(name: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "not installed"
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    flag = " --upgrade" if upgrade else ""
-    print(  # noqa: T201 - the answer to a command typed in a cell
-        f"install_xla changes nothing yet. Here: Python {python}, torch {installed('torch')}, "
-        f"torch_xla {installed('torch_xla')}.\n"
-        f"It would run: pip install{flag} 'notebook-accelerate[tpu]', which installs torch_xla and the torch of the "
-        "same minor version.\nThat replaces torch, so the kernel has to be started again afterwards."
-    )
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n")  # noqa: T201 - the answer to a command typed in a cell

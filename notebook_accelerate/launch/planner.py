@@ -84,7 +84,7 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
             f"pass num_processes={count}, or config=LaunchConfig(cpu=True) to train on the CPU"
         )
     world_size = num_processes * config.num_nodes
-    method, reason = _start_method(config, num_processes, facts)
+    method, reason = _start_method(config, num_processes, facts, accelerator)
     master_addr, port = config.meeting_point
     return LaunchPlan(
         start_method=method,
@@ -125,9 +125,12 @@ def _threads(config: LaunchConfig, num_processes: int, cpu_count: int, facts: Ke
     return max(1, cpu_count // num_processes)
 
 
-def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) -> tuple[str, str]:
+def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, accelerator: str) -> tuple[str, str]:
     if config.start_method != "auto":
         return _asked_method(config, num_processes, facts)
+    if accelerator == "xla" and facts.can_fork:
+        # A device belongs to the first process that starts a runtime on it: the kernel never does.
+        return "zygote", "XLA's runtime belongs to the rank, never to the kernel"
     if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
         return "inline", "one process: the kernel itself"
     if not facts.can_fork:

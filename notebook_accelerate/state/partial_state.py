@@ -185,7 +185,8 @@ def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     state.__dict__.update(
         _cpu=cpu,
         device=device,
-        distributed_type=row.distributed_type if world.size > 1 else DistributedType.NO,
+        # XLA is a way of computing as well: alone, a rank still has steps to mark.
+        distributed_type=row.distributed_type if world.size > 1 or row.type == "xla" else DistributedType.NO,
         num_processes=world.size,
         process_index=world.rank,
         local_process_index=world.local_rank,

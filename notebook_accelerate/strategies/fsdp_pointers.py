@@ -120,17 +120,23 @@ def _switch_state(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.P
     if old is new or old not in optimizer.state:
         return
     state = optimizer.state.pop(old)
+    if not isinstance(new, DTensor) and new.shape == old.shape:  # the same parameter on another device
+        state = {name: value.to(new.device) if _is_shaped(value, old) else value for name, value in state.items()}
+        optimizer.state[new] = state
+        return
     if not isinstance(new, DTensor):
         raise ValueError(
             f"{type(optimizer).__name__} has made steps before its model was sharded by FSDP 1, which cannot take them "
             "over; prepare before training, or use FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     optimizer.state[new] = {
-        name: distribute_tensor(value, new.device_mesh, new.placements)
-        if isinstance(value, torch.Tensor) and value.shape == old.shape and value.dim()
-        else value
+        name: distribute_tensor(value, new.device_mesh, new.placements) if _is_shaped(value, old) else value
         for name, value in state.items()
     }
+
+
+def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

@@ -14,16 +14,6 @@ from notebook_accelerate.strategies.single import SingleStrategy
 StrategyFactory = Callable[[Setup], Strategy]
 
 
-def _unavailable(kind: str) -> StrategyFactory:
-    def refuse(_: Setup) -> Strategy:
-        raise ValueError(
-            f"training with {kind} is not available in this version; leave its plugin out: several processes then "
-            "train by DistributedDataParallel, one process trains alone"
-        )
-
-    return refuse
-
-
 def _fsdp(setup: Setup) -> Strategy:
     """Choose the version; torch.distributed.fsdp takes a second to import, so only who asks for it waits."""
     if setup.state.num_processes == 1:
@@ -44,6 +34,12 @@ def _deepspeed(setup: Setup) -> Strategy:
     return DeepSpeedStrategy(setup)
 
 
+def _xla(setup: Setup) -> Strategy:
+    from notebook_accelerate.strategies.xla import XLAStrategy
+
+    return XLAStrategy(setup)
+
+
 def _megatron_lm(setup: Setup) -> Strategy:
     from notebook_accelerate.strategies.megatron_lm import MegatronLMStrategy
 
@@ -62,8 +58,8 @@ STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.FSDP.value: _fsdp,
     "TP": _tensor_parallel,
     DistributedType.DEEPSPEED.value: _deepspeed,
+    DistributedType.XLA.value: _xla,
     DistributedType.MEGATRON_LM.value: _megatron_lm,
-    **{kind: _unavailable(kind) for kind in ("XLA",)},
 }
 """What makes a strategy, by `DistributedType`, or TP: Accelerate names no type for ranks that only split tensors."""
 

@@ -134,6 +134,15 @@ def test_the_second_machine_counts_on() -> None:
     assert "GLOO_SOCKET_IFNAME" not in env
 
 
+def test_xla_devices_are_left_to_ranks() -> None:
+    machine = _machine(accelerator="xla", count=1)
+    found = _plan(machine)
+    assert (found.num_processes, found.start_method) == (1, "zygote")
+    assert "never to the kernel" in found.reason
+    assert not runs_inline(LaunchConfig(), machine)
+    assert _plan(machine, start_method="inline").start_method == "inline"
+
+
 def test_runs_inline_needs_no_facts() -> None:
     assert runs_inline(LaunchConfig(), _machine())
     assert not runs_inline(LaunchConfig(num_processes=2), _machine())

@@ -1,0 +1,40 @@
+"""A launch onto an XLA device: the runtime starts in the rank, never here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import notebook_launcher, shutdown
+
+pytestmark = pytest.mark.xla
+
+
+def device_and_loss() -> tuple[str, float]:
+    import torch
+
+    from notebook_accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    return accelerator.device.type, model(torch.ones(3, 2, device=accelerator.device)).sum().item()
+
+
+def started() -> bool:
+    import _XLAC
+
+    return bool(_XLAC._xla_runtime_is_initialized())
+
+
+def test_one_device_after_another() -> None:
+    before = started()
+    try:
+        for _ in range(2):
+            run: Any = notebook_launcher(device_and_loss, (), panel=False)
+            assert run.plan.start_method == "zygote"
+            assert "XLA's runtime" in run.plan.reason
+            assert run.results[0][0] == "xla"
+    finally:
+        shutdown()
+    assert started() == before
