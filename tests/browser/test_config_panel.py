@@ -14,12 +14,12 @@ from tests.support.browser import App, Browser, NotebookPage, Server
 TRAIN = """
 import os, time
 import notebook_accelerate
-from notebook_accelerate import telemetry
+from notebook_accelerate import Accelerator, telemetry
 from notebook_accelerate.telemetry import MetricEvent
 
 def train(seconds):
     rank = int(os.environ["RANK"])
-    print("steps per update", os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"))
+    print("steps per update", Accelerator().gradient_accumulation_steps)
     for step in range(int(seconds / 0.02)):
         telemetry.emit(MetricEvent({"loss": 1 / (step + 1)}, step))
         time.sleep(0.02)
