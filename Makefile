@@ -16,10 +16,12 @@ DEEPSPEED_VENV := .venv-deepspeed
 DEEPSPEED_READY := $(DEEPSPEED_VENV)/.ready
 # DeepSpeed on the CPU; its optimizer in C++ is compiled once, for this machine, into this checkout.
 DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.build/torch-extensions OMP_NUM_THREADS=1
+XLA_VENV := .venv-xla
+XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-deepspeed test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-deepspeed test-xla test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -31,6 +33,7 @@ help:
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
 	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
+	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
 	@echo "make test-strategies  every strategy in every precision against plain torch (a quarter of an hour)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
@@ -92,6 +95,12 @@ $(KERNELS_BUILD)/%/.ready: $(READY)
 		--target $(@D) ipykernel==$* nest-asyncio==1.6.0
 	touch $@
 
+# torch_xla takes one version of torch only, so this environment shares nothing.
+$(XLA_READY): requirements/xla.txt
+	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/xla.txt
+	touch $@
+
 demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb \
 		examples/03_panels.ipynb examples/04_debugging.ipynb examples/05_big_models.ipynb
@@ -129,6 +138,9 @@ test-deepspeed: $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed -m "not benchmark" \
 		tests/parity/strategies/test_deepspeed.py tests/deepspeed
 
+test-xla: $(XLA_READY)
+	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
+
 test-strategies: $(SETUP)
 	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
 
@@ -146,5 +158,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
