@@ -168,19 +168,23 @@ class Draft:
         return "\n".join(f"{name:<{width}}  {value}" for name, value, _ in rows) or "defaults"
 
     def html(self, caption: str) -> str:
-        """Return what differs from the defaults as a table without scripts or styles.
+        """Return what differs from the defaults as a table without scripts or style sheets.
 
         Args:
             caption: Its caption.
         """
-        rows = self.rows() or [("", "defaults", "")]
+        rows = self.rows()
+        if not rows:
+            return f"<p><strong>{escape(caption)}</strong>: defaults</p>"
+        left = ' style="text-align:left"'  # front ends put the cells of tables to the right
         body = "".join(
-            f'<tr><th scope="row">{escape(name)}</th><td><code>{escape(value)}</code></td><td>{escape(text)}</td></tr>'
+            f'<tr><th scope="row"{left}>{escape(name)}</th><td{left}><code>{escape(value)}</code></td>'
+            f"<td{left}>{escape(text)}</td></tr>"
             for name, value, text in rows
         )
-        head = "".join(f'<th scope="col">{name}</th>' for name in ("setting", "value", "what it is"))
-        caption = escape(caption)
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        head = "".join(f'<th scope="col"{left}>{name}</th>' for name in ("setting", "value", "what it is"))
+        caption = f"<caption{left}><strong>{escape(caption)}</strong></caption>"
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 CHOICES: dict[str, Mapping[str, Sequence[Any]]] = {}

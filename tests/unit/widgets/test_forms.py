@@ -274,8 +274,8 @@ def test_the_static_forms_show_what_differs_and_escape_it() -> None:
     form.input("num_processes").value = "2"
     assert form.text.splitlines()[0].split() == ["num_processes", "2"]
     assert "<script>" not in form.html
-    assert '<th scope="row">num_processes</th>' in form.html
-    assert "<caption>Launch</caption>" in form.html
+    assert '<th scope="row" style="text-align:left">num_processes</th>' in form.html
+    assert "<strong>Launch</strong></caption>" in form.html
     shown = form._repr_mimebundle_()
     assert set(shown) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
 
