@@ -30,7 +30,7 @@ _SMALLEST = 512
 _LARGEST = 1 << 16
 _ALL_RANKS = 1 << 20
 """Bytes that all ranks' blocks have together at most."""
-_REMEMBERED = 4
+_REMEMBERED = 8
 """So many exchanges decide on the size of the next block: loops alternate between a few."""
 
 

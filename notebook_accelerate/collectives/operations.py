@@ -149,8 +149,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def _check_rank(name: str, rank: int, state: PartialState) -> None:
-    if not 0 <= rank < state.num_processes:
-        raise ValueError(f"{name}={rank}: there is no such rank; pass one from 0 to {state.num_processes - 1}")
+    if not isinstance(rank, int) or not 0 <= rank < state.num_processes:
+        raise ValueError(f"{name}={rank!r}: there is no such rank; pass one from 0 to {state.num_processes - 1}")
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -260,9 +260,15 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
     Returns:
         The list.
+
+    Raises:
+        ValueError: It is no list, or there is no such rank.
     """
     state = PartialState()
+    if not isinstance(object_list, list):
+        raise ValueError(f"broadcast_object_list overwrites a list in place; got {type(object_list).__name__}")
     if state.num_processes > 1:
+        _check_rank("from_process", from_process, state)
         COMMUNICATORS[state.communicator].broadcast_object_list(object_list, from_process, state.device)
     return object_list
 

@@ -314,10 +314,16 @@ def test_other_operations_are_told() -> None:
 def no_such_rank() -> None:
     with pytest.raises(ValueError, match="from_process=2: there is no such rank; pass one from 0 to 1"):
         collectives.broadcast(torch.ones(1), from_process=2)
+    with pytest.raises(ValueError, match="from_process='1': there is no such rank"):
+        collectives.broadcast(torch.ones(1), from_process="1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="from_process=-1: there is no such rank"):
+        collectives.broadcast_object_list([1], from_process=-1)
+    with pytest.raises(ValueError, match="overwrites a list in place; got tuple"):
+        collectives.broadcast_object_list((1,))  # type: ignore[arg-type]
     PartialState().wait_for_everyone()  # a rank that is still on its way here needs this one's store
 
 
-def test_broadcast_from_a_rank_that_is_not_there() -> None:
+def test_wrong_broadcasts_are_refused_on_every_rank() -> None:
     run_ranks(no_such_rank)
 
 
