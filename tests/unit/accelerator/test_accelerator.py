@@ -83,10 +83,6 @@ class TestSettings:
     def test_precision_as_an_enum(self) -> None:
         assert Accelerator(cpu=True, mixed_precision=PrecisionType.BF16).mixed_precision == "bf16"
 
-    def test_fp8_is_a_clear_error(self) -> None:
-        with pytest.raises(ValueError, match=r"mixed_precision='fp8' is not available.*bf16"):
-            Accelerator(cpu=True, mixed_precision="fp8")
-
     def test_a_plugin_of_another_type_is_a_clear_error(self) -> None:
         with pytest.raises(ValueError, match="megatron_lm_plugin is a object; pass a MegatronLMPlugin"):
             Accelerator(cpu=True, megatron_lm_plugin=object())
