@@ -32,7 +32,8 @@ def gather(tensor: Any) -> Any:
 
     Raises:
         TypeError: A leaf is no tensor; use `gather_object`.
-        DistributedOperationException: In debug mode: shapes, dtypes or structures differ between ranks.
+        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is noticed always, on other
+            back ends in debug mode, which also compares the names of nested values.
     """
     state = PartialState()
     leaves = _checked_leaves(tensor, "gather", state)
@@ -64,7 +65,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     Raises:
         ValueError: There is no such reduction.
         TypeError: A leaf is no tensor.
-        DistributedOperationException: In debug mode: shapes, dtypes or structures differ between ranks.
+        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is noticed always, on other
+            back ends in debug mode, which also compares the names of nested values.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'")
@@ -121,7 +123,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     Raises:
         TypeError: A leaf is no tensor.
-        DistributedOperationException: In debug mode: shapes, dtypes or structures differ between ranks.
+        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is noticed always, on other
+            back ends in debug mode, which also compares the names of nested values.
     """
     state = PartialState()
     leaves = _checked_leaves(tensor, "broadcast", state)
@@ -167,6 +170,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
     Raises:
         TypeError: A leaf is no tensor.
+        DistributedOperationException: The number of tensors differs between ranks; in debug mode, also other sizes.
     """
     state = PartialState()
     leaves = _checked_leaves(tensor, "pad_across_processes", state, dim)
