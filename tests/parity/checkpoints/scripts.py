@@ -20,13 +20,18 @@ class Counter:
         self.count = state["count"]
 
 
-def prepared(package: str, seed: int, precision: str = "no") -> tuple[Any, ...]:
+def prepared(package: str, seed: int, precision: str = "no", loading: str = "in order") -> tuple[Any, ...]:
     """Prepare a model with tied weights, an optimizer, a schedule, a loader and a counter."""
     import numpy as np
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    accelerator = import_module(package).Accelerator(cpu=True, mixed_precision=precision)
+    configuration = import_module(f"{package}.utils").DataLoaderConfiguration(
+        use_stateful_dataloader=loading == "stateful"
+    )
+    accelerator = import_module(package).Accelerator(
+        cpu=True, mixed_precision=precision, dataloader_config=configuration
+    )
     data = torch.Generator().manual_seed(1)
     tensors = TensorDataset(torch.randn(32, 6, generator=data), torch.randn(32, 6, generator=data))
     random.seed(seed)
@@ -38,17 +43,33 @@ def prepared(package: str, seed: int, precision: str = "no") -> tuple[Any, ...]:
     model[3].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    parts = accelerator.prepare(model, optimizer, schedule, DataLoader(tensors, batch_size=4))
+    loader = DataLoader(tensors, batch_size=4, shuffle=loading == "shuffled")
+    parts = accelerator.prepare(model, optimizer, schedule, loader)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     return accelerator, counter, *parts
 
 
+def with_scaler(accelerator: Any, scale: float, action: Any) -> float:
+    """Do something while the accelerator has a scaler, which Accelerate makes on GPUs only; return its scale then."""
+    import torch
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(1))
+    accelerator.scaler = scaler
+    action()
+    accelerator.scaler = None
+    return float(scaler.get_scale())
+
+
 def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedule: Any, loader: Any) -> list[float]:
-    """Train one epoch and return its losses."""
-    losses = []
+    """Train on the batches of a loader and return the losses."""
+    import numpy as np
+
+    losses: list[float] = []
     for inputs, targets in loader:
-        loss = ((model(inputs) - targets) ** 2).mean() * (1 + random.random())
+        noise = random.random() + float(np.random.rand())  # noqa: NPY002 - the global generator is the one kept
+        loss = ((model(inputs) - targets) ** 2).mean() * (1 + noise)
         accelerator.backward(loss)
         optimizer.step()
         schedule.step()
@@ -58,16 +79,37 @@ def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedu
     return losses
 
 
-def train(package: str, folder: str, safe: bool, precision: str = "no") -> list[float]:
-    """Train an epoch, save, train another one; return its losses and the counter."""
-    parts = prepared(package, 0, precision)
-    epoch(*parts)
-    parts[0].save_state(folder, safe_serialization=safe)
-    return [*epoch(*parts), parts[1].count]
+def train(package: str, folder: str, safe: bool, precision: str = "no", loading: str = "in order") -> list[float]:
+    """Train, save, and train on; return the losses after the checkpoint, the counter, rate and scale.
+
+    The checkpoint is made between two epochs; with a stateful loader, in the middle of the first.
+    """
+    parts = prepared(package, 0, precision, loading)
+    accelerator, counter, _, _, schedule, _ = parts
+    if loading != "stateful":
+        epoch(*parts)
+        scale = with_scaler(accelerator, 8.0, lambda: accelerator.save_state(folder, safe_serialization=safe))
+        losses = epoch(*parts)
+    else:
+        losses = interrupted(parts, folder, safe)
+        scale = 8.0
+    return [*losses, counter.count, *schedule.get_last_lr(), scale]
 
 
-def go_on(package: str, folder: str, precision: str = "no") -> list[float]:
-    """Load and train an epoch; return its losses and the counter."""
-    parts = prepared(package, 77, precision)
-    parts[0].load_state(folder)
-    return [*epoch(*parts), parts[1].count]
+def interrupted(parts: tuple[Any, ...], folder: str, safe: bool) -> list[float]:
+    """Train an epoch with a checkpoint after its third batch; return the losses that follow it."""
+    accelerator, *_, loader = parts
+    losses: list[float] = []
+    for done, batch in enumerate(loader, start=1):
+        losses += epoch(*parts[:-1], [batch])
+        if done == 3:
+            with_scaler(accelerator, 8.0, lambda: accelerator.save_state(folder, safe_serialization=safe))
+    return losses[3:]
+
+
+def go_on(package: str, folder: str, precision: str = "no", loading: str = "in order") -> list[float]:
+    """Load and train on; return what `train` does."""
+    parts = prepared(package, 77, precision, loading)
+    accelerator, counter, _, _, schedule, _ = parts
+    scale = with_scaler(accelerator, 2.0, lambda: accelerator.load_state(folder))
+    return [*epoch(*parts), counter.count, *schedule.get_last_lr(), scale]

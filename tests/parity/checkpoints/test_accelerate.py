@@ -38,21 +38,34 @@ def here(function: str, *arguments: Any) -> Any:
     return getattr(scripts, function)("notebook_accelerate", *arguments)
 
 
-@pytest.mark.parametrize(("safe", "precision"), [(True, "no"), (False, "bf16")])
-def test_a_checkpoint_of_accelerate_goes_on_here(tmp_path: Path, safe: bool, precision: str) -> None:
-    expected = in_accelerate("train", str(tmp_path / "out"), safe, precision)
-    assert here("go_on", str(tmp_path / "out"), precision) == expected
+BETWEEN_EPOCHS = [(True, "no", "in order"), (False, "bf16", "in order"), (True, "no", "shuffled")]
+WITHIN = (True, "no", "stateful")
 
 
-@pytest.mark.parametrize(("safe", "precision"), [(True, "no"), (False, "bf16")])
-def test_a_checkpoint_made_here_goes_on_in_accelerate(tmp_path: Path, safe: bool, precision: str) -> None:
-    expected = here("train", str(tmp_path / "out"), safe, precision)
-    assert in_accelerate("go_on", str(tmp_path / "out"), precision) == expected
+@pytest.mark.parametrize(("safe", "precision", "loading"), [*BETWEEN_EPOCHS, WITHIN])
+def test_a_checkpoint_of_accelerate_goes_on_here(tmp_path: Path, safe: bool, precision: str, loading: str) -> None:
+    expected = in_accelerate("train", str(tmp_path / "out"), safe, precision, loading)
+    assert here("go_on", str(tmp_path / "out"), precision, loading) == expected
 
 
-def test_both_write_the_same_files(tmp_path: Path) -> None:
-    in_accelerate("train", str(tmp_path / "theirs"), True)
-    here("train", str(tmp_path / "ours"), True)
+@pytest.mark.parametrize(("safe", "precision", "loading"), BETWEEN_EPOCHS)
+def test_a_checkpoint_made_here_goes_on_in_accelerate(tmp_path: Path, safe: bool, precision: str, loading: str) -> None:
+    expected = here("train", str(tmp_path / "out"), safe, precision, loading)
+    assert in_accelerate("go_on", str(tmp_path / "out"), precision, loading) == expected
+
+
+def test_accelerate_goes_on_within_an_epoch_as_from_its_own_checkpoint(tmp_path: Path) -> None:
+    """It goes on with the remaining batches, and draws random numbers again that the interrupted pass has drawn."""
+    in_accelerate("train", str(tmp_path / "theirs"), *WITHIN)
+    here("train", str(tmp_path / "ours"), *WITHIN)
+    expected = in_accelerate("go_on", str(tmp_path / "theirs"), *WITHIN[1:])
+    assert in_accelerate("go_on", str(tmp_path / "ours"), *WITHIN[1:]) == expected
+
+
+@pytest.mark.parametrize("loading", ["in order", "stateful"])
+def test_both_write_the_same_files(tmp_path: Path, loading: str) -> None:
+    in_accelerate("train", str(tmp_path / "theirs"), True, "no", loading)
+    here("train", str(tmp_path / "ours"), True, "no", loading)
     theirs = {path.name for path in (tmp_path / "theirs").iterdir()}
     ours = {path.name for path in (tmp_path / "ours").iterdir()}
     assert theirs <= ours
