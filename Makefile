@@ -21,7 +21,7 @@ XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-deepspeed test-xla test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-xla test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
+	@echo "make test-parity    checkpoints, losses and weights against the real Accelerate, in the environment of make bench"
 	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
@@ -140,6 +141,10 @@ test-deepspeed: $(DEEPSPEED_READY)
 
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
+
+test-parity: $(BENCH_READY)
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-parity \
+		tests/parity/checkpoints tests/parity/training
 
 test-strategies: $(SETUP)
 	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
