@@ -10,6 +10,7 @@ from typing import Any
 
 import ipywidgets
 
+from notebook_accelerate.config.plain import said
 from notebook_accelerate.launch import Run, curves, registry, runs
 from notebook_accelerate.launch.places import here
 from notebook_accelerate.widgets import sections
@@ -124,7 +125,7 @@ class RunsTable:
         ranks = str(run.plan.world_size if run.plan is not None else run.config.num_processes or "")
         cells = [str(run.id), run.function_name, run.status, started, duration(run.elapsed), ranks]
         values = [getattr(run.config, name) for name in settings]
-        cells += [value if isinstance(value, str) else repr(value) for value in values]
+        cells += [value if isinstance(value, str) else said(value) for value in values]
         return [*cells, *(_final(run, name) for name in metrics)]
 
     def _differences(self) -> list[str]:

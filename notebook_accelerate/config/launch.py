@@ -94,6 +94,8 @@ class LaunchConfig:
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
         _environment(self.env)
         check_accelerator_arguments(self.accelerator)
+        if self.accelerator is not None and not self.accelerator:
+            object.__setattr__(self, "accelerator", None)
 
     @property
     def meeting_point(self) -> tuple[str, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import reduce
 from typing import Any
 
@@ -69,4 +71,20 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     return reduce(getattr, attr.split("."), obj)
 
 
-__all__ = ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr"]
+def said(value: Any) -> str:
+    """Return a setting as a person reads it: of dataclasses only what differs from their defaults.
+
+    Args:
+        value: A plain value, a dataclass, or a dict of them by name.
+    """
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={said(entry)}" for name, entry in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(said, value))}]"
+    if isinstance(value, Enum) or not is_dataclass(value) or isinstance(value, type):
+        return repr(getattr(value, "value", value) if isinstance(value, Enum) else value)
+    changed = {entry.name: given for entry in fields(value) if (given := getattr(value, entry.name)) != entry.default}
+    return f"{type(value).__name__}({said(changed)})"
+
+
+__all__ = ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr", "said"]

@@ -14,6 +14,7 @@ from html import escape
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.config.plain import said
 from notebook_accelerate.launch import curves, failures, messages
 from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.steptime import PARTS
@@ -126,7 +127,7 @@ class Report:
         """What was asked for; of the variables for the ranks only the names, for a value may be a password."""
         rows = [["setting", "value"]]
         for name, value in self.run.config.non_default().items():
-            rows.append([name, ", ".join(value) if name == "env" else repr(value)])
+            rows.append([name, ", ".join(value) if name == "env" else said(value)])
         return rows
 
     def error_lines(self, error: WorkerError) -> list[str]:

@@ -131,3 +131,11 @@ def test_examples_are_saved_clean(path: Path) -> None:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []
             assert cell["execution_count"] is None
+
+
+@pytest.mark.timeout(400)
+def test_every_way_to_be_parallel_has_the_same_losses(kernel: Kernel) -> None:
+    cells = run_all(kernel, ROOT / "examples" / "06_parallel.ipynb")
+    assert "at most 0.1 % apart" in cells[-1].stdout
+    assert kernel.value("sorted(runs)") == ["DDP", "FSDP 2", "one process", "tensor parallel"]
+    assert kernel.value("[run.status for run in runs.values()]") == ["succeeded"] * 4
