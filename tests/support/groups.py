@@ -21,6 +21,7 @@ LOGS = ROOT / ".build" / "test-logs"
 # The longest first, so that the last ones to finish are short.
 GROUPS = {
     "faults": ["faults"],
+    "deepspeed": ["deepspeed"],
     "notebook": ["notebook"],
     "distributed": ["distributed"],
     "unit": ["unit"],
@@ -28,6 +29,8 @@ GROUPS = {
     "browser": ["browser"],
     "devices": ["gpu", "xla", "clients"],
 }
+# Groups with an environment of their own: what make is asked for instead.
+OWN_ENVIRONMENT = {"deepspeed": "test-deepspeed"}
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
 _NOTHING_COLLECTED = 5

@@ -26,6 +26,7 @@ from notebook_accelerate.launch import ports
 
 _PRELOAD = [
     "pytest",
+    "deepspeed",  # where it is installed
     "numpy",
     "torch",
     "torch.distributed",

@@ -1,0 +1,53 @@
+"""DeepSpeed from a notebook's launcher: `make test-deepspeed`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import DeepSpeedPlugin, notebook_launcher
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
+)
+
+
+def make_training() -> Any:
+    """Return a function as a cell would define it."""
+
+    def train(plugin: Any) -> dict[str, Any]:
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from notebook_accelerate import Accelerator
+
+        torch.manual_seed(0)
+        accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+        model = torch.nn.Linear(4, 2)
+        loader = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses = []
+        for (x,) in loader:
+            loss = model(x).pow(2).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+        return {"losses": losses, "type": accelerator.distributed_type.value, "ranks": accelerator.num_processes}
+
+    return train
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_one_argument_is_all(ranks: int) -> None:
+    before = dict(os.environ)
+    for stage in (3, 2):  # in one kernel, one after the other
+        run = notebook_launcher(make_training(), (DeepSpeedPlugin(zero_stage=stage),), num_processes=ranks, use_port=0)
+        assert [result["type"] for result in run.results] == ["DEEPSPEED"] * ranks
+        assert {result["ranks"] for result in run.results} == {ranks}
+        losses = run.results[0]["losses"]
+        assert losses[-1] < losses[0]
+        assert dict(os.environ) == before

@@ -1,0 +1,287 @@
+"""What ranks run to try DeepSpeed: trainings that are saved on their way, measured, described by a configuration."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accelerate import Accelerator, DeepSpeedPlugin
+from notebook_accelerate.state import AcceleratorState
+from notebook_accelerate.utils import DummyOptim, DummyScheduler, GatheredParameters
+from tests.parity.strategies.scripts import GLOBAL_BATCH, Case, accelerator_of, dataset, loss_of, parts
+
+
+def trained(case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
+    """Train with a schedule, saving before batch `save_at`; or else go on from `folder`."""
+    accelerator = accelerator_of(case)
+    model, optimizer = parts(1 + accelerator.process_index)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if save_at is None:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, case.first)
+    losses = []
+    for index, (words, targets) in enumerate(loader):
+        if index == save_at:
+            accelerator.save_state(folder)
+        loss = loss_of(model(words), targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return {
+        "losses": losses,
+        "weights": accelerator.get_state_dict(model),
+        "rate": schedule.get_last_lr(),
+        "engine": [group["lr"] for group in optimizer.param_groups],
+    }
+
+
+def weights_in(folder: str) -> dict[str, torch.Tensor]:
+    """Read the float32 weights of a checkpoint as the script in its folder does."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return {name: weight.clone() for name, weight in get_fp32_state_dict_from_zero_checkpoint(folder).items()}
+
+
+class Wide(nn.Module):
+    """Large enough for the shares of ranks to show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layers make of x."""
+        return self.layers(x)
+
+
+def memory(stage: int) -> dict[str, int]:
+    """Return how many elements of parameters, gradients and states this rank holds inside a window."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": zero}))
+    loader = DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=4)
+    model = Wide()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    held: dict[str, int] = {}
+    for index, (x,) in enumerate(loader):
+        if index % 2 == 0:
+            with accelerator.no_sync(model):
+                accelerator.backward(model(x).pow(2).mean())
+            held["gradients"] = gradients_of(model)
+        else:
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+    held["parameters"] = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held["states"] = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.numel() > 1)
+    return held
+
+
+def gradients_of(engine: Any) -> int:
+    """Count the gradients that wait for the rest of a window: whole ones, and this rank's part of them."""
+    optimizer = engine.optimizer
+    held = {**(getattr(optimizer, "all_grad_tensors", None) or {})}  # stage 2
+    waiting = [tensor for group in held.values() for tensor in group or ()]
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)  # stage 3
+    waiting += [] if buffer is None else [buffer]
+    waiting += [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return sum(tensor.numel() for tensor in waiting if isinstance(tensor, torch.Tensor))
+
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+            "warmup_type": "linear",
+        },
+    },
+}
+STEPS, WARM = 10, 2
+
+
+def described(folder: str | None = None) -> dict[str, Any]:
+    """Train with the optimizer and the schedule of a configuration file; then again from its checkpoint."""
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(CONFIG))
+    case = Case(steps=STEPS)
+    model, _ = parts()
+    stand_in = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.0)
+    schedule = DummyScheduler(stand_in, total_num_steps=STEPS * accelerator.num_processes, warmup_num_steps=WARM)
+    loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    model, optimizer, loader, schedule = accelerator.prepare(model, stand_in, loader, schedule)
+    rates, losses = [], []
+    for index, (words, targets) in enumerate(loader):
+        if folder is not None and index == STEPS // 2:
+            accelerator.save_state(folder)
+        rates.append(optimizer.param_groups[0]["lr"])
+        loss = loss_of(model(words), targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    names = sorted(path.name for path in Path(folder).iterdir()) if folder is not None else []
+    if folder is not None:
+        accelerator.load_state(folder)
+    return {
+        "rates": rates,
+        "losses": losses,
+        "config": accelerator.deepspeed_plugin.deepspeed_config,
+        "names": names,
+        "rate of the checkpoint": optimizer.param_groups[0]["lr"],
+    }
+
+
+def plainly_described() -> dict[str, list[float]]:
+    """Train as `CONFIG` says, in plain torch."""
+    model, _ = parts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+
+    def factor(step: int) -> float:
+        step = max(step - 1, 0)  # DeepSpeed's schedules begin with the first step, and count from 0
+        return step / WARM if step < WARM else (STEPS - step) / (STEPS - WARM)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    found: dict[str, list[float]] = {"rates": [], "losses": []}
+    for words, targets in DataLoader(dataset(Case(steps=STEPS)), batch_size=GLOBAL_BATCH):
+        found["rates"].append(optimizer.param_groups[0]["lr"])
+        loss = loss_of(model(words), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found["losses"].append(loss.item())
+    return found
+
+
+def norms(case: Case) -> list[float]:
+    """Return what clip_grad_norm_ returns, batch by batch."""
+    accelerator = accelerator_of(case)
+    model, optimizer = parts()
+    loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found = []
+    for words, targets in loader:
+        accelerator.backward(loss_of(model(words), targets))
+        found.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def held_back() -> dict[str, Any]:
+    """Train with windows by hand (no_sync), a batch whose gradients are not exchanged before each step."""
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    case = Case(steps=12)
+    model, optimizer = parts()
+    loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for index, (words, targets) in enumerate(loader):
+        if index % 2 == 0:
+            with accelerator.no_sync(model):
+                loss = loss_of(model(words), targets) / 2
+                accelerator.backward(loss)
+        else:
+            loss = loss_of(model(words), targets) / 2
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(2 * accelerator.reduce(loss.detach(), "mean").item())
+    return {"losses": losses}
+
+
+def two_models() -> dict[str, Any]:
+    """Train a student by stage 2 beside a teacher that stage 3 shards, each by an Accelerator of its own."""
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+    accelerator = Accelerator(deepspeed_plugins=plugins)
+    first = accelerator.deepspeed_plugin is plugins["student"]
+    student, optimizer = parts()
+    loader = DataLoader(dataset(Case(steps=4)), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+    AcceleratorState().select_deepspeed_plugin("teacher")
+    helper = Accelerator()
+    teacher = helper.prepare(parts(7)[0])
+    words = next(iter(loader))[0]
+    with torch.no_grad():
+        scores, alone = teacher(words), parts(7)[0](words)
+    AcceleratorState().select_deepspeed_plugin("student")
+    for batch, targets in loader:
+        accelerator.backward(loss_of(student(batch), targets))
+        optimizer.step()
+    with GatheredParameters(list(teacher.parameters())):
+        whole = sum(parameter.numel() for parameter in teacher.parameters())
+    return {
+        "first": first,
+        "selected": [name for name, plugin in plugins.items() if plugin.selected],
+        "agrees": torch.allclose(scores, alone, atol=1e-6),
+        "resting": sum(parameter.numel() for parameter in teacher.parameters()),
+        "whole": whole,
+        "plain": sum(parameter.numel() for parameter in parts()[0].parameters()),
+        "wrapped": type(accelerator.unwrap_model(student)).__name__,
+    }
+
+
+def mistakes() -> dict[str, str]:
+    """Return what is said of things that cannot be."""
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    model, optimizer = parts()
+    other, others = parts()
+    loader = DataLoader(dataset(Case(steps=2)), batch_size=4)
+    said = {
+        "alone": _said(accelerator.prepare, optimizer),
+        "no loader": _said(accelerator.prepare, model, optimizer),
+        "another model's": _said(accelerator.prepare, other, optimizer, loader),
+        "two": _said(accelerator.prepare, model, optimizer, others, loader),
+        "stand-in": _said(accelerator.prepare, model, DummyOptim(model.parameters()), loader),
+    }
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    said["second"] = _said(accelerator.prepare, other, others)
+    said["values"] = _said(accelerator.clip_grad_value_, model.parameters(), 1.0)
+    said["norm"] = _said(functools.partial(accelerator.clip_grad_norm_, model.parameters(), 1.0, norm_type=1))
+    accelerator.free_memory()
+    prepared = accelerator.prepare(*parts(), DataLoader(dataset(Case(steps=2)), batch_size=2))
+    said["again"] = str(accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"])
+    assert len(prepared) == 3
+    return said
+
+
+def _said(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def saved_whole(folder: str) -> dict[str, Any]:
+    """Save a sharded model as whole weights, and name a plugin that forbids it."""
+    accelerator = accelerator_of(replace(Case(), deepspeed={"zero_stage": 3}))
+    model, optimizer = parts()
+    loader = DataLoader(dataset(Case(steps=2)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    model._config.zero_config.gather_16bit_weights_on_model_save = False
+    return {"forbidden": _said(accelerator.get_state_dict, model)}

@@ -1,0 +1,163 @@
+"""DeepSpeed's engine trains as plain torch does: `make test-deepspeed`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from notebook_accelerate.errors import CheckpointMismatchError
+from tests.parity.strategies import deepspeed_scripts as scripts
+from tests.parity.strategies.scripts import Case, accelerated, parts, plain
+from tests.support.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
+)
+
+ALL = os.environ.get("TEST_STRATEGIES") == "all"
+# fp32: sums in another order. bf16: DeepSpeed keeps weights in bf16 for the forward, which autocast rounds as needed.
+TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
+SECONDS = 170.0
+BUILT = any(Path(os.environ.get("TORCH_EXTENSIONS_DIR", "nowhere")).rglob("cpu_adam*.so"))
+HALF = 5
+OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+WAYS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},
+    # torch's optimizer in main memory; DeepSpeed's own, in C++, has a test below
+    "stage 3, offloaded": {"hf_ds_config": {"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False}},
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_plain_trainings(way: str, precision: str, accumulation: int) -> None:
+    if not (ALL or precision == "no" or accumulation == 1) or (way == "stage 3, offloaded" and accumulation == 4):
+        pytest.skip("make test-strategies tries the whole table")
+    case = Case(deepspeed=WAYS[way], precision=precision, accumulation=accumulation)
+    found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
+    expected = plain(case)
+    assert found == pytest.approx(expected, rel=TOLERANCE[precision])
+    assert expected[-1] < 0.75 * expected[0]  # it trains
+
+
+def test_one_process_needs_no_launch() -> None:
+    case = Case(deepspeed={"zero_stage": 2})
+    found = run_ranks(accelerated, case, world_size=1, timeout=SECONDS)[0]["losses"]
+    assert found == pytest.approx(plain(case), rel=1e-5)
+
+
+@pytest.mark.skipif(not BUILT, reason="DeepSpeed's optimizer in C++ is not built: make test-deepspeed")
+def test_deepspeeds_optimizer_for_main_memory() -> None:
+    case = Case(deepspeed={"zero_stage": 2, "offload_optimizer_device": "cpu"})
+    found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
+    assert found == pytest.approx(plain(case), rel=1e-4)  # its square roots are the processor's approximations
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "stage 3, offloaded"])
+def test_resuming(way: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    whole = Case(deepspeed=WAYS[way], steps=2 * HALF)
+    expected = run_ranks(scripts.trained, whole, str(folder), HALF, timeout=SECONDS)[0]
+    manifest = json.loads((folder / "checkpoint_manifest.json").read_text())
+    assert manifest["layout"] == "deepspeed"
+    assert any(re.fullmatch(r"pytorch_model/.*model_states\.pt", name) for name in manifest["files"])
+    half = Case(deepspeed=WAYS[way], first=HALF, steps=HALF)
+    resumed = run_ranks(scripts.trained, half, str(folder), None, timeout=SECONDS)[0]
+    assert resumed["losses"] == expected["losses"][HALF:]
+    assert resumed["rate"] == resumed["engine"] == expected["rate"]
+    for name, weight in resumed["weights"].items():
+        assert torch.equal(weight, expected["weights"][name]), name
+
+
+def test_a_checkpoint_becomes_plain_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    run_ranks(scripts.trained, Case(deepspeed=WAYS["stage 3"], steps=3), str(folder), 0, timeout=SECONDS)
+    assert (folder / "zero_to_fp32.py").is_file()
+    assert (folder / "latest").read_text() == "pytorch_model"
+    weights = run_ranks(scripts.weights_in, str(folder), world_size=1, timeout=SECONDS)[0]
+    for name, weight in parts()[0].state_dict().items():
+        assert torch.equal(weights[name], weight), name
+    with pytest.raises(RankError, match=r"in 2 pieces, one per rank, and this run has 1 ranks\.") as caught:
+        run_ranks(accelerated, Case(deepspeed=WAYS["stage 3"], steps=1), None, str(folder), world_size=1)
+    assert isinstance(caught.value.__cause__, CheckpointMismatchError)
+
+
+def test_each_rank_holds_its_share() -> None:
+    held = [run_ranks(scripts.memory, stage, timeout=SECONDS) for stage in range(4)]
+    whole = held[0][0]
+    half = {name: count // 2 for name, count in whole.items()}
+    for rank in range(2):
+        assert held[0][rank] == whole
+        for name, shared in {"parameters": {3}, "gradients": {2, 3}, "states": {1, 2, 3}}.items():
+            for stage in (1, 2, 3):
+                # parts are padded, and parameters that two ranks share are whole on both
+                assert held[stage][rank][name] == pytest.approx(
+                    half[name] if stage in shared else whole[name], abs=300
+                ), (name, stage)
+
+
+def test_optimizer_and_schedule_of_a_configuration(tmp_path: Path) -> None:
+    found = run_ranks(scripts.described, str(tmp_path / "checkpoint"), timeout=SECONDS)[0]
+    expected = scripts.plainly_described()
+    assert found["rates"] == pytest.approx(expected["rates"], rel=1e-6)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [found["config"][name] for name in sizes] == [8, 4, 1]
+    assert found["config"]["scheduler"]["params"]["total_num_steps"] == scripts.STEPS
+    assert "scheduler.bin" not in found["names"]  # the engine has it
+    assert found["rate of the checkpoint"] == found["rates"][scripts.STEPS // 2]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_norms_before_clipping(stage: int) -> None:
+    expected = run_ranks(scripts.norms, Case(steps=4))[0]
+    found = run_ranks(scripts.norms, Case(deepspeed={"zero_stage": stage}, steps=4), timeout=SECONDS)
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_window_by_hand() -> None:
+    found = run_ranks(scripts.held_back, timeout=SECONDS)[0]["losses"]
+    assert found == pytest.approx(plain(Case(steps=6, accumulation=2)), rel=1e-5)
+
+
+def test_two_models_by_two_plugins() -> None:
+    found = run_ranks(scripts.two_models, timeout=SECONDS)[0]
+    assert found["first"]
+    assert found["agrees"]
+    assert found["selected"] == ["student"]
+    assert found["resting"] < found["whole"] == found["plain"]
+    assert found["wrapped"] == "Transformer"
+
+
+def test_mistakes() -> None:
+    said = run_ranks(scripts.mistakes, timeout=SECONDS)[0]
+    assert "AdamW has parameters of 0 of the 0 models given" in said["alone"]
+    assert "is 'auto', and prepare() was given no loader" in said["no loader"]
+    assert "made from that very model's parameters" in said["another model's"]
+    assert "a DeepSpeed engine has one" in said["two"]
+    assert (
+        'DummyOptim stands for an optimizer of the configuration, which has none: add "optimizer"' in said["stand-in"]
+    )
+    assert "make another Accelerator for the second one" in said["second"]
+    assert "call accelerator.clip_grad_norm_" in said["values"]
+    assert "which clips by the 2-norm" in said["norm"]
+    assert said["again"] == "2"  # filled anew for the second loader
+
+
+def test_whole_weights_of_a_sharded_model(tmp_path: Path) -> None:
+    said = run_ranks(scripts.saved_whole, str(tmp_path / "model"), timeout=SECONDS)[0]
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for name, weight in parts()[0].state_dict().items():
+        if name in weights:  # tied weights are written once
+            assert torch.equal(weights[name], weight), name
+    assert {"embedding.weight", "head.weight"} & weights.keys()
+    assert "stage3_gather_16bit_weights_on_model_save is false" in said["forbidden"]
