@@ -11,7 +11,7 @@ RESETS: list[str] = ["notebook_accelerate.state:reset_shared_state"]
 """Functions that forget a process's shared state; each runs in every new worker whose process has loaded its module."""
 
 SCOPES: list[tuple[str, str, str]] = [
-    ("notebook_accelerate.state", "isolated_shared_state", "replace_shared_state"),
+    ("notebook_accelerate.state", "isolated_shared_state", "start_afresh"),
 ]
 """Per module: a context manager that puts the shared state aside for an inline run and brings it back afterwards, and
 the function that starts afresh where the run itself was the first to load the module."""

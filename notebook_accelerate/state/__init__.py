@@ -8,7 +8,12 @@ from __future__ import annotations
 from notebook_accelerate.state.accelerator_state import AcceleratorState
 from notebook_accelerate.state.gradient_state import GradientState
 from notebook_accelerate.state.partial_state import PartialState, is_initialized
-from notebook_accelerate.state.reset import isolated_shared_state, replace_shared_state, reset_shared_state
+from notebook_accelerate.state.reset import (
+    isolated_shared_state,
+    replace_shared_state,
+    reset_shared_state,
+    start_afresh,
+)
 from notebook_accelerate.state.shared import SharedDict, ThreadLocalSharedDict, do_nothing
 
 __all__ = [
@@ -22,4 +27,5 @@ __all__ = [
     "isolated_shared_state",
     "replace_shared_state",
     "reset_shared_state",
+    "start_afresh",
 ]

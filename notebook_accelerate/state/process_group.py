@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable
@@ -56,8 +57,19 @@ def start_group_of_one(backend: str) -> None:
     Args:
         backend: gloo, nccl, xccl, ...
     """
+    global _of_one  # noqa: PLW0603 - a fact about this process
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
+    _of_one = weakref.ref(dist.group.WORLD)
+
+
+_of_one: Any = None
+
+
+def end_group_of_one() -> None:
+    """Destroy the default group where `start_group_of_one` made it."""
+    if _of_one is not None and group_exists() and dist.group.WORLD is _of_one():
+        end_group()
 
 
 NATIVE_TIMEOUT = timedelta(days=7)
@@ -85,7 +97,24 @@ def end_group(group: Any = None) -> None:
     if not group_exists():
         return
     settle()
+    followed = group is None and bool(_followers)
+    while group is None and _followers:
+        _followers.pop()()
     dist.destroy_process_group(group)
+    if followed:
+        gc.collect()  # what referred to groups is in cycles; their sockets would stay
+
+
+_followers: list[Callable[[], None]] = []
+
+
+def before_the_end(release: Callable[[], None]) -> None:
+    """Have a library that builds on the default group let go of it, once, before it is destroyed.
+
+    Args:
+        release: Called without arguments.
+    """
+    _followers.append(release)
 
 
 def keep_until_gone(group: Any, *owners: Any) -> None:

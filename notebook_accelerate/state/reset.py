@@ -39,6 +39,12 @@ def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tup
     return before
 
 
+def start_afresh() -> None:
+    """Drop the state of an inline run that was the first to use this room: what it has left is the run's own."""
+    process_group.end_group_of_one()
+    replace_shared_state()
+
+
 @contextmanager
 def isolated_shared_state() -> Iterator[None]:
     """Put this process's state aside, for a run that has its own, and bring it back afterwards."""

@@ -213,6 +213,7 @@ class DeepSpeedStrategy(Strategy):
         with deepspeed_start.tools_on_path():
             engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         in_halves(engine)
+        deepspeed_start.note_engine(engine)
         engine._is_accelerate_prepared = True
         self.models.append(engine)
         return engine

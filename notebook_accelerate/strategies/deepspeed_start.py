@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module, util
@@ -23,6 +24,16 @@ _NAMED_AS_HERE = frozenset({"cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "
 """Types of devices that DeepSpeed calls by the same names."""
 _served: Any = None
 """The default process group that DeepSpeed's communication was started on."""
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def note_engine(engine: Any) -> None:
+    """Have an engine end with the process group that it exchanges through.
+
+    Args:
+        engine: The engine.
+    """
+    _engines.add(engine)
 
 
 def load(device: torch.device) -> Any:
@@ -71,23 +82,32 @@ def start(state: AcceleratorState) -> Any:
     os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
     if _served is dist.group.WORLD:
         return deepspeed
-    comm: Any = import_module("deepspeed.comm.comm")
-    if comm.cdb is not None and _served is not None:
-        _forget_ended_group(comm)
+    if _served is not None:
+        _let_go()  # of a group that somebody else has ended
     if state.device.type == "cpu":
         # Half a minute of C++ compilation, for an all-reduce that training does not use (comm/torch.py of 0.19).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with tools_on_path():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     _served = dist.group.WORLD
+    process_group.before_the_end(_let_go)
     return deepspeed
 
 
-def _forget_ended_group(comm: Any) -> None:
-    """Have DeepSpeed forget the groups of an earlier run in this process."""
+def _let_go() -> None:
+    """Have DeepSpeed forget its groups, whose sockets live as long as anything refers to them.
+
+    Engines do, and gradients' hooks, which no garbage collector sees, refer to engines until those are destroyed.
+    """
+    global _served  # noqa: PLW0603 - DeepSpeed's communication is one per process
+    _served = None
+    for engine in list(_engines):
+        engine.destroy()
+    _engines.clear()
     groups: Any = import_module("deepspeed.utils.groups")
     if hasattr(groups, "_release_process_group_references"):
         groups._release_process_group_references(group=None)
+    comm: Any = import_module("deepspeed.comm.comm")
     comm.cdb = None
 
 
@@ -106,4 +126,4 @@ def tools_on_path() -> Iterator[None]:
         yield
 
 
-__all__ = ["load", "start", "tools_on_path"]
+__all__ = ["load", "note_engine", "start", "tools_on_path"]
