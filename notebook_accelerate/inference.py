@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
 from notebook_accelerate.collectives import broadcast_object_list, ignorant_find_batch_size
 from notebook_accelerate.state import PartialState
 
@@ -52,14 +54,7 @@ def prepare_pippy(
     model.hf_split_points = []  # type: ignore[assignment]
     if state.num_processes == 1:
         return model
-    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
-    rows = find_pippy_batch_size(args, kwargs)
-    if rows is None:
-        raise ValueError(
-            "prepare_pippy traces the model with an example, and the one given holds no tensor with a batch dimension; "
-            "write prepare_pippy(model, example_args=(inputs[:1],))"
-        )
-    traced = _Traced(model, args, kwargs, rows)
+    traced = _traced(model, example_args, example_kwargs)
     if split_points is None or split_points == "auto":
         whole = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
         split_points = traced.balanced_points(state.num_processes, set(whole))
@@ -68,6 +63,76 @@ def prepare_pippy(
     model.hf_split_points = list(split_points)  # type: ignore[assignment]
     model.forward = _Forward(stage, num_chunks or state.num_processes, bool(gather_output))
     return model
+
+
+def _traced(model: nn.Module, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> _Traced:
+    rows = find_pippy_batch_size(args, kwargs)
+    if rows is None:
+        raise ValueError(
+            "prepare_pippy traces the model with an example, and the one given holds no tensor with a batch dimension; "
+            "write prepare_pippy(model, example_args=(inputs[:1],))"
+        )
+    return _Traced(model, tuple(args or ()), dict(kwargs or {}), rows)
+
+
+def build_pipeline(
+    model: nn.Module,
+    split_points: list[str],
+    args: tuple[Any, ...] | None,
+    kwargs: dict[str, Any] | None,
+    num_chunks: int,
+) -> Any:
+    """Build this rank's part of a pipeline; every rank must call this.
+
+    Args:
+        model: The model, on the CPU.
+        split_points: Names of the submodules at which a rank's part begins, one less than there are ranks.
+        args: Positional arguments of one chunk.
+        kwargs: Keyword arguments of one chunk.
+        num_chunks: Chunks that are in the pipeline at a time.
+
+    Returns:
+        What `pippy_forward` takes as its `forward`.
+
+    Raises:
+        ValueError: As for `prepare_pippy`.
+    """
+    state = PartialState()
+    _check_points(model, split_points, state.num_processes)
+    return _traced(model, args, kwargs).stage(split_points, num_chunks, state)
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+) -> dict[str, Any]:
+    """Share a model's modules out over ranks, in the order in which they are registered.
+
+    Args:
+        model: The model.
+        num_processes: How many ranks.
+        no_split_module_classes: Names of classes whose modules stay whole.
+        max_memory: What each rank may hold, as for `infer_auto_device_map`; None shares bytes out evenly.
+
+    Returns:
+        The rank of each module.
+
+    Raises:
+        ValueError: The model has fewer modules than there are ranks.
+    """
+    if max_memory is not None:
+        mapped = infer_auto_device_map(model, max_memory, no_split_module_classes, clean_result=False)
+        return dict(mapped)
+    sizes = dict(_units(model, set(no_split_module_classes or ())))
+    if len(sizes) < num_processes:
+        raise ValueError(
+            f"{type(model).__name__} has {len(sizes)} modules that stay whole, and there are {num_processes} ranks; "
+            "name fewer no_split_module_classes, or pass a smaller num_processes"
+        )
+    cuts = _cuts(list(sizes.values()), num_processes)
+    return {name: bisect_right(cuts, place) for place, name in enumerate(sizes)}
 
 
 def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *args: Any, **kwargs: Any) -> Any:
@@ -370,4 +435,10 @@ def _check_points(model: nn.Module, points: Sequence[str], parts: int) -> None:
         )
 
 
-__all__ = ["find_pippy_batch_size", "pippy_forward", "prepare_pippy"]
+__all__ = [
+    "build_pipeline",
+    "find_pippy_batch_size",
+    "generate_device_map",
+    "pippy_forward",
+    "prepare_pippy",
+]

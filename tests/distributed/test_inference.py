@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import PartialState, prepare_pippy
+from notebook_accelerate.inference import build_pipeline, pippy_forward
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -84,6 +85,18 @@ def compare(points: Any, gather_output: bool, whole: list[str] | None) -> Any:
 def test_two_ranks(gather_output: bool) -> None:
     points, _ = run_ranks(compare, ["blocks.2"], gather_output, None)
     assert points == ["blocks.2"]
+
+
+def built() -> Any:
+    args, kwargs = batch(2)
+    stage = build_pipeline(made(), ["blocks.2"], args, kwargs, 2)
+    args, kwargs = batch(5)
+    outputs = pippy_forward(stage, 2, True, *args, **kwargs)
+    torch.testing.assert_close(outputs["logits"], made()(*args, **kwargs)["logits"])
+
+
+def test_a_pipeline_by_hand() -> None:
+    run_ranks(built)
 
 
 def test_three_ranks_and_balanced_parts() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from notebook_accelerate import prepare_pippy
-from notebook_accelerate.inference import _cuts, find_pippy_batch_size, pippy_forward
+from notebook_accelerate.inference import _cuts, find_pippy_batch_size, generate_device_map, pippy_forward
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 9))
@@ -40,3 +41,12 @@ def test_alone_there_is_nothing_to_share_out() -> None:
     assert model.hf_split_points == []
     inputs = torch.ones(5, 2)
     assert torch.equal(pippy_forward(model, 2, None, inputs), model(inputs))
+
+
+def test_modules_are_shared_out_evenly() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    assert generate_device_map(model, 2) == {"0": 0, "1.0": 0, "1.1": 1, "2": 1}
+    assert generate_device_map(model, 3, ["Sequential"]) == {"0": 0, "1": 1, "2": 2}
+    assert generate_device_map(model, 2, max_memory={0: 170, 1: 1000})["0"] == 0
+    with pytest.raises(ValueError, match="has 3 modules that stay whole, and there are 4 ranks"):
+        generate_device_map(model, 4, ["Sequential"])
