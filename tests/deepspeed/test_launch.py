@@ -41,7 +41,10 @@ def make_training() -> Any:
     return train
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+HERE = pytest.mark.leaks_ok("torch keeps the listening socket of a gloo group that DeepSpeed has exchanged through")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=HERE)])
 def test_one_argument_is_all(ranks: int) -> None:
     before = dict(os.environ)
     for stage in (3, 2):  # in one kernel, one after the other
