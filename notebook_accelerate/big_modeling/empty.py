@@ -18,6 +18,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
     Args:
         include_buffers: Buffers and all other tensors too. None: False, or what ACCELERATE_INIT_INCLUDE_BUFFERS says.
+            With True nothing is allocated; with False each parameter is, for the moment before it goes to the meta
+            device: untouched memory, which counts where the system limits what a process may ask for.
 
     Example:
         with init_empty_weights():
