@@ -89,6 +89,8 @@ class DeepSpeedStrategy(Strategy):
         """The plugin in use."""
         return get_active_deepspeed_plugin(self.setup.state)
 
+    deepspeed_engine_wrapped = property(lambda self: self.engine, doc="The engine's wrapper, by Accelerate's name.")
+
     def _agree_on_steps(self) -> int:
         """Return the batches of a window: the configuration's number, or else the Accelerator's."""
         state, asked = self.setup.gradient_state, self.plugin.get_value(_STEPS, AUTO)

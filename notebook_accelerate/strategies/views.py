@@ -96,6 +96,11 @@ class AcceleratorViews(ProcessControl):
         return self.state.deepspeed_plugin
 
     @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The wrapper of DeepSpeed's engine, once a model was prepared; None in other worlds."""
+        return getattr(self.strategy, "deepspeed_engine_wrapped", None)
+
+    @property
     def fp8_backend(self) -> Any:
         """The library that computes in fp8; `FP8BackendType.NO` in other precisions."""
         return getattr(self._precision, "backend", FP8BackendType.NO)

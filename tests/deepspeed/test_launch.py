@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate import DeepSpeedPlugin, notebook_launcher
+from notebook_accelerate import DeepSpeedPlugin, LaunchConfig, notebook_launcher
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
@@ -25,7 +25,8 @@ def make_training() -> Any:
         from notebook_accelerate import Accelerator
 
         torch.manual_seed(0)
-        accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+        given = {} if plugin is None else {"deepspeed_plugin": plugin}
+        accelerator = Accelerator(cpu=True, **given)
         model = torch.nn.Linear(4, 2)
         loader = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -47,8 +48,11 @@ HERE = pytest.mark.leaks_ok("torch keeps the listening socket of a gloo group th
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=HERE)])
 def test_one_argument_is_all(ranks: int) -> None:
     before = dict(os.environ)
-    for stage in (3, 2):  # in one kernel, one after the other
-        run = notebook_launcher(make_training(), (DeepSpeedPlugin(zero_stage=stage),), num_processes=ranks, use_port=0)
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    # In one kernel, one after the other: an argument of the training, and one of the launch.
+    for argument, accelerator in ((plugin, None), (None, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)})):
+        config = LaunchConfig(accelerator=accelerator, use_port=0)
+        run = notebook_launcher(make_training(), (argument,), num_processes=ranks, config=config)
         assert [result["type"] for result in run.results] == ["DEEPSPEED"] * ranks
         assert {result["ranks"] for result in run.results} == {ranks}
         losses = run.results[0]["losses"]
