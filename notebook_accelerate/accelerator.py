@@ -761,7 +761,7 @@ class Accelerator(AcceleratorViews):
             yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Adapt a loader to DeepSpeed's sequence parallelism, where the parallel layout has that dimension.
+        """Adapt a loader to DeepSpeed's sequence parallelism; the layout of this Accelerator has none.
 
         Args:
             dl: The prepared loader.
@@ -770,8 +770,6 @@ class Accelerator(AcceleratorViews):
         Returns:
             The loader.
         """
-        if self.parallelism_config is not None and getattr(self.parallelism_config, "sp_enabled", False):
-            raise ValueError("DeepSpeed's sequence parallelism is not available in this version; use sp_size=1")
         return dl
 
 

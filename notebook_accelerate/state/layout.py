@@ -62,6 +62,11 @@ def arrange(slots: Slots) -> Slots:
     if not isinstance(layout, ParallelismConfig):
         return {}
     layout.check_world_size(slots["num_processes"])
+    if layout.sp_enabled:
+        raise ValueError(
+            f"sp_size={layout.sp_size}: DeepSpeed's sequence parallelism is not available in this version; split "
+            f"sequences by ParallelismConfig(cp_size={layout.sp_size})"
+        )
     fsdp = slots.get("fsdp_plugin")
     shards = layout.dp_shard_enabled or layout.cp_enabled
     if shards and fsdp is None:

@@ -68,6 +68,15 @@ def with_nothing_to_shard() -> None:
     Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2), fsdp_plugin=plugin)
 
 
+def with_split_sequences() -> None:
+    Accelerator(parallelism_config=ParallelismConfig(sp_size=2))
+
+
+def test_sequences_that_deepspeed_would_split() -> None:
+    with pytest.raises(RankError, match=r"sp_size=2: .* not available in this version; .*ParallelismConfig\(cp_size=2\)"):
+        run_ranks(with_split_sequences)
+
+
 def test_plugins_that_contradict_the_layout() -> None:
     with pytest.raises(RankError, match=r"FullyShardedDataParallelPlugin\(fsdp_version=2\)"):
         run_ranks(with_the_first_version)
