@@ -35,6 +35,7 @@ class LivePanel(ABC):
         self._shown = Shown(self._static, self._name, clock)
         self.closed = False
         self._lives = run.ended is None
+        self._shown_at = float("-inf")
         self.widget: Any = self._build()
         self.binding = Binding([run.store], self._tick, self._broke, clock)
         self.binding.tick()
@@ -87,11 +88,13 @@ class LivePanel(ABC):
             return None
         self.binding.touch()
         self.binding.tick()
+        close_retired()
         with self._lock:
             if self.closed:
                 where.show(self._static())
             else:
                 self._shown.add(where, self.widget)
+                self._shown_at = time.monotonic()
         if not self.closed and self.run.ended is None:
             ticker.add(self.binding)
         if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
@@ -132,7 +135,29 @@ class LivePanel(ABC):
             self.closed = True
             ticker.remove(self.binding)
             self._shown.end()
-            _close_all(self.widget)
+            with _retiring:
+                _retired.append((self._shown_at + DRAWING_SECONDS, self.widget))
+            close_retired()
+
+
+DRAWING_SECONDS = 10.0
+"""A front end may still be drawing a view that was shown less long ago, and would miss models that are gone."""
+_retired: list[tuple[float, Any]] = []
+_retiring = threading.Lock()
+
+
+def close_retired(now: float | None = None) -> None:
+    """Let go of the widgets of closed panels that nobody can be drawing any more: when panels are shown or closed.
+
+    Args:
+        now: Seconds on the monotonic clock; None: now.
+    """
+    moment = time.monotonic() if now is None else now
+    with _retiring:
+        due = [widget for until, widget in _retired if until <= moment]
+        _retired[:] = [entry for entry in _retired if entry[0] > moment]
+    for widget in due:
+        _close_all(widget)
 
 
 def _close_all(widget: Any) -> None:
@@ -144,4 +169,4 @@ def _close_all(widget: Any) -> None:
             part.close()
 
 
-__all__ = ["LivePanel"]
+__all__ = ["LivePanel", "close_retired"]
