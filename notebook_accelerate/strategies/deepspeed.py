@@ -77,6 +77,8 @@ class DeepSpeedStrategy(Strategy):
         self._held = False
         setup.scaler = None  # the engine scales losses
         deepspeed_start.start(setup.state)
+        if setup.state.mixed_precision == "fp8":
+            warn_once("mixed_precision='fp8' with DeepSpeed: its engine computes in bf16, and no layer in fp8")
         for plugin in (setup.state.deepspeed_plugins or {}).values():
             plugin.set_mixed_precision(setup.state.mixed_precision)
         self.plugin.set_deepspeed_weakref()
