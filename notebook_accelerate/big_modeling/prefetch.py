@@ -206,8 +206,11 @@ class Prefetcher:
             if self._next_read <= number and self._blocked(number):
                 self._next_read = number + 1
                 return None
-            self._changed.notify_all()
-            self._start()
+            if self._reading is None and self._next_read == number and self._can_read():
+                self._read_here()
+            else:
+                self._changed.notify_all()
+                self._start()
         if number not in self._ready:
             self.waits += 1
         while number not in self._ready:
@@ -248,22 +251,40 @@ class Prefetcher:
                 if not self._changed.wait_for(self._can_read, timeout=_IDLE):
                     self._thread = None
                     return
-                assert self._plan is not None
-                plan, number = self._plan, self._next_read
-                self._reading = number
-                self._next_read += 1
-                self._taken.add(number)
+                plan, number = self._claim()
             failure = self._read(plan, number)
             with self._changed:
-                self._reading = None
-                if failure is None:
-                    self._ready.add(number)
-                    self.reads_ahead += 1
-                else:
-                    self._failure = failure
-                    self._taken.discard(number)
-                    self._next_read = number
-                self._changed.notify_all()
+                self._settle(number, failure)
+
+    def _claim(self) -> tuple[_Plan, int]:
+        """Take the next number to be read."""
+        assert self._plan is not None
+        number = self._reading = self._next_read
+        self._next_read += 1
+        self._taken.add(number)
+        return self._plan, number
+
+    def _settle(self, number: int, failure: BaseException | None) -> None:
+        """Note that a number was read, or could not be."""
+        self._reading = None
+        if failure is None:
+            self._ready.add(number)
+            self.reads_ahead += 1
+        else:
+            self._failure = failure
+            self._taken.discard(number)
+            self._next_read = number
+        self._changed.notify_all()
+
+    def _read_here(self) -> None:
+        """Read the next number in this thread, where the other has not come to it: the machine is busy."""
+        plan, number = self._claim()
+        self._changed.release()
+        try:
+            failure = self._read(plan, number)
+        finally:
+            self._changed.acquire()
+        self._settle(number, failure)
 
     def _can_read(self) -> bool:
         plan = self._plan
