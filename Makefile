@@ -146,8 +146,10 @@ test-parity: $(BENCH_READY)
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-parity \
 		tests/parity/checkpoints tests/parity/training
 
-test-strategies: $(SETUP)
+test-strategies: $(SETUP) $(DEEPSPEED_READY)
 	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
+	$(DEEPSPEED_ENV) TEST_STRATEGIES=all $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed \
+		tests/parity/strategies/test_deepspeed.py
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
