@@ -294,7 +294,9 @@ def _shape(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) 
         "max_position_embeddings": positions or length,
         "seq_length": length or positions,
         "orig_vocab_size": config.vocab_size,
-        "attention_dropout": _first(config, "attention_probs_dropout_prob", "attn_pdrop", "attention_dropout"),
+        "attention_dropout": _first(
+            config, "attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate"
+        ),
         "hidden_dropout": _first(config, "hidden_dropout_prob", "resid_pdrop", "dropout_rate"),
         "layernorm_epsilon": _first(config, "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", default=1e-5),
         "init_method_std": _first(config, "initializer_range", default=0.02),

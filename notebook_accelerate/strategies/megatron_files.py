@@ -72,23 +72,41 @@ def _describe(engine: MegatronEngine, with_optimizer: bool, is_loading: bool) ->
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"} if engine.plugin.use_distributed_optimizer else {}
     state = {name: part.sharded_state_dict(metadata=dict(metadata)) for name, part in _parts(engine).items()}
     if with_optimizer:
-        _with_initial_state(engine.optimizer)
+        _with_initial_state(engine.optimizer, is_loading)
         state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading, metadata=dict(metadata))
         state["scheduler"] = engine.scheduler.state_dict()
     return state
 
 
-def _with_initial_state(optimizer: Any) -> None:
-    """Say how SGD's state looks before a checkpoint fills it; Megatron-LM says it for Adam only."""
+def _with_initial_state(optimizer: Any, is_loading: bool) -> None:
+    """Give torch's optimizers the state that a checkpoint fills; Megatron-LM does it for those of Apex only."""
     for item in getattr(optimizer, "chained_optimizers", [optimizer]):
         if item.init_state_fn is None:
             item.init_state_fn = _start_momentum
+        if is_loading and isinstance(item.optimizer, torch.optim.Adam):  # AdamW is one too
+            if type(item).__name__ == "DistributedOptimizer":
+                # Its state_dict wants the steps of torch's Adam, its load_state_dict stumbles over them (0.16.1).
+                raise ValueError(
+                    "megatron-core can load the state of use_distributed_optimizer=True only with the optimizers of "
+                    "Transformer Engine or Apex: pip install 'transformer-engine[pytorch]'; or load the weights alone: "
+                    "MegatronLMPlugin(no_load_optim=True)"
+                )
+            _start_moments(item.optimizer)
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("momentum") else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def _start_moments(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state.setdefault("step", torch.zeros(()))
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(parameter))
 
 
 def save(engine: MegatronEngine, folder: Path) -> None:

@@ -39,6 +39,11 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
     """
     precision = torch.bfloat16 if arguments.get("bf16") else torch.float16 if arguments.get("fp16") else torch.float32
     activation = torch.nn.functional.silu if arguments.get("gated_linear_unit") else torch.nn.functional.gelu
+    if arguments.get("sequence_parallel") and not _has_kernels(device):
+        raise ValueError(
+            "sequence_parallelism=True needs the norms of Transformer Engine on a GPU, and there is none here; leave "
+            "it out, or install it: pip install 'transformer-engine[pytorch]'"
+        )
     defaults = {
         "pipeline_dtype": precision,
         "params_dtype": precision,
@@ -151,7 +156,8 @@ def stage_count(plugin: Any, arguments: Mapping[str, Any]) -> int | None:
         raise ValueError(
             f"num_layers={layers} is no multiple of pp_degree={stages} x num_layers_per_virtual_pipeline_stage={each}"
         )
-    return int(layers // stages // each)
+    parts = int(layers // stages // each)
+    return parts if parts > 1 else None
 
 
 def make_chunks(plugin: Any, device: torch.device) -> Chunks:

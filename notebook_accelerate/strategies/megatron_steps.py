@@ -268,7 +268,7 @@ class BertTrainStep(_TrainStep):
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
             else:
                 loss = torch.nn.functional.cross_entropy(logits.view(-1, num_labels), labels.view(-1))
-            told = {"loss": loss.detach()}
+            told = {"loss": loss.detach().clone()}  # the schedule divides the loss in place
             return loss, {**told, "logits": logits.detach()} if self.return_logits else told
 
         return pretrain if pretraining_flag else classify
