@@ -12,6 +12,8 @@ COLAB_VENV := .venv-colab
 COLAB_READY := $(COLAB_VENV)/.ready
 CLIENTS_VENV := .venv-clients
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
+MEGATRON_VENV := .venv-megatron
+MEGATRON_READY := $(MEGATRON_VENV)/.ready
 DEEPSPEED_VENV := .venv-deepspeed
 DEEPSPEED_READY := $(DEEPSPEED_VENV)/.ready
 # DeepSpeed on the CPU; its optimizer in C++ is compiled once, for this machine, into this checkout.
@@ -21,7 +23,7 @@ XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-xla test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-xla test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -34,6 +36,7 @@ help:
 	@echo "make test-parity    checkpoints, losses and weights against the real Accelerate, in the environment of make bench"
 	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
+	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
 	@echo "make test-strategies  every strategy in every precision against plain torch (a quarter of an hour)"
 	@echo "make lint           ruff, mypy, import-linter"
@@ -77,6 +80,14 @@ $(CLIENTS_READY): $(READY) requirements/clients.txt
 	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$($(CLIENTS_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/clients.txt
+	touch $@
+
+# Megatron-LM's environment is the development environment plus megatron-core.
+$(MEGATRON_READY): $(READY) requirements/megatron.txt
+	test -x $(MEGATRON_VENV)/bin/python || $(PYTHON) -m venv $(MEGATRON_VENV)
+	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(MEGATRON_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(MEGATRON_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/megatron.txt
 	touch $@
 
 # DeepSpeed's environment is the development environment plus DeepSpeed and transformers, which knows about it.
@@ -139,6 +150,9 @@ test-deepspeed: $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed -m "not benchmark" \
 		tests/parity/strategies/test_deepspeed.py tests/deepspeed
 
+test-megatron: $(MEGATRON_READY)
+	OMP_NUM_THREADS=1 $(MEGATRON_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-megatron tests/megatron
+
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
 
@@ -165,5 +179,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,6 +22,7 @@ LOGS = ROOT / ".build" / "test-logs"
 GROUPS = {
     "faults": ["faults"],
     "deepspeed": ["deepspeed"],
+    "megatron": ["megatron"],
     "notebook": ["notebook"],
     "distributed": ["distributed"],
     "unit": ["unit"],
@@ -30,7 +31,7 @@ GROUPS = {
     "devices": ["gpu", "xla", "clients"],
 }
 # Groups with an environment of their own: what make is asked for instead.
-OWN_ENVIRONMENT = {"deepspeed": "test-deepspeed"}
+OWN_ENVIRONMENT = {"deepspeed": "test-deepspeed", "megatron": "test-megatron"}
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
 _NOTHING_COLLECTED = 5
@@ -49,6 +50,7 @@ class Outcome:
     def counts(self) -> Counter[str]:
         """The numbers of pytest's closing line by kind."""
         lines = self.log.read_text(errors="replace").rstrip().splitlines()
+        lines = [line for line in lines if not line.startswith("make")]  # what it says after a failure
         pairs = re.findall(rf"(\d+) ({'|'.join(_KINDS)}|warning|error)\b", lines[-1] if lines else "")
         plural = {"warning": "warnings", "error": "errors"}
         return Counter({plural.get(kind, kind): int(number) for number, kind in pairs})
@@ -92,6 +94,8 @@ def run(group: str, folders: list[str]) -> Outcome:
     log = LOGS / f"{group}.log"
     command = [sys.executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{group}"]
     command += ["--tb=short", "--durations=10", *folders]
+    if group in OWN_ENVIRONMENT:
+        command = ["make", OWN_ENVIRONMENT[group]]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name in ("CI", "BUILD_NUMBER"):  # pytest writes comparisons out in full where they are set: pages, here
         env.pop(name, None)

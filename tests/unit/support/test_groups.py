@@ -43,3 +43,16 @@ def test_one_failure_fails_the_whole_and_shows_the_log(tree: Path, capsys: pytes
 def test_a_tree_without_tests_does_not_pass(tree: Path) -> None:
     (tree / "tests" / "parity" / "test_b.py").unlink()
     assert groups.main() == 1
+
+
+def test_a_group_with_an_environment_of_its_own_is_run_by_make(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "tests" / "megatron").mkdir()
+    (tree / "tests" / "megatron" / "test_a.py").write_text("def test_a(): assert False\n")
+    (tree / "Makefile").write_text("test-megatron:\n\t@echo '=== 3 passed in 0.10s ==='\n")
+    assert groups.main() == 0
+    assert " 4 passed in " in capsys.readouterr().out.strip().splitlines()[-1]
+    (tree / "Makefile").write_text("test-megatron:\n\t@echo '=== 1 failed, 2 passed in 0.10s ==='; exit 1\n")
+    assert groups.main() == 1
+    out = capsys.readouterr().out
+    assert "failed groups: megatron" in out
+    assert " 1 failed, 3 passed in " in out.strip().splitlines()[-1]
