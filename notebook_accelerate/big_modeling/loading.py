@@ -22,7 +22,7 @@ from notebook_accelerate.big_modeling.sources import FileSource, Source
 from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
 from notebook_accelerate.big_modeling.tied import device_of, find_tied_parameters, retie_parameters
 from notebook_accelerate.big_modeling.walk import submodule
-from notebook_accelerate.errors import CheckpointMismatchError
+from notebook_accelerate.errors import CheckpointError, CheckpointMismatchError
 
 _LOG = logging.getLogger(__name__)
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -128,8 +128,7 @@ def load_checkpoint_in_model(
     parts = [shard.sources() for shard in shards if shard.path.suffix == ".safetensors"]
     loading.check(parts)
     check_room(loading.bytes_to_allocate(parts))
-    for shard in shards:
-        loading.load(shard)
+    loading.load_all(shards)
     loading.finish(checkpoint, tied, strict)
 
 
@@ -180,6 +179,19 @@ class _Loading:
                 continue
             found[device] = found.get(device, 0) + dtype.itemsize * source.nbytes // source.dtype.itemsize
         return found
+
+    def load_all(self, shards: list[Shard]) -> None:
+        """Load the files, one after the other; say how far that came where one is broken."""
+        for count, shard in enumerate(shards):
+            try:
+                self.load(shard)
+            except CheckpointError as error:
+                if not self._loaded:
+                    raise
+                raise type(error)(
+                    f"{error} The model is loaded in part: {count} of {len(shards)} files, and {len(self._loaded)} of "
+                    f"{len(self._state)} tensors. Do not use it as it is."
+                ) from error
 
     def load(self, shard: Shard) -> None:
         """Load one file."""

@@ -131,6 +131,37 @@ def test_broken_files(tmp_path: Path) -> None:
         load_checkpoint_in_model(_empty(), folder)
 
 
+def _pickled_shards(folder: Path) -> list[Path]:
+    state = list(Deep().state_dict().items())
+    weight_map = {}
+    for number in range(3):
+        file = f"pytorch_model-{number + 1:05d}-of-00003.bin"
+        part = dict(state[number::3])
+        torch.save(part, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return sorted(folder.glob("*.bin"))
+
+
+def test_a_model_that_is_loaded_in_part_is_told(tmp_path: Path) -> None:
+    shard = _pickled_shards(tmp_path)[1]
+    content = shard.read_bytes()
+    for broken in (content[: len(content) // 2], content[:2], b""):
+        shard.write_bytes(broken)
+        with pytest.raises(BrokenCheckpointError, match=r"00002.* loaded in part: 1 of 3 files, and \d+ of 20 tensors"):
+            load_checkpoint_in_model(_empty(), tmp_path)
+
+
+def test_a_full_offload_folder_is_told_while_loading(tmp_path: Path) -> None:
+    _pickled_shards(tmp_path)
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "h.1.a.weight.dat.partial").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"h\.1\.a\.weight .* No space left"):
+        load_checkpoint_in_model(_empty(), tmp_path, {"emb": "cpu", "h": "disk", "ln": "cpu", "head": "cpu"}, away)
+    assert not (away / "index.json").exists(), "half a folder is not taken for a whole one"
+
+
 def test_an_index_may_not_leave_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "inner"
     folder.mkdir()
