@@ -108,12 +108,14 @@ class MegatronLMDummyDataLoader:
         consumed = list(plugin.consumed_samples or [])
         for index, dataset in enumerate(sets):
             done = consumed[index] if index < len(consumed) else 0
-            self.built.append(None if dataset is None else _loader(dataset, size, done))
+            self.built.append(None if dataset is None else _loader(dataset, size, done, wanted[index]))
         return self.built
 
 
-def _loader(dataset: Any, size: int, consumed: int) -> DataLoader[Any]:
-    remaining = torch.utils.data.Subset(dataset, range(consumed % max(len(dataset), 1), len(dataset)))
+def _loader(dataset: Any, size: int, consumed: int, wanted: int) -> DataLoader[Any]:
+    """Return a loader of micro-batches of the samples wanted, without those of an earlier run."""
+    end = min(wanted, len(dataset))
+    remaining = torch.utils.data.Subset(dataset, range(consumed % max(end, 1), end))
     return DataLoader(remaining, batch_size=size, drop_last=True)
 
 
