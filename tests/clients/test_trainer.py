@@ -15,9 +15,12 @@ import pytest
 from tests.support.ranks import reserved_port
 from tests.support.served import serve
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
+    ),
+    pytest.mark.timeout(700),  # against hangs only: several processes import transformers
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 FSDP: dict[str, Any] = {"auto_wrap_policy": "NO_WRAP", "state_dict_type": "SHARDED_STATE_DICT"}
@@ -52,11 +55,18 @@ def _train(folder: Path, ranks: int, more: dict[str, Any], port: int) -> list[di
                 text=True,
             )
         )
-    found = []
-    for process in processes:
-        out, _ = process.communicate(timeout=150)
-        assert process.returncode == 0, out[-4000:]
-        found.append(json.loads(out.rpartition("RESULT")[2].splitlines()[0]))
+    try:
+        return [_result(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, out[-4000:]
+    found: dict[str, Any] = json.loads(out.rpartition("RESULT")[2].splitlines()[0])
     return found
 
 
