@@ -73,9 +73,9 @@ class Place:
 
     def end(self, data: dict[str, Any]) -> None:
         """Show a bundle for good, and nothing beside it."""
-        self.show(data)
-        if self._left.shown:
+        if self._left.shown:  # first: who sees the last form sees it alone
             self.leave(NOTHING)
+        self.show(data)
 
 
 _at_exit: dict[Place, Callable[[], dict[str, Any]]] = {}

@@ -194,7 +194,7 @@ def test_a_rank_that_skips_an_all_reduce(kernel: Kernel) -> None:
 
 def test_a_collective_under_a_condition_that_names_ranks(kernel: Kernel) -> None:
     verdict, _ = diagnosed(kernel, "guarded")
-    assert verdict.startswith("rank 1 never reached all_reduce #1 (f32 [2])")
+    assert re.match(r"rank 1 never reached all_\w+ #1 \(", verdict)  # of the headers, or of the values
     assert verdict.endswith(
         "The call stands under 'if accelerator.is_main_process:': every rank must make it, so move it out of that block"
     )
