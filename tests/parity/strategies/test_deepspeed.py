@@ -28,7 +28,12 @@ TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
 SECONDS = 170.0
 BUILT = any(Path(os.environ.get("TORCH_EXTENSIONS_DIR", "nowhere")).rglob("cpu_adam*.so"))
 HALF = 5
-OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+OFFLOADED = {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {"device": "cpu"},
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
 WAYS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},
     # torch's optimizer in main memory; DeepSpeed's own, in C++, has a test below
