@@ -60,7 +60,7 @@ def test_one_process_needs_no_launch() -> None:
     assert found == pytest.approx(plain(case), rel=1e-5)
 
 
-@pytest.mark.skipif(not BUILT, reason="DeepSpeed's optimizer in C++ is not built: make test-deepspeed")
+@pytest.mark.skipif(not BUILT, reason="DeepSpeed's optimizer in C++ is not built: make test-strategies")
 def test_deepspeeds_optimizer_for_main_memory() -> None:
     case = Case(deepspeed={"zero_stage": 2, "offload_optimizer_device": "cpu"})
     found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
