@@ -8,6 +8,7 @@ import pytest
 
 from notebook_accelerate import notebook_launcher, shutdown
 
+pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-xla", exc_type=ImportError)
 pytestmark = pytest.mark.xla
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator
 
+pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-xla", exc_type=ImportError)
 pytestmark = pytest.mark.xla
 BATCHES = 6
 
