@@ -6,23 +6,36 @@ from collections.abc import Callable
 from typing import Any
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
-from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from notebook_accelerate.config.megatron import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.state.shared import Slots
 
+# The plugins' modules take milliseconds to import: only who asks for one waits.
 
-def _deepspeed() -> dict[str, DeepSpeedPlugin]:
+
+def _deepspeed() -> dict[str, Any]:
+    from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
+
     plugin = DeepSpeedPlugin()
     plugin.select(_from_accelerator_state=True)
     return {"default": plugin}
 
 
+def _fsdp(**settings: Any) -> Any:
+    from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(**settings)
+
+
+def _megatron_lm() -> Any:
+    from notebook_accelerate.config.megatron import MegatronLMPlugin
+
+    return MegatronLMPlugin()
+
+
 _FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
     "deepspeed_plugins": ("ACCELERATE_USE_DEEPSPEED", _deepspeed),
-    "fsdp_plugin": ("ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
-    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", MegatronLMPlugin),
+    "fsdp_plugin": ("ACCELERATE_USE_FSDP", _fsdp),
+    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", _megatron_lm),
     "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", ParallelismConfig),
 }
 
@@ -70,7 +83,7 @@ def arrange(slots: Slots) -> Slots:
     fsdp = slots.get("fsdp_plugin")
     shards = layout.dp_shard_enabled or layout.cp_enabled
     if shards and fsdp is None:
-        fsdp = FullyShardedDataParallelPlugin(fsdp_version=2)
+        fsdp = _fsdp(fsdp_version=2)
     if fsdp is not None and layout.total_size > 1:
         if fsdp.fsdp_version != 2:
             raise ValueError(
