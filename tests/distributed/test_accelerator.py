@@ -427,6 +427,7 @@ def local_sgd_fails() -> None:
 def test_local_sgd_does_not_hide_an_error() -> None:
     with pytest.raises(RankError, match=r"ZeroDivisionError: (mine|theirs)"):
         run_ranks(local_sgd_fails)
+    reset_shared_state()  # what another test of this process may have left
     with pytest.raises(ValueError, match="local_sgd_steps=0"):
         LocalSGD(Accelerator(cpu=True), model_of(), 0)
     reset_shared_state()
