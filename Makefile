@@ -59,43 +59,40 @@ $(BROWSER_READY): $(READY) requirements/browser.txt
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/browser.txt
 	touch $@
 
+# Makes a virtual environment whose own packages come first on the path, the development environment's after them.
+define over_development
+test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	> $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+endef
+
 # The benchmark environment is the development environment plus the peer; it shares the large packages by path.
 $(BENCH_READY): $(READY) requirements/bench.txt
-	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
-	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-		> $$($(BENCH_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(call over_development,$(BENCH_VENV))
 	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
 	touch $@
 
 # Colab's versions come first on the path; torch, the test tools and nbconvert's templates are the development's.
 $(COLAB_READY): $(READY) requirements/colab.txt
-	test -x $(COLAB_VENV)/bin/python || $(PYTHON) -m venv $(COLAB_VENV)
-	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-		> $$($(COLAB_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(call over_development,$(COLAB_VENV))
 	$(COLAB_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/colab.txt
 	touch $@
 
 # The clients' environment is the development environment plus libraries that import Accelerate.
 $(CLIENTS_READY): $(READY) requirements/clients.txt
-	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
-	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-		> $$($(CLIENTS_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(call over_development,$(CLIENTS_VENV))
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/clients.txt
 	touch $@
 
 # Megatron-LM's environment is the development environment plus megatron-core.
 $(MEGATRON_READY): $(READY) requirements/megatron.txt
-	test -x $(MEGATRON_VENV)/bin/python || $(PYTHON) -m venv $(MEGATRON_VENV)
-	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-		> $$($(MEGATRON_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(call over_development,$(MEGATRON_VENV))
 	$(MEGATRON_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/megatron.txt
 	touch $@
 
 # DeepSpeed's environment is the development environment plus DeepSpeed and transformers, which knows about it.
 $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
-	test -x $(DEEPSPEED_VENV)/bin/python || $(PYTHON) -m venv $(DEEPSPEED_VENV)
-	$(VENV)/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-		> $$($(DEEPSPEED_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/development.pth
+	$(call over_development,$(DEEPSPEED_VENV))
 	$(DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/deepspeed.txt -r requirements/clients.txt
 	touch $@
