@@ -137,7 +137,29 @@ class _TrainStep(AbstractTrainStep):
         return int(getattr(self.args, "orig_vocab_size", 0) or self.args.padded_vocab_size)
 
 
-class GPTTrainStep(_TrainStep):
+class _TokenTrainStep(_TrainStep):
+    """What the steps whose loss is that of single tokens have in common."""
+
+    loss_func: Callable[..., Any]
+
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return a function of loss mask and losses of tokens.
+
+        Args:
+            accelerator: An object with the `state` of the world.
+        """
+
+        def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
+            return of_tokens(output_tensor, loss_mask)
+
+        return loss_func
+
+    def _loss_of_logits(self, labels: torch.Tensor, loss_mask: torch.Tensor, logits: torch.Tensor) -> tuple[Any, ...]:
+        *parts, told = self.loss_func(loss_mask, _cross_entropy(logits, labels))
+        return *parts, {**told, "logits": _whole_vocabulary(logits, self._vocabulary())}
+
+
+class GPTTrainStep(_TokenTrainStep):
     """A step of a decoder: each token predicts the next one.
 
     Args:
@@ -158,22 +180,6 @@ class GPTTrainStep(_TrainStep):
             megatron_dataset_flag: Whether batches are those of Megatron's datasets, which have all of them.
         """
         return _gpt_batch_of_megatron if megatron_dataset_flag else _gpt_batch
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return a function of loss mask and losses of tokens (or logits, with `return_logits`).
-
-        Args:
-            accelerator: An object with the `state` of the world.
-        """
-
-        def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
-            return of_tokens(output_tensor, loss_mask)
-
-        return loss_func
-
-    def _loss_of_logits(self, labels: torch.Tensor, loss_mask: torch.Tensor, logits: torch.Tensor) -> tuple[Any, ...]:
-        *parts, told = self.loss_func(loss_mask, _cross_entropy(logits, labels))
-        return *parts, {**told, "logits": _whole_vocabulary(logits, self._vocabulary())}
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the function of an iterator and a model that the schedules call."""
@@ -314,7 +320,7 @@ def _bert_batch_of_megatron(data_iterator: Iterator[Batch]) -> tuple[torch.Tenso
     return tokens.long(), types.long(), order.long(), mask, labels.long(), padding.long()
 
 
-class T5TrainStep(_TrainStep):
+class T5TrainStep(_TokenTrainStep):
     """A step of an encoder with a decoder.
 
     Args:
@@ -391,22 +397,6 @@ class T5TrainStep(_TrainStep):
         length, device = shifted.shape[1], tokens.device
         masks = (cls.attn_mask_postprocess(real), cls.get_decoder_mask(length, device))
         return tokens, shifted, loss_mask, labels, *masks, cls.get_enc_dec_mask(real, length, device)
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return a function of loss mask and losses of tokens.
-
-        Args:
-            accelerator: An object with the `state` of the world.
-        """
-
-        def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
-            return of_tokens(output_tensor, loss_mask)
-
-        return loss_func
-
-    def _loss_of_logits(self, labels: torch.Tensor, loss_mask: torch.Tensor, logits: torch.Tensor) -> tuple[Any, ...]:
-        *parts, told = self.loss_func(loss_mask, _cross_entropy(logits, labels))
-        return *parts, {**told, "logits": _whole_vocabulary(logits, self._vocabulary())}
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the function of an iterator and a model that the schedules call."""
