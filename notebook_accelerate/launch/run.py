@@ -42,6 +42,8 @@ class RankInfo:
         last_step: The last step it logged; None when it logged none.
         exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
         result: What the function returned; None unless it succeeded.
+        node: Index of the machine it runs on.
+        host: Name of that machine; "" for this one.
     """
 
     rank: int
@@ -50,6 +52,8 @@ class RankInfo:
     last_step: int | None = None
     exit: str = ""
     result: Any = field(default=None, repr=False)
+    node: int = 0
+    host: str = ""
 
 
 @dataclass
