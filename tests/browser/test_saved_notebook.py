@@ -11,10 +11,10 @@ from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbconvert import HTMLExporter, WebPDFExporter
 
 from tests.support.browser import CHROMIUM, ROOT, SCREENSHOTS, App, Browser, NotebookPage, Server
+from tests.support.kernel import headless
 
 TRAIN = """
 import os, time, notebook_accelerate
@@ -102,11 +102,11 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
 
 
 @pytest.fixture(scope="module")
-def executed() -> Any:
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a notebook with the reports of a run that succeeded and of one that failed, executed without a browser."""
     sources = (TRAIN, LAUNCH.format(20).replace(", block=False", ""), FAILING)
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    client = NotebookClient(book, timeout=120, kernel_name="python3", store_widget_state=False, allow_errors=True)
+    client = headless(book, tmp_path_factory.mktemp("kernel"), timeout=120, allow_errors=True)
     return client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

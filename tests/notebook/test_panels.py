@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
-from tests.support.kernel import Cell, Kernel
+from tests.support.kernel import Cell, Kernel, headless
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TRAIN = """
@@ -161,10 +161,10 @@ def test_when_the_kernel_ends_static_forms_take_the_place_of_live_views() -> Non
 
 
 @pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
-def test_a_notebook_that_ran_headless_keeps_the_report_and_converts() -> None:
+def test_a_notebook_that_ran_headless_keeps_the_report_and_converts(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in (TRAIN, "launch(1.0);", "launch(0.3, panel=False)")]
     book = nbformat.v4.new_notebook(cells=cells)
-    NotebookClient(book, timeout=90, kernel_name="python3", store_widget_state=False).execute()
+    headless(book, tmp_path, timeout=90).execute()
     shown = [output for cell in book.cells for output in cell.outputs if "data" in output]
     shown = [output for output in shown if output["data"] != {"text/plain": ""}]
     assert [set(output["data"]) for output in shown] == [{"text/html", "text/plain"}] * 2
@@ -193,10 +193,10 @@ def test_a_killed_kernel_leaves_a_static_form_beside_every_live_view() -> None:
 
 
 @pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
-def test_a_run_that_a_later_cell_stops_is_saved_as_stopped() -> None:
+def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> None:
     sources = (TRAIN, "run = launch(60, block=False)", "time.sleep(0.5)", "run.stop()")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    NotebookClient(book, timeout=90, kernel_name="python3", store_widget_state=False).execute()
+    headless(book, tmp_path, timeout=90).execute()
     shown = [output["data"] for output in book.cells[1].outputs if "data" in output]
     full = [data for data in shown if data != {"text/plain": ""}]
     assert [set(data) for data in full] == [{"text/html", "text/plain"}]

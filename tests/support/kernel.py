@@ -33,9 +33,25 @@ import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
+# Not TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one in between.
+TRANSPORT = "ipc"
 _POLL = 0.02  # seconds between two looks at the shell channel
+
+
+def headless(book: Any, folder: Path, **options: Any) -> NotebookClient:
+    """Return a client that executes a notebook without a front end.
+
+    Args:
+        book: The notebook.
+        folder: An empty folder for the kernel's connection.
+        options: More of the client's options.
+    """
+    config = Config({"KernelManager": {"transport": TRANSPORT, "connection_file": str(folder / "kernel.json")}})
+    return NotebookClient(book, kernel_name="python3", store_widget_state=False, config=config, **options)
 
 
 class KernelTimeoutError(AssertionError):
@@ -322,6 +338,7 @@ class Kernel:
             kernel_name="python3",
             kernel_spec_manager=specs,
             connection_file=str(self.folder / "connection.json"),
+            transport=TRANSPORT,
             context=self._context,
             shutdown_wait_time=2.0,
         )
