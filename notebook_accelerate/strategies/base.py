@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
+from notebook_accelerate.strategies import holdings
 from notebook_accelerate.strategies.modules import compile_regions
 from notebook_accelerate.strategies.placing import is_on_several_devices, place_model
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
+from notebook_accelerate.telemetry.sharding import Holdings
 
 Parameters = torch.Tensor | Sequence[torch.Tensor]
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -94,6 +96,7 @@ class Strategy:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[DataLoader[Any]] = []
+        self._told: Holdings | None = None
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
@@ -404,6 +407,16 @@ class Strategy:
             The state dict.
         """
         return (extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model).state_dict()
+
+    # -- what is where ------------------------------------------------------------------------------------------------
+
+    def sharding(self) -> Holdings:
+        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        return holdings.of(self)
+
+    def tell_sharding(self) -> None:
+        """Tell the kernel that launched this rank what it holds, where that has changed."""
+        self._told = holdings.tell(self, self._told)
 
     def clear(self) -> None:
         """Forget all prepared objects."""

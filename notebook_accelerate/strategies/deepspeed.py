@@ -18,7 +18,7 @@ from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
-from notebook_accelerate.strategies import deepspeed_arguments, deepspeed_files, deepspeed_start
+from notebook_accelerate.strategies import deepspeed_arguments, deepspeed_files, deepspeed_holdings, deepspeed_start
 from notebook_accelerate.strategies.base import NOTHING, Strategy
 from notebook_accelerate.strategies.deepspeed_arguments import (
     Parts,
@@ -35,6 +35,7 @@ from notebook_accelerate.strategies.deepspeed_wrappers import (
 from notebook_accelerate.strategies.modules import compile_regions_deepspeed
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
+from notebook_accelerate.telemetry.sharding import Holdings
 
 _STEPS = "gradient_accumulation_steps"
 
@@ -419,6 +420,10 @@ class DeepSpeedStrategy(Strategy):
             ValueError: Always.
         """
         raise ValueError("DeepSpeed cannot clip single gradients; call accelerator.clip_grad_norm_ instead")
+
+    def sharding(self) -> Holdings:
+        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        return super().sharding() if self.engine is None else deepspeed_holdings.of(self)
 
     # -- states -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
 from notebook_accelerate.state.world import world_from_environ
+from notebook_accelerate.strategies import holdings
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
 from notebook_accelerate.strategies.fsdp_pointers import flat_names_of, names_of
 from notebook_accelerate.strategies.fsdp_units import (
@@ -22,8 +23,10 @@ from notebook_accelerate.strategies.fsdp_units import (
     tied_names,
     units_of,
 )
+from notebook_accelerate.strategies.holdings import Tally
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.sharded import broadcast_start
+from notebook_accelerate.telemetry.sharding import Holdings
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
 
@@ -117,6 +120,34 @@ class FSDP1Strategy(FSDPStrategy):
             broadcast_start(model, device)
         return {"device_id": device, "param_init_fn": plugin.param_init_fn}
 
+    def sharding(self) -> Holdings:
+        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        roots: Any = [model for model in self.models if self.is_sharded(model)]
+        if not roots:
+            return super().sharding()
+        state, shards = self.setup.state, roots[0].process_group.size()
+        chosen = roots[0].sharding_strategy
+        axes = {"dp_replicate": (state.num_processes // shards, state.process_index // shards)}
+        axes["dp_shard"] = (shards, state.process_index % shards)
+        whole = chosen == ShardingStrategy.NO_SHARD
+        if whole:
+            axes = {"dp_replicate": (state.num_processes, state.process_index)}
+        keeps = chosen in {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
+        flat = [handle.flat_param for root in roots for handle in _handles(root)]
+        parameters, trained = _tally(flat), _tally(p for p in flat if p.requires_grad)
+        count = holdings.moments_of_all(holdings.inner(self))
+        offloaded = "cpu" if self.plugin.offloads else ""
+        note = "" if whole else "whole from forward to backward" if keeps else "gathered unit by unit"
+        return holdings.summary(
+            self,
+            parameters.held(offloaded, note),
+            trained.held(offloaded),
+            trained.kept(count, offloaded),
+            variant=chosen.name.lstrip("_"),
+            mesh=holdings.chosen(axes),
+            units=(len(flat), "units"),
+        )
+
     def unsynchronised(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward of sharded models does not exchange gradients.
 
@@ -152,6 +183,22 @@ def _unsynchronised(models: Sequence[Any]) -> Iterator[None]:
         for model in models:
             stack.enter_context(model.no_sync())
         yield
+
+
+def _handles(model: Any) -> list[Any]:
+    """Return what holds the flat parameters of an FSDP 1 model, one for each unit that has any."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return [handle for unit in units if (handle := getattr(unit, "_handle", None)) is not None]
+
+
+def _tally(flat: Iterable[Any]) -> Tally:
+    """Count flat parameters; the last shard is padded."""
+    found = Tally()
+    for parameter in flat:
+        size = parameter.element_size()
+        whole, here = parameter._unpadded_unsharded_size.numel() * size, parameter._sharded_size.numel() * size
+        found += Tally(whole, here, frozenset({"dp_shard"} if here < whole else ()))
+    return found
 
 
 def _emptying(device: torch.device) -> Callable[[nn.Module], None]:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.strategies import holdings
 from notebook_accelerate.strategies.base import NOTHING
 from notebook_accelerate.strategies.context_parallel import leave_masks_out, sequences_split
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
@@ -27,6 +28,13 @@ from notebook_accelerate.strategies.fsdp_units import checkpoint_activations, ig
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.sharded import broadcast_start
 from notebook_accelerate.strategies.tensor_parallel import split_tensors, step_one_by_one
+from notebook_accelerate.telemetry.sharding import Holdings
+
+# By whether there are replicas of the shards, and whether parameters stay whole from forward to backward.
+_VARIANTS = {
+    (False, False): "FULL_SHARD", (False, True): "SHARD_GRAD_OP",
+    (True, False): "HYBRID_SHARD", (True, True): "HYBRID_SHARD_ZERO2",
+}  # fmt: skip
 
 
 class FSDP2Strategy(FSDPStrategy):
@@ -181,6 +189,21 @@ class FSDP2Strategy(FSDPStrategy):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for model in self._owners(optimizer):
             self.setup.precision.after_step(model)
+
+    def sharding(self) -> Holdings:
+        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        plugin = self.plugin
+        hybrid = "dp_replicate" in (self.mesh.mesh_dim_names or ())
+        kept = plugin.reshard_after_forward is False
+        units = sum(isinstance(module, FSDPModule) for model in self.models for module in model.modules())
+        return holdings.of(
+            self,
+            variant=_VARIANTS[hybrid, kept],
+            offloaded="cpu" if plugin.offloads else "",
+            note="whole from forward to backward" if kept else "gathered unit by unit",
+            axis="dp_shard",
+            units=(units, "units"),
+        )
 
     def unsynchronised(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward of sharded models does not exchange gradients.

@@ -17,7 +17,7 @@ from notebook_accelerate.config.megatron import MegatronLMPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
-from notebook_accelerate.strategies import megatron_files, megatron_models, megatron_start
+from notebook_accelerate.strategies import megatron_files, megatron_holdings, megatron_models, megatron_start
 from notebook_accelerate.strategies.base import NOTHING, Strategy, kind_of
 from notebook_accelerate.strategies.megatron_data import (
     MegatronLMDummyDataLoader,
@@ -35,6 +35,7 @@ from notebook_accelerate.strategies.megatron_engine import (
 from notebook_accelerate.strategies.megatron_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
+from notebook_accelerate.telemetry.sharding import Holdings
 
 _TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
@@ -432,6 +433,10 @@ class MegatronLMStrategy(Strategy):
             ValueError: Always.
         """
         raise ValueError("Megatron-LM cannot clip single gradients; call accelerator.clip_grad_norm_ instead")
+
+    def sharding(self) -> Holdings:
+        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        return super().sharding() if self.engine is None else megatron_holdings.of(self)
 
     # -- states -------------------------------------------------------------------------------------------------------
 

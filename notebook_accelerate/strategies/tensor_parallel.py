@@ -24,8 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.strategies import holdings
 from notebook_accelerate.strategies.fsdp_units import retie, tied_names
 from notebook_accelerate.strategies.sharded import ShardedStrategy, broadcast_start
+from notebook_accelerate.telemetry.sharding import Holdings
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -165,6 +167,15 @@ class TensorParallelStrategy(ShardedStrategy):
         broadcast_start(model, self.setup.device)
         split_tensors(model, self.setup.state.device_mesh)
         return model
+
+    def sharding(self) -> Holdings:
+        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        split = sum(
+            any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+            for model in self.models
+            for module in model.modules()
+        )
+        return holdings.of(self, axis="tp", units=(split, "split layers"))
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

@@ -17,9 +17,11 @@ from torch_xla.distributed import spmd
 
 from notebook_accelerate.collectives import recursively_apply
 from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.strategies import holdings
 from notebook_accelerate.strategies.base import Strategy
 from notebook_accelerate.strategies.fsdp_pointers import Pointers, names_of
 from notebook_accelerate.strategies.setup import Setup
+from notebook_accelerate.telemetry.sharding import Holdings
 
 
 class XLAOptimizer(AcceleratedOptimizer):
@@ -134,6 +136,11 @@ class XLAStrategy(Strategy):
         prepared: Any = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepared.between_batches = torch_xla.sync
         return prepared  # type: ignore[no-any-return]
+
+    def sharding(self) -> Holdings:
+        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        devices = runtime.global_runtime_device_count() if runtime.is_spmd() else 1
+        return holdings.of(self, variant=f"SPMD, batches split over {devices} devices" if devices > 1 else "")
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all parameters is at most `max_norm`; every rank must call this.

@@ -18,6 +18,7 @@ from notebook_accelerate.telemetry.events import (
     ProgressEvent,
     ResourceEvent,
     ResultEvent,
+    ShardingEvent,
     StatusEvent,
     TraceEvent,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "RankFailure",
     "ResourceEvent",
     "ResultEvent",
+    "ShardingEvent",
     "Sink",
     "StatusEvent",
     "StepTimeEvent",

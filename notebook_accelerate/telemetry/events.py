@@ -168,3 +168,25 @@ class TraceEvent(Event):
 
     path: str
     size: int
+
+
+@dataclass(slots=True)
+class ShardingEvent(Event):
+    """What a rank holds of what it trains, told when it has been prepared; ``telemetry.sharding`` says what is in it.
+
+    ``axes`` are the sizes of the mesh of ranks, the outermost first, and ``place`` is where the rank stands in it;
+    ``stages`` names the axis along which ranks have layers of their own, "" where none has. ``held`` is, by kind, a
+    table of: bytes ``whole`` and ``here`` (None: not known), the axes over which it is ``sharded``, where it rests when
+    it is ``offloaded``, and a ``note``. ``units`` counts what ``unit`` says: units of FSDP, layers of a stage.
+    """
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    strategy: str
+    variant: str
+    axes: dict[str, int]
+    place: dict[str, int]
+    held: dict[str, dict[str, Any]]
+    stages: str = ""
+    units: int = 0
+    unit: str = "units"

@@ -24,8 +24,10 @@ from notebook_accelerate.telemetry.events import (
     MetricEvent,
     ProgressEvent,
     ResourceEvent,
+    ShardingEvent,
     TraceEvent,
 )
+from notebook_accelerate.telemetry.sharding import Holdings, read
 from notebook_accelerate.telemetry.steptime import StepTimeEvent
 
 if TYPE_CHECKING:
@@ -230,6 +232,7 @@ class Store:
         self.loops: dict[int, ProgressEvent] = {}
         self.resources: dict[int, ResourceEvent] = {}
         self.peak_memory: dict[int, int] = {}
+        self.holdings: dict[int, Holdings] = {}
         self._traces: dict[tuple[int, str], int] = {}
         self.last_step: dict[int, int] = {}
         self.dropped: dict[int, int] = {}
@@ -242,6 +245,7 @@ class Store:
             DroppedEvent: self._add_dropped,
             StepTimeEvent: self._add_step_time,
             TraceEvent: self._add_trace,
+            ShardingEvent: self._add_sharding,
         }
 
     def add(self, records: list[Record]) -> None:
@@ -345,6 +349,11 @@ class Store:
         self._traces[file] = size
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
+
+    def _add_sharding(self, record: Record) -> None:
+        event: Any = record.event
+        if (said := read(event)) is not None:
+            self.holdings[record.rank] = said
 
     def _add_dropped(self, record: Record) -> None:
         event: Any = record.event
