@@ -14,7 +14,6 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDat
 from notebook_accelerate.state.world import world_from_environ
 from notebook_accelerate.strategies import holdings
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
-from notebook_accelerate.strategies.fsdp_pointers import flat_names_of, names_of
 from notebook_accelerate.strategies.fsdp_units import (
     checkpoint_activations,
     ignored_of,
@@ -24,6 +23,7 @@ from notebook_accelerate.strategies.fsdp_units import (
     units_of,
 )
 from notebook_accelerate.strategies.holdings import Tally
+from notebook_accelerate.strategies.parameters import flat_names_of, names_of
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.sharded import broadcast_start
 from notebook_accelerate.telemetry.sharding import Holdings

@@ -15,7 +15,6 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies import fsdp_files
 from notebook_accelerate.strategies.fsdp2 import load_whole
-from notebook_accelerate.strategies.fsdp_pointers import switch_parameters
 from notebook_accelerate.strategies.fsdp_units import (
     checkpoint_activations,
     ignored_of,
@@ -25,6 +24,7 @@ from notebook_accelerate.strategies.fsdp_units import (
     tied_names,
     units_of,
 )
+from notebook_accelerate.strategies.parameters import switch_parameters
 from notebook_accelerate.strategies.unwrap import is_compiled_module
 
 

@@ -18,8 +18,8 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies import fsdp_files
 from notebook_accelerate.strategies.base import NOTHING, Strategy
-from notebook_accelerate.strategies.fsdp_pointers import Pointers, names_of, parameters_of
 from notebook_accelerate.strategies.fsdp_units import upcast
+from notebook_accelerate.strategies.parameters import Pointers, names_of, parameters_of
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
 

@@ -19,7 +19,7 @@ from notebook_accelerate.collectives import recursively_apply
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies import holdings
 from notebook_accelerate.strategies.base import Strategy
-from notebook_accelerate.strategies.fsdp_pointers import Pointers, names_of
+from notebook_accelerate.strategies.parameters import Pointers, names_of
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.telemetry.sharding import Holdings
 

@@ -1,4 +1,4 @@
-"""Optimizers that were made before their model was sharded: their parameters are replaced by the sharded ones."""
+"""Parameters of models and of their optimizers: plain names, and what took the place of each in a prepared model."""
 
 from __future__ import annotations
 
