@@ -4,7 +4,8 @@ Bounds: ``max_points`` points per metric and rank (a fuller series is thinned by
 of every four neighbours, so that extremes survive), ``MAX_TOTAL_POINTS`` over all of them (the more series there are,
 the fewer points each may have; each may have ``MIN_POINTS``), ``max_series`` metrics, ``max_log_bytes`` of text per
 rank. A point weighs 24 bytes in an array with an eighth to spare, so a run of any length holds at most 108 MB of curves
-and 8 MB of text per rank. Failures and results are never dropped.
+and 8 MB of text per rank; a band over more than eight ranks (``telemetry.bands``) adds 24 KB per metric. Failures and
+results are never dropped.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from notebook_accelerate.telemetry.bands import BAND_FROM, Band, BandTail
 from notebook_accelerate.telemetry.events import (
     DroppedEvent,
     Event,
@@ -195,6 +197,14 @@ class Metrics(Mapping[str, MetricSeries]):
         return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
+def _band_of(ranks: Mapping[int, _Points]) -> Band:
+    band = Band()
+    for points in ranks.values():
+        for step, time, value in zip(points.steps, points.times, points.values, strict=True):
+            band.add(step, time, value)
+    return band
+
+
 def _whole(value: object) -> int | None:
     """Return a step as a number of 64 bits; None for what is none: a rank may send anything."""
     try:
@@ -220,6 +230,7 @@ class Store:
         self._lock = threading.RLock()
         self._max_points, self._max_series, self._max_log_bytes = max_points, max_series, max_log_bytes
         self._metrics: dict[str, dict[int, _Points]] = {}
+        self._bands: dict[str, Band] = {}
         self._series_count = 0
         self._points_count = 0
         self._logs: dict[int, deque[LogLine]] = {}
@@ -302,7 +313,11 @@ class Store:
             if points is None:
                 points = ranks[record.rank] = _Points()
                 self._series_count += 1
+                if len(ranks) == BAND_FROM + 1:
+                    self._bands[name] = _band_of(ranks)
             self._points_count += points.append(step, record.time, number, self._limit())
+            if (band := self._bands.get(name)) is not None:
+                band.add(step, record.time, number)
         if self._points_count > max(MAX_TOTAL_POINTS, MIN_POINTS * self._series_count):
             self._thin_all()
 
@@ -423,10 +438,22 @@ class Store:
         with self._lock:
             return self._metrics[name][rank].since(cursor)
 
+    def band(self, name: str, cursor: tuple[int, int] = (0, 0)) -> BandTail | None:
+        """Return what is new of the band of all ranks since ``cursor``; None where few ranks have logged ``name``."""
+        with self._lock:
+            band = self._bands.get(name)
+            return None if band is None else band.since(cursor)
+
     def traces(self) -> list[tuple[int, str, int]]:
         """Return the profilers' traces that were written: rank, path and size in bytes, by rank."""
         with self._lock:
             return sorted((rank, path, size) for (rank, path), size in self._traces.items())
+
+    def latest_step_time(self, rank: int) -> StepTimeEvent | None:
+        """Return the last of ``step_times``; None where nothing was measured."""
+        with self._lock:
+            events = self._step_times.get(rank)
+            return events[-1] if events else None
 
     def step_times(self, rank: int) -> list[StepTimeEvent]:
         """Return where the rank's time of the last seconds went, the oldest first."""
