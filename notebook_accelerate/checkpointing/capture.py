@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.checkpointing import layout
-from notebook_accelerate.checkpointing.contract import schedules_to_save
+from notebook_accelerate.checkpointing.contract import Part, schedules_to_save
 from notebook_accelerate.checkpointing.rng import rng_state
 from notebook_accelerate.config import constants
 from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
@@ -27,6 +27,13 @@ class StateFile:
     """What goes in; the suffix of the name decides the format."""
     optimizer: Any = None
     """The torch optimizer whose steps alone change it; None for everything else."""
+    write: Callable[[Any, Path, Any], dict[str, tuple[int, int]]] | None = None
+    """Writes a folder together with the other ranks (see `contract.Part`); None for a file of this rank."""
+
+    def slow(self) -> Any:
+        """Return the part of the value that only the optimizer's steps change; None where there is none."""
+        state = self.value if self.write is None else self.value.get("optimizer", {})
+        return state.get("state") if self.optimizer is not None else None
 
 
 def model_file(index: int, safe: bool) -> str:
@@ -78,6 +85,17 @@ def training_files(accelerator: Any, with_optimizers: bool) -> list[StateFile]:
         StateFile(custom_file(index), custom.state_dict()) for index, custom in enumerate(accelerator._custom_objects)
     ]
     return files
+
+
+def strategy_files(parts: Sequence[Part]) -> list[StateFile]:
+    """Return the files and folders that a strategy with a state in pieces has.
+
+    Args:
+        parts: What it wants written.
+    """
+    return [
+        StateFile(part.name, part.value, part.optimizer, None if part.dresses is None else part.write) for part in parts
+    ]
 
 
 def _bare(optimizer: Any) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
+
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError, NotebookAccelerateError
 from notebook_accelerate.state import PartialState
@@ -43,6 +45,41 @@ def _say_when_alone(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+_own: dict[str, Any] = {}
+
+
+def own_group() -> Any:
+    """Return a process group that a thread may use while training uses the others; every rank must call this.
+
+    It is made once, on the CPU: what the ranks exchange while they write are plans and results.
+
+    Returns:
+        The group; None in a world of one process.
+    """
+    if not dist.is_initialized():
+        return None
+    if _own.get("world") is not dist.group.WORLD:
+        _own.update(world=dist.group.WORLD, group=dist.new_group(backend="gloo"))
+    return _own["group"]
+
+
+def forget_own_group() -> None:
+    """Let go of the group, before all groups are ended."""
+    _own.clear()
+
+
+def failures_in(group: Any, failure: str) -> dict[int, str]:
+    """Return what failed, by rank; every rank's thread must call this.
+
+    Args:
+        group: The process group of the threads.
+        failure: What happened on this rank; "" where nothing did.
+    """
+    found: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(found, failure, group=group)
+    return {rank: text for rank, text in enumerate(found) if text}
 
 
 def agree(error: BaseException | None, what: str) -> None:

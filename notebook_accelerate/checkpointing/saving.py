@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.checkpointing import layout, staging
-from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, training_files
-from notebook_accelerate.checkpointing.contract import layout_of, writes_itself
+from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, strategy_files, training_files
+from notebook_accelerate.checkpointing.contract import layout_of, writes_in_parts, writes_itself
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.peers import Peer, this_process
-from notebook_accelerate.checkpointing.ranks import agree, exchange
+from notebook_accelerate.checkpointing.ranks import agree, exchange, forget_own_group, own_group
 from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.checkpointing.writing import Place, Writing, prune
 from notebook_accelerate.collectives.attendance import meet
@@ -76,11 +76,13 @@ def save_state(
     project = accelerator.project_configuration
     place = _open_place(accelerator, layout.next_target(project, None if output_dir is None else os.fspath(output_dir)))
     background = not blocking or accelerator.device.type == "xla"  # XLA's tensors have no memory to write from
+    group = own_group() if background and writes_in_parts(accelerator.strategy) else None
     writing = _agreed(
         place, lambda: _captured(accelerator, place, safe_serialization, blocking, background, save_model_func_kwargs)
     )
     if project.automatic_checkpoint_naming:
         project.iteration += 1
+    writing.group = group
     _pending.append(writing)
     if background:
         atexit.unregister(_join_pending)
@@ -110,6 +112,7 @@ def wait_for_saves(what: str = "wait_for_saves", release: bool = False) -> None:
     finally:
         if release:
             _snapshots.release()
+            forget_own_group()
 
 
 def _agreed(place: Place, action: Callable[[], Writing]) -> Writing:
@@ -191,14 +194,16 @@ def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options
     weights = [] if writes_itself(strategy) else [accelerator.get_state_dict(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(accelerator._models, weights, str(place.staging))
-    if writes_itself(strategy):
+    files = [rank_file(accelerator)]
+    if writes_in_parts(strategy):
+        files = strategy_files(strategy.state_parts(accelerator, safe, **options)) + files
+    elif writes_itself(strategy):
         if not blocking:
             warn_once(
                 f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
                 "the foreground; the rest is written in the background."
             )
         strategy.save_state(accelerator, place.staging, safe_serialization=safe, **options)
-    files = [rank_file(accelerator)]
     if accelerator.is_main_process or (place.commits and accelerator.project_configuration.save_on_each_node):
         files += model_files(weights, safe)
         files += training_files(accelerator, with_optimizers=not writes_itself(strategy))
@@ -217,10 +222,10 @@ def _captured(
     writing = Writing(place, _manifest(accelerator), files, _after(accelerator, place))
     if background:
         writing.optimizers = [file.optimizer for file in files if file.optimizer is not None]
-        later = [file.value.get("state") for file in files if file.optimizer is not None]
+        later = [file.slow() for file in files if file.optimizer is not None]
         writing.snapshot = _snapshots.take([file.value for file in files], later)
         copies = zip(files, writing.snapshot.values, strict=True)
-        writing.state_files = [StateFile(file.name, value) for file, value in copies]
+        writing.state_files = [StateFile(file.name, value, write=file.write) for file, value in copies]
     return writing
 
 

@@ -1,7 +1,8 @@
 """One save on its way to the disk: every rank's files, then the manifest, then the place.
 
 The ranks report through small files in the staging folder rather than through collectives, which a thread must not use
-while training does. One rank per file system commits: the main one, or the first of a machine with disks of its own.
+while training does. Only for states in pieces, which torch's distributed checkpoints write, the threads have a process
+group of their own. One rank per file system commits: the main one, or the first of a machine with disks of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from notebook_accelerate.checkpointing.manifest import (
     write_manifest,
 )
 from notebook_accelerate.checkpointing.peers import Peer
+from notebook_accelerate.checkpointing.ranks import failures_in
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.notices import warn_once
@@ -34,6 +36,8 @@ from notebook_accelerate.state.notices import warn_once
 _REPORT = ".rank_{rank}.json"
 _STALL = 600.0
 """Seconds without any change in the staging folder after which a silent rank counts as dead."""
+_DYING = 2.0
+"""Seconds in which a process whose connections are closed is given up for alive."""
 _log = logging.getLogger(__name__)
 
 
@@ -61,6 +65,7 @@ class Writing:
         snapshot: The copies it writes; None where it writes the training's own tensors.
         optimizers: Those whose next step must wait until the snapshot is filled.
         hooks: What makes them wait.
+        group: The process group of the ranks' threads; None for torch's default one, in the caller's thread.
         thread: The thread that runs it; None when it runs in the caller.
         error: Why it failed; None while it has not.
     """
@@ -72,9 +77,11 @@ class Writing:
     snapshot: Snapshot | None = None
     optimizers: list[Any] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
+    group: Any = None
     thread: threading.Thread | None = None
     error: BaseException | None = None
     _records: dict[str, FileRecord] = field(default_factory=dict)
+    _known: bool = False
 
     def start(self) -> None:
         """Run in a thread. It is no daemon: the interpreter does not end before the checkpoint is written."""
@@ -99,8 +106,7 @@ class Writing:
     def run(self) -> None:
         """Write this rank's files, report, and commit where that is this rank's part; errors end up in `error`."""
         try:
-            if self.snapshot is not None:
-                self.snapshot.finish()
+            self._fill_copies()
             self._write_files()
             self._report({"files": {name: asdict(record) for name, record in self._records.items()}})
             if self.place.commits:
@@ -112,14 +118,37 @@ class Writing:
         finally:
             self.state_files, self.snapshot = [], None  # a gigabyte of references
 
+    def _fill_copies(self) -> None:
+        """Fill the copies; where the ranks write together they all go on, or none."""
+        failure: CheckpointError | None = None
+        try:
+            if self.snapshot is not None:
+                self.snapshot.finish()
+        except Exception as error:  # noqa: BLE001 - reported to the others first
+            failure = self._explained(error)
+        if self.group is not None:
+            failed = failures_in(self.group, "" if failure is None else str(failure))
+            self._known = bool(failed)
+            if failed and failure is None:
+                raise CheckpointError("; ".join(f"Rank {rank}: {text}" for rank, text in failed.items()))
+        if failure is not None:
+            raise failure
+
     def _write_files(self) -> None:
         for file in self.state_files:
             path = self.place.staging / file.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write(file.value, path)
+            if file.write is not None:
+                written = file.write(file.value, path, self.group).items()
+                records = {
+                    f"{file.name}/{name}": FileRecord(size=size, crc32=f"{crc:08x}") for name, (size, crc) in written
+                }
+                self._records.update(records)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.write(file.value, path)
+                self._records[file.name] = record_of(path)
+                staging.sync_file(path)
             file.value = None
-            self._records[file.name] = record_of(path)
-            staging.sync_file(path)
 
     def _report(self, content: dict[str, object]) -> None:
         report = self.place.staging / _REPORT.format(rank=self.place.rank)
@@ -134,6 +163,8 @@ class Writing:
         if self.place.commits:
             staging.discard(self.place.staging)
             return
+        if self._known or hasattr(error, "failures"):
+            return  # the committing rank knows, and may be removing the folder already
         try:
             self._report({"error": str(self.error)})
         except OSError:
@@ -142,11 +173,39 @@ class Writing:
     def _explained(self, error: BaseException) -> CheckpointError:
         if isinstance(error, CheckpointError):
             return error
-        explained = staging.write_error(self.place.target, error)
-        if not self.place.commits and not self.place.staging.is_dir():
+        explained = self._lost(error) or self._of_another_rank(error)
+        if explained is None and not self.place.commits and not self.place.staging.is_dir():
             explained = CheckpointError(f"The checkpoint {self.place.target} was not written: another rank gave it up.")
+        explained = explained or staging.write_error(self.place.target, error)
         explained.__cause__ = error
         return explained
+
+    def _lost(self, error: BaseException) -> CheckpointError | None:
+        """Return which rank's end is why a collective of the threads failed, if it did."""
+        if self.group is None or not isinstance(error, RuntimeError) or hasattr(error, "failures"):
+            return None
+        end = time.monotonic() + _DYING
+        while True:  # a process closes its connections before it has ended
+            for rank, peer in self.place.group.items():
+                if peer.ended():
+                    return self._unfinished(rank, f"its process {peer.pid} has ended")
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.05)
+
+    def _unfinished(self, rank: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"Checkpoint {self.place.target} was not written: rank {rank} did not finish its part, {reason}."
+        )
+
+    def _of_another_rank(self, error: BaseException) -> CheckpointError | None:
+        """Return what another rank could not do: where ranks write together, all learn of it, and none goes on."""
+        failures = getattr(error, "failures", {})
+        if not failures:
+            return None
+        rank = self.place.rank if self.place.rank in failures else min(failures)
+        explained = staging.write_error(self.place.target, failures[rank])
+        return explained if rank == self.place.rank else CheckpointError(f"Rank {rank}: {explained}")
 
     def _commit(self) -> None:
         for rank, peer in self.place.group.items():
@@ -166,9 +225,7 @@ class Writing:
         watch = _Watch(self.place.staging, peer)
         while not report.exists():
             if (reason := watch.lost()) and not report.exists():  # its report may be the last thing it did
-                raise CheckpointError(
-                    f"Checkpoint {self.place.target} was not written: rank {rank} did not finish its part, {reason}."
-                )
+                raise self._unfinished(rank, reason)
             time.sleep(0.01)
         content = json.loads(report.read_text(encoding="utf-8"))
         report.unlink()

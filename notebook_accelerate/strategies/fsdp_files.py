@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
+from notebook_accelerate.strategies.shards import StatePart, part_of, read_shards
 
 
 def _options(**more: Any) -> Any:
@@ -81,18 +82,32 @@ def save_model(
         kind: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
         keep: Returns the part of a state that is written; None means all.
     """
-    folder, keep = Path(folder), keep or _all
+    for part in model_parts(model, index, kind, keep):
+        part.write_here(Path(folder))
+
+
+def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = None) -> list[StatePart]:
+    """Return what this rank writes of a sharded model; every rank must call this.
+
+    Args:
+        model: The sharded model.
+        index: Position of the model among the prepared ones.
+        kind: As for `save_model`.
+        keep: As for `save_model`.
+
+    Returns:
+        One part, or none on a rank that writes nothing.
+    """
+    keep = keep or _all
     if kind == "SHARDED_STATE_DICT":
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        _write_shards({"model": keep(get_model_state_dict(model))}, folder / f"{constants.FSDP_MODEL_NAME}_{index}")
-    elif kind == "LOCAL_STATE_DICT":
+        return [part_of(f"{constants.FSDP_MODEL_NAME}_{index}", {"model": keep(get_model_state_dict(model))})]
+    if kind == "LOCAL_STATE_DICT":
         local = {name: tensor.detach() for name, tensor in _own_tensors(model).items()}
-        torch.save(local, folder / _file(constants.FSDP_MODEL_NAME, index, _rank()))
-    else:
-        state = whole_model_state(model)
-        if _rank() == 0:
-            torch.save(keep(state), folder / _file(constants.FSDP_MODEL_NAME, index))
+        return [StatePart(_file(constants.FSDP_MODEL_NAME, index, _rank()), local)]
+    state = whole_model_state(model)
+    return [StatePart(_file(constants.FSDP_MODEL_NAME, index), keep(state))] if _rank() == 0 else []
 
 
 def load_model(
@@ -124,7 +139,7 @@ def load_model(
     whole = folder / _file(constants.FSDP_MODEL_NAME, index)
     if shards.is_dir() or (folder / ".metadata").is_file():
         state = {"model": (keep or _all)(get_model_state_dict(model))}
-        _read_shards(state, shards if shards.is_dir() else folder)
+        read_shards(state, shards if shards.is_dir() else folder)
         return set_model_state_dict(model, state["model"], options=_options(strict=strict))
     if whole.is_file():
         options = _options(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
@@ -167,16 +182,29 @@ def save_optimizer(
         index: Position of the optimizer among the prepared ones.
         kind: As for `save_model`; LOCAL_STATE_DICT writes a whole one.
     """
+    for part in optimizer_parts(optimizer, model, index, kind):
+        part.write_here(Path(folder))
+
+
+def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: int, kind: str) -> list[StatePart]:
+    """Return what this rank writes of the optimizer of a sharded model; every rank must call this.
+
+    Args:
+        optimizer: torch's optimizer.
+        model: The sharded model that has its parameters.
+        index: Position of the optimizer among the prepared ones.
+        kind: As for `save_optimizer`.
+
+    Returns:
+        One part, or none on a rank that writes nothing.
+    """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    folder = Path(folder)
     if kind == "SHARDED_STATE_DICT":
         state = get_optimizer_state_dict(model, optimizer)
-        _write_shards({"optimizer": state}, folder / f"{constants.OPTIMIZER_NAME}_{index}")
-        return
-    state = get_optimizer_state_dict(model, optimizer, options=_whole(model))
-    if _rank() == 0:
-        torch.save(state, folder / _file(constants.OPTIMIZER_NAME, index))
+        return [part_of(f"{constants.OPTIMIZER_NAME}_{index}", {"optimizer": state}, optimizer)]
+    whole = get_optimizer_state_dict(model, optimizer, options=_whole(model))
+    return [StatePart(_file(constants.OPTIMIZER_NAME, index), whole)] if _rank() == 0 else []
 
 
 def load_optimizer(
@@ -200,7 +228,7 @@ def load_optimizer(
     whole = folder / _file(constants.OPTIMIZER_NAME, index)
     if shards.is_dir():
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-        _read_shards(state, shards)
+        read_shards(state, shards)
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     elif whole.is_file():
         options = _options(full_state_dict=True, broadcast_from_rank0=True)
@@ -213,21 +241,6 @@ def load_optimizer(
 
 
 # -- torch's formats --------------------------------------------------------------------------------------------------
-
-
-def _write_shards(state: dict[str, Any], folder: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save(state, storage_writer=FileSystemWriter(folder))
-
-
-def _read_shards(state: dict[str, Any], folder: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    load(state, storage_reader=FileSystemReader(folder))
 
 
 def _read_whole(path: Path) -> Any:

@@ -21,6 +21,7 @@ from notebook_accelerate.strategies.base import NOTHING, Strategy
 from notebook_accelerate.strategies.fsdp_units import upcast
 from notebook_accelerate.strategies.parameters import Pointers, names_of, parameters_of
 from notebook_accelerate.strategies.setup import Setup
+from notebook_accelerate.strategies.shards import StatePart
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
 
 
@@ -233,25 +234,26 @@ class ShardedStrategy(Strategy):
         bare = _bare(model)
         return fsdp_files.whole_model_state(bare) if self.is_sharded(bare) else super().model_state_dict(model, unwrap)
 
-    def save_state(self, accelerator: Any, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
-        """Write models and optimizers into a folder; every rank must call this.
+    def state_parts(self, accelerator: Any, safe_serialization: bool = True, **options: Any) -> list[StatePart]:
+        """Return what this rank writes of models and optimizers; every rank must call this.
 
         Args:
             accelerator: The Accelerator.
-            folder: A folder that all ranks share.
             safe_serialization: Not used: the formats are torch's.
             options: None is known.
+
+        Returns:
+            The parts, in the same order on every rank; they refer to the memory that is trained.
 
         Raises:
             ValueError: An option is not known.
         """
         _refuse("save_state", options)
         kind = self.state_dict_kind
-        for index, model in enumerate(self.models):
-            fsdp_files.save_model(model, folder, index, kind)
+        parts = [part for index, model in enumerate(self.models) for part in fsdp_files.model_parts(model, index, kind)]
         for index, optimizer in enumerate(self.optimizers):
-            model = self._model_of(optimizer)
-            fsdp_files.save_optimizer(optimizer.optimizer, model, folder, index, kind)
+            parts += fsdp_files.optimizer_parts(optimizer.optimizer, self._model_of(optimizer), index, kind)
+        return parts
 
     def load_state(self, accelerator: Any, folder: Path, models: list[Any], **options: Any) -> None:
         """Read models and optimizers from a folder; every rank must call this.

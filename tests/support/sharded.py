@@ -1,0 +1,106 @@
+"""A small training of which each rank has a part, for tests of saving it and going on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from notebook_accelerate.strategies import shards
+
+FORMS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"fsdp": {"fsdp_version": 2}},
+    "fsdp1": {"fsdp": {"use_orig_params": True}},
+    "fsdp1, flat": {"fsdp": {"use_orig_params": False}},
+    "fsdp2, whole": {"fsdp": {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}},
+    "tp": {"degrees": {"tp_size": 2}},
+    "fsdp2 of replicas": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}},
+    "fsdp2 and tp": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_shard_size": 2, "tp_size": 2}},
+}
+"""Ways to have parts of a model; those of replicas and tp take four ranks."""
+
+
+class Net(nn.Module):
+    """Two layers and a buffer that training changes."""
+
+    tp_plan: ClassVar = {"first": "colwise", "last": "rowwise"}
+    steps: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return scores, and count."""
+        if self.training:
+            self.steps += 1
+        scores: torch.Tensor = self.last(torch.tanh(self.first(inputs)))
+        return scores
+
+
+class ShardedTraining:
+    """A sharded model with its optimizer and schedule.
+
+    Args:
+        form: A key of `FORMS`.
+        seed: Of the weights.
+    """
+
+    def __init__(self, form: str = "fsdp2", seed: int = 0) -> None:
+        settings = FORMS[form]
+        fsdp, degrees = settings.get("fsdp"), settings.get("degrees")
+        if fsdp is not None:
+            fsdp = {"state_dict_type": "SHARDED_STATE_DICT", "auto_wrap_policy": "SIZE_BASED_WRAP", **fsdp}
+            fsdp.setdefault("min_num_params", 100)
+        self.accelerator = Accelerator(
+            cpu=True,
+            fsdp_plugin=None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp),
+            parallelism_config=None if degrees is None else ParallelismConfig(**degrees),
+        )
+        torch.manual_seed(seed)
+        raw = Net()
+        optimizer = torch.optim.AdamW(raw.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(raw, optimizer, schedule)
+        self.done = 0
+
+    def step(self) -> float:
+        """Train on a batch of this moment, the same on every rank, and return its loss."""
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.done))
+        self.done += 1
+        loss = self.model(inputs).square().mean()
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def go_on(self, folder: str, done: int) -> None:
+        """Load a checkpoint that was made after so many steps."""
+        self.accelerator.load_state(folder)
+        self.done = done
+
+
+class Gate:
+    """Holds what writes shards in this process, until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        self._write = shards.write_shards
+        shards.write_shards = self._held
+
+    def _held(self, state: dict[str, Any], folder: Path, group: Any = None) -> Any:
+        self.reached.set()
+        assert self.opened.wait(60)
+        return self._write(state, folder, group)
+
+    def open(self) -> None:
+        """Let them go on, for ever."""
+        shards.write_shards = self._write
+        self.opened.set()
