@@ -37,6 +37,7 @@ def notebook_launcher(
     hang_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     debug: bool = False,
+    min_nodes: int | None = None,
     config: LaunchConfig | None = None,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
@@ -48,11 +49,14 @@ def notebook_launcher(
         mixed_precision: "no", "fp16", "bf16" or "fp8", for every ``Accelerator()`` that does not ask for its own.
         use_port: Port of the process group; another free one is found when it is taken; 0 means any.
         master_addr: Address of the machine with rank 0.
-        node_rank: Index of this machine.
-        num_nodes: Machines that run this cell.
-        rdzv_backend: "static".
-        rdzv_endpoint: host:port; empty means master_addr:use_port.
-        rdzv_conf: More settings of the rendezvous.
+        node_rank: Index of this notebook among those that run this cell together.
+        num_nodes: Notebooks that run this cell together, on one machine or several; each starts its own ranks.
+        rdzv_backend: "static" (each notebook says which it is, with ``node_rank``) or "c10d" (in the order they come).
+        rdzv_endpoint: host:port where the notebooks meet; empty means master_addr:use_port.
+        rdzv_conf: Settings of the rendezvous by torch's names, in seconds: "join_timeout" (600), "last_call_timeout"
+            (30), "keep_alive_interval" (5; a notebook is lost after "keep_alive_max_attempt" (3) of them), ...; and
+            "secret": a text that all notebooks share (or the variable NOTEBOOK_ACCELERATE_SECRET), with which the first
+            one shows the ranks of all.
         rdzv_id: Name of the run in the rendezvous.
         max_restarts: How often the whole group is started again after a failure.
         monitor_interval: Seconds between two looks at ranks where the system cannot tell when a process ends.
@@ -64,6 +68,8 @@ def notebook_launcher(
         hang_timeout: Seconds without a sign of life from any rank before the run is ended.
         env: Environment variables for the ranks, over the kernel's.
         debug: Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line.
+        min_nodes: Notebooks that are enough to go on with: where others are lost, the group starts again with those
+            that are left (needs "c10d" and ``max_restarts``); None means all of ``num_nodes``.
         config: All of the above in one object; arguments that differ from their defaults win.
 
     Returns:

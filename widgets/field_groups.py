@@ -18,7 +18,7 @@ LAUNCH_GROUPS = (
         "Several machines, ports",
         (
             "num_nodes", "node_rank", "master_addr", "use_port", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
-            "rdzv_id",
+            "rdzv_id", "min_nodes",
         ),
     ),
 )  # fmt: skip

@@ -195,7 +195,8 @@ def _picked(chosen: Sequence[Run | int] | None) -> list[Run]:
 
 
 def _fields(chosen: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(name for run in chosen for name in run.config.non_default()))
+    names = dict.fromkeys(name for run in chosen for name in run.config.non_default())
+    return [name for name in names if name != "rdzv_conf"]  # it may hold a secret
 
 
 def _final(run: Run, name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.launched import check_accelerator_arguments
@@ -37,11 +37,11 @@ class LaunchConfig:
     num_nodes: int = 1
     """Machines that run this same cell."""
     rdzv_backend: str = "static"
-    """How several machines find each other: static."""
+    """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they come)."""
     rdzv_endpoint: str = ""
     """host:port of the rendezvous; empty means master_addr:use_port."""
-    rdzv_conf: Mapping[str, Any] | None = None
-    """More settings of the rendezvous back end."""
+    rdzv_conf: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Settings of the rendezvous: join_timeout, last_call_timeout, keep_alive_interval (seconds), ..., and secret."""
     rdzv_id: str = "none"
     """Name of the run in the rendezvous."""
     max_restarts: int = 0
@@ -66,6 +66,8 @@ class LaunchConfig:
     """Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line."""
     cpu: bool = False
     """Whether the ranks leave accelerators alone."""
+    min_nodes: int | None = None
+    """Notebooks that are enough to go on with when others are lost; None means all of ``num_nodes``."""
     accelerator: Mapping[str, Any] | None = None
     """Arguments of every ``Accelerator()`` in the workers that does not pass its own: plugins, handlers, ..."""
 
@@ -83,13 +85,9 @@ class LaunchConfig:
             _positive(name, getattr(self, name))
         _positive("monitor_interval", self.monitor_interval)
         _port(self.use_port)
-        if self.num_nodes > 1 and self.rdzv_backend != "static":
-            raise ValueError(
-                f"rdzv_backend={self.rdzv_backend!r} over several machines is not supported; pass 'static', with "
-                "master_addr and use_port (or rdzv_endpoint) of the machine with node_rank=0"
-            )
         if self.rdzv_endpoint:
             _endpoint(self.rdzv_endpoint)
+        _rendezvous(self)
         if self.panel not in (True, False, "auto"):
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
         _environment(self.env)
@@ -145,6 +143,52 @@ def _endpoint(value: str) -> tuple[str, int]:
     if not address or not port.isdigit():
         raise ValueError(f"rdzv_endpoint={value!r} is not host:port; write rdzv_endpoint='10.0.0.1:29500'")
     return address, int(port)
+
+
+RDZV_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval")
+RDZV_SETTINGS = (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attempt", "is_host", "local_addr", "secret")
+"""What ``rdzv_conf`` may hold, by torch's names; ``secret`` is this package's own."""
+
+
+def _rendezvous(config: LaunchConfig) -> None:
+    conf = config.rdzv_conf
+    if conf is not None and not isinstance(conf, Mapping):
+        raise ValueError(f"rdzv_conf={conf!r} is not allowed; pass a dict, as rdzv_conf={{'join_timeout': 600}}")
+    for name, value in (conf or {}).items():
+        if name not in RDZV_SETTINGS:
+            raise ValueError(f"rdzv_conf={{{name!r}: ...}} is not known; there are {', '.join(RDZV_SETTINGS)}")
+        if name == "secret":
+            if not isinstance(value, str) or not value:
+                raise ValueError("rdzv_conf={'secret': ...} is not allowed; pass a text that is not empty")
+        elif name in (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attempt"):
+            _above_zero(name, value)
+    if config.num_nodes > 1 and config.meeting_point[1] == 0:
+        raise ValueError(
+            f"use_port={config.use_port!r} is not allowed with num_nodes={config.num_nodes}: every notebook must know "
+            "the port; pass a number that is free on the first one, as use_port=29500"
+        )
+    if config.min_nodes is None:
+        return
+    _whole_number("min_nodes", config.min_nodes, 1)
+    if config.min_nodes > config.num_nodes:
+        raise ValueError(f"min_nodes={config.min_nodes} is more than num_nodes={config.num_nodes}")
+    if config.min_nodes < config.num_nodes and config.rdzv_backend != "c10d":
+        raise ValueError(
+            f"min_nodes={config.min_nodes} is not allowed with rdzv_backend={config.rdzv_backend!r}, whose number of "
+            "nodes is fixed; pass rdzv_backend='c10d'"
+        )
+
+
+def _above_zero(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not _number(value) > 0:
+        raise ValueError(f"rdzv_conf={{{name!r}: {value!r}}} is not allowed; pass a number above 0")
+
+
+def _number(value: float | str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0
 
 
 def _environment(env: object) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from notebook_accelerate.config.launch import LaunchConfig
     from notebook_accelerate.hardware import HardwareInfo
@@ -43,6 +43,11 @@ class LaunchPlan:
         master_addr: Address of rank 0.
         port: Port that was asked for; the launch may have to take another.
         loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
+        node: Index of this notebook among those that run the cell together.
+        nodes: How many there are.
+        met: Whether the others have been met: before, what is said of all ranks is an assumption.
+        interface: Name of the network interface on which the ranks of several notebooks reach each other; "": unknown.
+        run_name: What all notebooks call the run; "" before they have met.
     """
 
     start_method: str
@@ -56,6 +61,11 @@ class LaunchPlan:
     master_addr: str
     port: int
     loopback: str
+    node: int = 0
+    nodes: int = 1
+    met: bool = False
+    interface: str = ""
+    run_name: str = ""
 
     def sentence(self) -> str:
         """Return the plan in one line."""
@@ -98,6 +108,36 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
         master_addr=master_addr,
         port=port,
         loopback=(hardware.loopback or "") if config.num_nodes == 1 else "",
+        node=config.node_rank,
+        nodes=config.num_nodes,
+    )
+
+
+def joined(
+    plan: LaunchPlan, processes: Sequence[int], index: int, store: tuple[str, int], interface: str, run_name: str
+) -> LaunchPlan:
+    """Return the plan of one of several notebooks that have met.
+
+    Args:
+        plan: What was planned before.
+        processes: How many ranks each notebook starts, in order.
+        index: Which of them this one is.
+        store: Address and port of the store that the ranks meet at.
+        interface: Name of the network interface between the notebooks; "" leaves the choice to the back end.
+        run_name: What all notebooks call the run.
+    """
+    return replace(
+        plan,
+        world_size=sum(processes),
+        first_rank=sum(processes[:index]),
+        backend=_backend(plan.accelerator) if sum(processes) > 1 else "",
+        master_addr=store[0],
+        port=store[1],
+        node=index,
+        nodes=len(processes),
+        met=True,
+        interface=interface,
+        run_name=run_name,
     )
 
 
@@ -173,8 +213,9 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_WORLD_SIZE": str(plan.num_processes),
-        "GROUP_RANK": str(plan.first_rank // plan.num_processes),
-        "NODE_RANK": str(plan.first_rank // plan.num_processes),
+        "GROUP_RANK": str(plan.node),
+        "GROUP_WORLD_SIZE": str(plan.nodes),
+        "NODE_RANK": str(plan.node),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(plan.world_size),
         "MASTER_ADDR": plan.master_addr,
@@ -182,6 +223,13 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
     }
     if plan.threads is not None:
         env["OMP_NUM_THREADS"] = str(plan.threads)
+    if plan.met:  # as torchrun: the agent hosts the store
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        env["TORCHELASTIC_RUN_ID"] = plan.run_name
+    if plan.interface:
+        # gloo otherwise takes the interface of the host name, which need not reach the other notebooks
+        env["GLOO_SOCKET_IFNAME"] = plan.interface
+        env["TP_SOCKET_IFNAME"] = plan.interface
     if plan.loopback:
         # gloo otherwise takes the interface of the host name, which need not reach this machine's other ranks
         env["GLOO_SOCKET_IFNAME"] = plan.loopback

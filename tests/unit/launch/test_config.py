@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from typing import Any
 
 import pytest
@@ -118,3 +119,33 @@ def test_a_called_function_is_explained() -> None:
 def test_a_config_of_another_type_is_refused() -> None:
     with pytest.raises(ValueError, match="LaunchConfig"):
         notebook_launcher(print, config={"num_processes": 2})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"min_nodes": 3, "num_nodes": 2}, "min_nodes=3 is more than num_nodes=2"),
+        ({"min_nodes": 0, "num_nodes": 2}, "min_nodes=0"),
+        ({"min_nodes": 1, "num_nodes": 2}, "rdzv_backend='c10d'"),
+        ({"num_nodes": 2, "use_port": 0}, "use_port=0 is not allowed with num_nodes=2"),
+        ({"rdzv_conf": {"join_timout": 3}}, "'join_timout'"),
+        ({"rdzv_conf": {"join_timeout": 0}}, "'join_timeout': 0"),
+        ({"rdzv_conf": {"join_timeout": "soon"}}, "'join_timeout': 'soon'"),
+        ({"rdzv_conf": {"secret": ""}}, "'secret'"),
+        ({"rdzv_conf": "join_timeout=3"}, "rdzv_conf='join_timeout=3'"),
+    ],
+)
+def test_settings_of_several_notebooks_that_do_not_fit(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        LaunchConfig(**settings)
+
+
+def test_several_notebooks_with_either_back_end() -> None:
+    assert LaunchConfig(num_nodes=2, node_rank=1).rdzv_backend == "static"
+    elastic = LaunchConfig(num_nodes=3, rdzv_backend="c10d", min_nodes=2, rdzv_endpoint="10.0.0.1:29400")
+    assert elastic.meeting_point == ("10.0.0.1", 29400)
+    assert LaunchConfig(num_nodes=2, min_nodes=2).min_nodes == 2
+
+
+def test_a_secret_is_not_in_what_a_configuration_shows() -> None:
+    assert "hush" not in repr(LaunchConfig(num_nodes=2, rdzv_conf={"secret": "hush"}))

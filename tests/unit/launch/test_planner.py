@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accelerate.config.launch import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
-from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, rank_environment, runs_inline
+from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, joined, plan, rank_environment, runs_inline
 
 GIB = 1 << 30
 
@@ -121,6 +121,7 @@ def test_the_environment_is_torchruns_and_pinned_to_loopback() -> None:
     env = rank_environment(found, 1)
     expected = {
         "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     assert {name: env[name] for name in expected} == expected
@@ -132,6 +133,19 @@ def test_the_second_machine_counts_on() -> None:
     assert (found.world_size, found.first_rank) == (6, 4)
     assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"], env["MASTER_ADDR"]) == ("5", "1", "2", "10.0.0.1")
     assert "GLOO_SOCKET_IFNAME" not in env
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+
+
+def test_notebooks_that_have_met_may_have_different_numbers_of_ranks() -> None:
+    found = joined(_plan(num_processes=3, num_nodes=2), [2, 3], 1, ("10.0.0.1", 4000), "eth1", "run-7")
+    assert (found.world_size, found.first_rank, found.backend) == (5, 2, "gloo")
+    env = rank_environment(found, 2)
+    expected = {
+        "RANK": "4", "LOCAL_RANK": "2", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "GLOO_SOCKET_IFNAME": "eth1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run-7",
+    }  # fmt: skip
+    assert {name: env[name] for name in expected} == expected
 
 
 def test_xla_devices_are_left_to_ranks() -> None:

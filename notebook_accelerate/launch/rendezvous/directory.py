@@ -1,0 +1,139 @@
+"""What the notebooks of a run tell each other through torch's store: JSON under keys, sealed with a shared secret."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from typing import Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+
+OPEN = b"-"
+"""In the place of the seal where there is no secret."""
+
+
+class ForgedError(RendezvousStateError):
+    """Something came that was not sealed with this run's secret."""
+
+
+class Seal:
+    """Seals what is put under a key of a store with a secret, and opens what others put there.
+
+    Args:
+        secret: Shared by all notebooks of the run; "" seals nothing.
+        run_id: Name of the run, which is sealed too.
+    """
+
+    def __init__(self, secret: str, run_id: str) -> None:
+        self._secret, self._run_id = secret.encode(), run_id.encode()
+
+    def close(self, key: str, body: bytes) -> bytes:
+        """Return ``body`` behind its seal."""
+        return self._mark(key, body) + b":" + body
+
+    def open(self, key: str, data: bytes) -> bytes:
+        """Return what ``close`` was given.
+
+        Raises:
+            ForgedError: The seal is missing or wrong.
+        """
+        mark, _, body = data.partition(b":")
+        if hmac.compare_digest(mark, self._mark(key, body)):
+            return body
+        if mark == OPEN:
+            raise ForgedError("the other notebooks have no secret; pass none here, or the same to all of them")
+        if not self._secret:
+            raise ForgedError(
+                "the run has a secret; pass it here too: rdzv_conf={'secret': ...} or NOTEBOOK_ACCELERATE_SECRET"
+            )
+        raise ForgedError("the other notebooks have another secret")
+
+    def _mark(self, key: str, body: bytes) -> bytes:
+        if not self._secret:
+            return OPEN
+        text = b"\0".join((self._run_id, key.encode(), body))
+        return hmac.new(self._secret, text, "blake2b").hexdigest()[:64].encode()
+
+
+class Directory:
+    """A part of a store, under a prefix.
+
+    Args:
+        store: A `torch.distributed.Store`.
+        prefix: Put before every key.
+        seal: Opens and closes what is stored.
+    """
+
+    def __init__(self, store: Any, prefix: str, seal: Seal) -> None:
+        self._store, self._prefix, self._seal = store, prefix, seal
+
+    def under(self, name: str) -> Directory:
+        """Return the part of this one under ``name``."""
+        return Directory(self._store, f"{self._prefix}/{name}", self._seal)
+
+    def post(self, key: str, values: dict[str, Any]) -> None:
+        """Put ``values`` there."""
+        full = self._full(key)
+        self._store.set(full, self._seal.close(full, json.dumps(values).encode()))
+
+    def read(self, key: str) -> dict[str, Any] | None:
+        """Return what is there; None when nothing is.
+
+        Raises:
+            ForgedError: It was not put there by one of this run's notebooks.
+        """
+        full = self._full(key)
+        return self._decoded(full, self._store.get(full)) if self._store.check([full]) else None
+
+    def first(self, key: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Put ``values`` there unless something is there already, and return what is there then."""
+        full = self._full(key)
+        data = self._seal.close(full, json.dumps(values).encode())
+        return self._decoded(full, self._store.compare_set(full, "", data.decode()))
+
+    def count(self, key: str, more: int = 0) -> int:
+        """Add ``more`` to a counter and return it."""
+        return int(self._store.add(self._full(key), more))
+
+    def _full(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _decoded(self, full: str, data: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(self._seal.open(full, data))
+        except (ValueError, RecursionError) as error:
+            raise ForgedError(f"what is stored is not of this protocol: {error}") from None
+        if not isinstance(found, dict):
+            raise ForgedError("what is stored is not of this protocol")
+        return found
+
+
+class SealedBackend(RendezvousBackend):
+    """A back end of torch's dynamic rendezvous whose state, which torch pickles, is sealed with the run's secret.
+
+    Args:
+        backend: torch's own.
+        seal: Opens and closes its state.
+    """
+
+    def __init__(self, backend: RendezvousBackend, seal: Seal) -> None:
+        self._backend, self._seal = backend, seal
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """See the base class."""
+        found = self._backend.get_state()
+        return None if found is None else (self._seal.open("state", found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """See the base class."""
+        found = self._backend.set_state(self._seal.close("state", state), token)
+        return None if found is None else (self._seal.open("state", found[0]), found[1], found[2])
+
+
+__all__ = ["Directory", "ForgedError", "Seal", "SealedBackend"]

@@ -1,0 +1,123 @@
+"""The kernel's end of a meeting: starts the child process, gives it orders, hears it, and sees it to its end."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any
+
+from notebook_accelerate.errors import ChannelClosedError, LaunchError
+from notebook_accelerate.launch.backends.base import Ends
+from notebook_accelerate.launch.backends.pickled import interpreter_command
+from notebook_accelerate.launch.rendezvous import messages as say
+from notebook_accelerate.launch.rendezvous.nodes import Node
+from notebook_accelerate.telemetry import Channel, Event
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.launch.planner import LaunchPlan
+
+SECRET_VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"  # noqa: S105 - the name of a variable
+END_SECONDS = 8.0
+"""How long the child may take to say goodbye to the others."""
+
+
+class Meeting:
+    """The child process of one run.
+
+    Args:
+        config: The run's.
+        plan: What is planned for this notebook.
+    """
+
+    def __init__(self, config: LaunchConfig, plan: LaunchPlan) -> None:
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the child
+        self.channel, theirs = Channel.pair()
+        Ends.kernel_side.add(self.channel.fileno())
+        call = f"from notebook_accelerate.launch.rendezvous.child import main; main({theirs.fileno()})"
+        with theirs:
+            self._process = subprocess.Popen(
+                interpreter_command(call),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        self.channel.send(_order(config, plan))
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def send(self, order: Event) -> None:
+        """Give the child an order; one that has gone says so where it is heard."""
+        with suppress(ChannelClosedError):
+            self.channel.send(order)
+
+    def heard(self) -> list[Event]:
+        """Return what the child has said.
+
+        Raises:
+            LaunchError: It has died.
+        """
+        try:
+            return [event for _, event in self.channel.receive_available()]
+        except ChannelClosedError:
+            raise LaunchError(f"the process that meets the other notebooks has ended{self._last_words()}") from None
+
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """See the child to its end: by itself within so many seconds, or killed."""
+        self.send(say.LeaveOrder("it was stopped")) if seconds < END_SECONDS else None
+        deadline = time.monotonic() + seconds
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        Ends.kernel_side.discard(self.channel.fileno())
+        self.channel.close()
+        self._log.close()
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        text = self._log.read()[-2000:].decode(errors="replace").strip()
+        return f"; it said:\n{text}" if text else ""
+
+
+def shared_secret(config: LaunchConfig) -> str:
+    """Return the secret that the notebooks of a run share; "" where there is none."""
+    return str((config.rdzv_conf or {}).get("secret") or os.environ.get(SECRET_VARIABLE, ""))
+
+
+def _order(config: LaunchConfig, plan: LaunchPlan) -> say.MeetOrder:
+    settings: dict[str, Any] = {k: v for k, v in (config.rdzv_conf or {}).items() if k != "secret"}
+    address, port = config.meeting_point
+    node = Node(
+        name=secrets.token_hex(8),
+        host=platform.node() or socket.gethostname(),
+        pid=os.getpid(),
+        node_rank=config.node_rank,
+        processes=plan.num_processes,
+        accelerator=plan.accelerator,
+        num_nodes=config.num_nodes,
+        min_nodes=config.min_nodes or config.num_nodes,
+        max_restarts=config.max_restarts,
+    )
+    return say.MeetOrder(
+        config.rdzv_backend, address, port, config.rdzv_id, config.num_nodes, node.as_dict(), settings,
+        shared_secret(config),
+    )  # fmt: skip
+
+
+__all__ = ["SECRET_VARIABLE", "Meeting", "shared_secret"]

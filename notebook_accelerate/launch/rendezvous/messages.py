@@ -1,0 +1,148 @@
+"""What travels between a kernel and the child process that meets the other notebooks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from notebook_accelerate.telemetry import Event
+
+
+@dataclass(slots=True)
+class MeetOrder(Event):
+    """The first message down: where to meet, as what, and how long to wait.
+
+    ``node`` is a `nodes.Node` as a dict, less what the child finds out; ``settings`` is `rdzv_conf` without the secret.
+    """
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    backend: str
+    address: str
+    port: int
+    run_id: str
+    num_nodes: int
+    node: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    secret: str = ""
+
+
+@dataclass(slots=True)
+class JoinOrder(Event):
+    """Join the others for one attempt; ``door`` is where this notebook can be linked to, "" where it cannot."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    attempt: int
+    door: str = ""
+
+
+@dataclass(slots=True)
+class WaitingEvent(Event):
+    """Who has come so far, in words."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    text: str
+
+
+@dataclass(slots=True)
+class NoteEvent(Event):
+    """Something the user should read, such as a notebook that was refused."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    text: str
+
+
+@dataclass(slots=True)
+class MetEvent(Event):
+    """All have come: the nodes in order, which one this is, and where the ranks' store is."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    attempt: int
+    index: int
+    nodes: list[dict[str, Any]]
+    address: str
+    port: int
+    interface: str = ""
+
+
+@dataclass(slots=True)
+class BrokenEvent(Event):
+    """The rendezvous has failed: ``kind`` is "timeout", "secret", "taken", "mismatch" or "connection"."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class NewsOrder(Event):
+    """Tell the other notebooks: ``kind`` is "failed" or "stopped"."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class NewsEvent(Event):
+    """What another notebook told, or that it was lost: ``kind`` is "failed", "stopped" or "lost"."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    kind: str
+    node: int
+    text: str
+
+
+@dataclass(slots=True)
+class EndOrder(Event):
+    """All ranks of this notebook have ended: how ("succeeded", "failed", "stopped"), why, and what failed."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    outcome: str
+    text: str = ""
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DecisionEvent(Event):
+    """What all notebooks do now: ``action`` is "end" or "restart"; ``ends`` is what each told, by node."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    action: str
+    reason: str
+    ends: dict[str, dict[str, Any]]
+    lost: dict[str, str]
+    left: int
+
+
+@dataclass(slots=True)
+class LeaveOrder(Event):
+    """Nothing more is wanted: tell the others if they still wait for this notebook, and end."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    text: str = ""
+
+
+__all__ = [
+    "BrokenEvent",
+    "DecisionEvent",
+    "EndOrder",
+    "JoinOrder",
+    "LeaveOrder",
+    "MeetOrder",
+    "MetEvent",
+    "NewsEvent",
+    "NewsOrder",
+    "NoteEvent",
+    "WaitingEvent",
+]

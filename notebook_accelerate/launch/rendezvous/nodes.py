@@ -1,0 +1,185 @@
+"""Who takes part, who is missing, and what all do next: decided from facts alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One notebook of a run.
+
+    Attributes:
+        name: Unique among all notebooks that ever come.
+        host: Name of its machine.
+        pid: Its kernel.
+        node_rank: What it was told to be.
+        processes: Ranks it starts.
+        accelerator: Device type of its ranks.
+        torch: Version of its torch.
+        num_nodes: How many notebooks it was told there are.
+        min_nodes: How many it was told are enough.
+        max_restarts: How often it was told to start again.
+        hosting: Whether the store is in its child process.
+        order: Its place in torch's rendezvous.
+        door: Where it can be linked to; "" where it cannot.
+    """
+
+    name: str
+    host: str
+    pid: int
+    node_rank: int
+    processes: int
+    accelerator: str = "cpu"
+    torch: str = ""
+    num_nodes: int = 2
+    min_nodes: int = 2
+    max_restarts: int = 0
+    hosting: bool = False
+    order: int = 0
+    door: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `from_dict` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Node:
+        """Return the node that `as_dict` told of; what is not known is left out."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+
+
+def in_order(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes as the ranks count them: by ``node_rank``, then who hosts the store, then as they came."""
+    return sorted(nodes, key=lambda node: (node.node_rank, not node.hosting, node.order))
+
+
+def first_rank(nodes: Sequence[Node], index: int) -> int:
+    """Return the global index of a node's first rank."""
+    return sum(node.processes for node in nodes[:index])
+
+
+def title(index: int, host: str) -> str:
+    """Return what a node is called in messages."""
+    return f"node {index} ({host})" if host else f"node {index}"
+
+
+def waiting_text(backend: str, num_nodes: int, come: Sequence[Node]) -> str:
+    """Return who has come and who is waited for, in one line."""
+    text = f"{len(come)} of {num_nodes} notebooks have joined"
+    if backend == "static":
+        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in come})
+        return f"{text}; waiting for {_listed('node', missing)}" if missing else text
+    hosts = ", ".join(node.host for node in sorted(come, key=lambda node: node.order))
+    more = num_nodes - len(come)
+    return f"{text} ({hosts}); waiting for {more} more" if more > 0 else f"{text} ({hosts})"
+
+
+def _listed(noun: str, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:10])) + (", …" if len(numbers) > 10 else "")
+    return f"{noun} {shown}" if len(numbers) == 1 else f"{noun}s {shown}"
+
+
+def timeout_text(backend: str, num_nodes: int, come: Sequence[Node], seconds: float) -> str:
+    """Return who had not come when the join timeout was reached."""
+    text = waiting_text(backend, num_nodes, come).partition(";")[0]
+    limit = f"within {seconds:g} s (rdzv_conf={{'join_timeout': {seconds:g}}})"
+    if backend == "static":
+        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in come})
+        return f"{_listed('node', missing)} did not join {limit}: {text}"
+    missing_count = num_nodes - len(come)
+    noun = "notebook" if missing_count == 1 else "notebooks"
+    return f"{missing_count} {noun} did not join {limit}: {text}"
+
+
+def problem(backend: str, come: Sequence[Node]) -> str:
+    """Return why these notebooks cannot be one run; "" when they can."""
+    asked = {node.num_nodes for node in come}
+    if len(asked) > 1:
+        return f"the notebooks were told different numbers of notebooks, num_nodes={_values(asked)}; pass the same"
+    if backend == "static":
+        twice = [rank for rank, count in Counter(node.node_rank for node in come).items() if count > 1]
+        if twice:
+            who = " and ".join(f"{n.host} (kernel {n.pid})" for n in come if n.node_rank == twice[0])
+            return f"two notebooks say node_rank={twice[0]}: {who}; each needs its own"
+    kinds = {node.accelerator for node in come}
+    if len(kinds) > 1:
+        return f"the notebooks have different devices, {_values(kinds)}; to train on the CPU everywhere pass cpu=True"
+    return ""
+
+
+def _values(values: Collection[object]) -> str:
+    return " and ".join(str(value) for value in sorted(values, key=str))
+
+
+def version_note(nodes: Sequence[Node]) -> str:
+    """Return a warning where the notebooks have different versions of torch; "" otherwise."""
+    versions = {node.torch.partition("+")[0] for node in nodes}
+    if len(versions) < 2:
+        return ""
+    each = ", ".join(f"{title(index, node.host)} {node.torch}" for index, node in enumerate(nodes))
+    return f"the notebooks have different versions of torch ({each}); collectives may fail"
+
+
+def decide(
+    nodes: Sequence[Node], ends: Mapping[str, Mapping[str, Any]], lost: Mapping[str, str], attempt: int, backend: str
+) -> dict[str, Any] | None:
+    """Return what all notebooks do now, once every one of them has told its end or was lost.
+
+    Args:
+        nodes: The nodes in order.
+        ends: What each told ("outcome", "text", "failures"), by name.
+        lost: Why a node counts as lost, by name.
+        attempt: Number of this attempt, from 0.
+        backend: "static" or "c10d".
+
+    Returns:
+        A decision: "action" ("end" or "restart"), "reason", and "left", the names of those that go on; None while
+        somebody has not told its end.
+    """
+    if any(node.name not in ends and node.name not in lost for node in nodes):
+        return None
+    first = nodes[0]
+    gone = [node.name for node in nodes if node.name in lost]
+    left = [node.name for node in nodes if node.name not in lost]
+    outcomes = {ends[name]["outcome"] for name in left if name in ends}
+    reason = _reason(nodes, ends, lost)
+    again = attempt < first.max_restarts and "stopped" not in outcomes and ("failed" in outcomes or bool(gone))
+    if gone:
+        hosting = any(node.hosting and node.name in gone for node in nodes)
+        again = again and backend == "c10d" and len(left) >= first.min_nodes and not hosting
+    return {"action": "restart" if again else "end", "reason": reason, "left": left}
+
+
+def _reason(nodes: Sequence[Node], ends: Mapping[str, Mapping[str, Any]], lost: Mapping[str, str]) -> str:
+    for index, node in enumerate(nodes):
+        if node.name in lost:
+            return lost_text(index, node.host, lost[node.name])
+    for wanted in ("stopped", "failed"):
+        for index, node in enumerate(nodes):
+            end = ends.get(node.name, {})
+            if end.get("outcome") == wanted and end.get("text"):
+                return f"{title(index, node.host)}: {end['text']}"
+    return ""
+
+
+def lost_text(index: int, host: str, why: str) -> str:
+    """Return the sentence that says that a node was lost, and why."""
+    return f"{title(index, host)} was lost: {why}"
+
+
+__all__ = [
+    "Node",
+    "decide",
+    "first_rank",
+    "in_order",
+    "lost_text",
+    "problem",
+    "timeout_text",
+    "title",
+    "version_note",
+    "waiting_text",
+]
