@@ -5,7 +5,8 @@ A user's own error, a dead worker and a broken launch are different types::
     NotebookAccelerateError
     ├── LaunchError                     the launch could not be planned or started
     │   ├── PortInUseError              a fixed port of a multi-node launch is taken
-    │   └── DeviceBusyError             another run holds the accelerators
+    │   ├── DeviceBusyError             another run holds the accelerators
+    │   └── AuthenticationError         another machine did not prove that it belongs to the run
     ├── WorkerError                     a run ended without success; carries ``.run``
     │   ├── RunStoppedError             stopped by the user
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
@@ -51,6 +52,10 @@ class PortInUseError(LaunchError):
 
 class DeviceBusyError(LaunchError):
     """Another run of this kernel holds the accelerators that this launch needs."""
+
+
+class AuthenticationError(LaunchError):
+    """The other end of a connection did not prove that it belongs to this run."""
 
 
 class WorkerError(NotebookAccelerateError):

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Protocol
 
+from notebook_accelerate.debug.outside import Look
 from notebook_accelerate.debug.protocol import Reply, Request
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.telemetry import Channel
+
+
+class Sender(Protocol):
+    """The kernel's way down to a rank."""
+
+    def send(self, request: Request, /) -> None:
+        """Send a request now; raises ``ChannelClosedError`` when the rank is gone."""
 
 
 class Desk:
@@ -20,58 +27,39 @@ class Desk:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
-        self._channels: dict[int, Channel] = {}
-        self._signals: dict[int, Callable[[int], None]] = {}
+        self._channels: dict[int, Sender] = {}
+        self._looks: dict[int, Callable[[], Look]] = {}
         self._replies: dict[tuple[int, int], Reply] = {}
         self._awaited: set[tuple[int, int]] = set()
-        self._dumps: dict[int, int] = {}
-        self._pids: dict[int, int] = {}
 
-    def open(self, rank: int, channel: Channel, send_signal: Callable[[int], None], pid: int | None = None) -> None:
-        """A rank has started; ``pid`` is known where it runs on this machine."""
+    def open(self, rank: int, channel: Sender, look: Callable[[], Look]) -> None:
+        """A rank has started.
+
+        Args:
+            rank: Its global index.
+            channel: The way down to it.
+            look: Looks at it without its help.
+        """
         with self._changed:
-            self._channels[rank], self._signals[rank] = channel, send_signal
-            if pid is not None:
-                self._pids[rank] = pid
+            self._channels[rank], self._looks[rank] = channel, look
 
     def close(self, rank: int) -> None:
         """A rank has ended: nobody waits for it any longer."""
         with self._changed:
             self._channels.pop(rank, None)
-            self._signals.pop(rank, None)
-            self._pids.pop(rank, None)
-            dump = self._dumps.pop(rank, None)
+            self._looks.pop(rank, None)
             self._changed.notify_all()
-        if dump is not None:
-            os.close(dump)
 
-    def open_dump(self, rank: int, path: str) -> None:
-        """A rank's stacks will appear in ``path``, held open: the rank may end of the signal that asks for them."""
-        with suppress(OSError):
-            self._dumps[rank] = os.open(path, os.O_RDONLY)
-
-    def dump_of(self, rank: int) -> int | None:
-        """Return a descriptor of its own for the file of a rank's stacks; the caller closes it."""
+    def look(self, rank: int) -> Look:
+        """Look at a rank that cannot answer; nothing is seen of one that is not there."""
         with self._changed:
-            dump = self._dumps.get(rank)
-            return None if dump is None else os.dup(dump)
-
-    def pid_of(self, rank: int) -> int | None:
-        """Return the process id of a rank that is there, on this machine."""
-        with self._changed:
-            return self._pids.get(rank)
+            look = self._looks.get(rank)
+        return look() if look is not None else Look()
 
     def open_ranks(self) -> list[int]:
         """Return the ranks that can be asked, in order."""
         with self._changed:
             return sorted(self._channels)
-
-    def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank that is there."""
-        with self._changed:
-            send = self._signals.get(rank)
-        if send is not None:
-            send(number)
 
     def deliver(self, rank: int, reply: Reply) -> None:
         """A reply has come; one that nobody waits for any longer is dropped."""

@@ -92,6 +92,11 @@ class StacksReply(Reply):
         self.threads = {name: tuple(FrameInfo(*frame) for frame in frames) for name, frames in self.threads.items()}
         self.waiting = tuple(to_collective(row) for row in self.waiting)
 
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.moved += seconds
+        self.waiting = tuple(each._replace(since=each.since + seconds) for each in self.waiting)
+
 
 def to_collective(row: Any) -> Collective:
     """Make a ``Collective`` again of what JSON made of one."""
@@ -191,6 +196,12 @@ class HeartbeatEvent(Event):
         if self.waiting is not None:
             self.waiting = to_collective(self.waiting)
 
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.moved += seconds
+        if self.waiting is not None:
+            self.waiting = self.waiting._replace(since=self.waiting.since + seconds)
+
 
 @dataclass(slots=True)
 class CheckEvent(Event):
@@ -249,6 +260,10 @@ class CellReply(Reply):
     chain: tuple[ExceptionInfo, ...] = ()
     time: float = 0.0
     payload: bytes = b""
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.time += seconds
 
     def __post_init__(self) -> None:
         self.chain = to_chain(self.chain)

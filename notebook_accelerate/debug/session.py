@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import linecache
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from notebook_accelerate.debug import diagnosis, dumps, native
+from notebook_accelerate.debug import diagnosis, dumps
 from notebook_accelerate.debug.desk import Desk
 from notebook_accelerate.debug.diagnosis import Diagnosis, RankPlace
 from notebook_accelerate.debug.protocol import (
@@ -33,7 +31,6 @@ from notebook_accelerate.telemetry.pickling import load_bytes
 
 ANSWER_SECONDS = 1.0
 """How long a rank's agent may take to say where it is; after that its signal handler says it."""
-DUMP_SECONDS = 0.5
 ROUND_SECONDS = 1.5
 """How long ranks have to come to a step boundary before those that have are let go to the next one."""
 
@@ -87,24 +84,13 @@ class Session:
             return RankPlace(rank, state, main, reply.moved, reply.waiting, reply.last, reply.paused)
         if rank not in self.desk.open_ranks():
             return RankPlace(rank, state)
-        frames = self._dumped(rank)
+        seen = self.desk.look(rank)
+        frames = next(iter(dumps.parse(seen.dump).values()), ())
+        frames = tuple(f._replace(source=linecache.getline(f.filename, f.lineno).strip()) for f in frames)
         note = "it holds the interpreter in native code, and can only be looked at"
-        pid = self.desk.pid_of(rank)
-        deep = native.stack(pid) if pid is not None else ()
-        if deep:
-            note += f"; natively in {deep[-1]}"
-        return RankPlace(rank, state, frames, note=note, answered=False, native=deep)
-
-    def _dumped(self, rank: int) -> tuple[FrameInfo, ...]:
-        dump = self.desk.dump_of(rank)
-        if dump is None:
-            return ()
-        with os.fdopen(dump, "rb"):
-            before = os.fstat(dump).st_size
-            self.desk.signal(rank, signal.SIGUSR1)
-            threads = dumps.parse(dumps.read_new(dump, before, DUMP_SECONDS))
-        frames = next(iter(threads.values()), ())
-        return tuple(frame._replace(source=linecache.getline(frame.filename, frame.lineno).strip()) for frame in frames)
+        if seen.native:
+            note += f"; natively in {seen.native[-1]}"
+        return RankPlace(rank, state, frames, note=note, answered=False, native=seen.native)
 
     def diagnose(self) -> Diagnosis:
         """Say why the run is stuck."""

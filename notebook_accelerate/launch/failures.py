@@ -50,6 +50,8 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:
         oom_kills: How many processes of this control group the system's out-of-memory killer ended during the run.
     """
     now = time.time()
+    if end.lost:
+        return RankFailure(rank, "lost", now, end.lost)
     if end.signal is None:
         status = f"with exit status {end.code}" if end.code is not None else "with an unknown exit status"
         message = f"its process ended {status} before the function returned (os._exit?)"

@@ -38,7 +38,7 @@ def headline(found: Sequence[RankFailure]) -> str:
 def worker_error(run: Run) -> WorkerError:
     """Return the error of a run that failed; its cause is the original exception, where there is one."""
     first = run.failures[0]
-    kind = WorkerDiedError if first.kind in ("signal", "exit") and not first.chain else WorkerError
+    kind = WorkerDiedError if first.kind in ("signal", "exit", "lost") and not first.chain else WorkerError
     verb = "failed first" if len(run.failures) > 1 else "failed"
     message = f"run {run.id} failed. {headline(run.failures)}"
     if len(failures.grouped(list(run.failures))) > 1:

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.telemetry import Channel, InputReply, InputRequest
+from notebook_accelerate.launch.backends.base import Sender
+from notebook_accelerate.telemetry import InputReply, InputRequest
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Question:
 
     rank: int
     request: InputRequest
-    channel: Channel
+    channel: Sender
     answered: Callable[[int], None]
 
     @property

@@ -27,7 +27,7 @@ from notebook_accelerate.debug.protocol import (
     Reply,
     StacksReply,
 )
-from notebook_accelerate.errors import ChannelClosedError, RunStoppedError, RunTimeoutError, WorkerError
+from notebook_accelerate.errors import RunStoppedError, RunTimeoutError, WorkerError
 from notebook_accelerate.launch import ambient, crashes, failures, tracebacks
 from notebook_accelerate.launch.ladder import Ladder
 from notebook_accelerate.launch.output import Label, Publisher, RankOutput
@@ -39,6 +39,7 @@ from notebook_accelerate.launch.stall import StallWatch
 from notebook_accelerate.launch.stopwatch import Stopwatch
 from notebook_accelerate.launch.worker import WorkerOrder
 from notebook_accelerate.telemetry import (
+    Decoder,
     DisplayEvent,
     Event,
     FailureEvent,
@@ -47,6 +48,7 @@ from notebook_accelerate.telemetry import (
     LogEvent,
     RankFailure,
     ResultEvent,
+    Stamped,
     StatusEvent,
 )
 from notebook_accelerate.telemetry.store import Record
@@ -54,9 +56,10 @@ from notebook_accelerate.telemetry.store import Record
 if TYPE_CHECKING:
     from notebook_accelerate.launch.backends.base import Exit, ProcessBackend, RankProcess
 
-READ_BYTES = 1 << 18
 SETTLE_SECONDS = 0.3
 """After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
+ABANDON_SECONDS = 5.0
+"""How long a killed rank is waited for."""
 FAILURE_GRACE = 2.0
 """Seconds from KeyboardInterrupt to SIGKILL for the ranks that are left after a failure."""
 
@@ -78,14 +81,15 @@ USER_STOP = StopReason(RunStoppedError, "it was stopped")
 class _Watched:
     """A rank under supervision."""
 
-    def __init__(self, process: RankProcess, info: RankInfo, outputs: dict[int, RankOutput]) -> None:
+    def __init__(self, process: RankProcess, info: RankInfo, outputs: dict[str, RankOutput]) -> None:
         self.process, self.info, self.outputs = process, info, outputs
+        self.decoder = Decoder()
         self.outcome: Event | None = None
         self.ended = False
 
 
-def dispatch(selector: selectors.BaseSelector, timeout: float) -> None:
-    """Wait up to ``timeout`` seconds and call the data of every registration that became ready.
+def dispatch(selector: selectors.BaseSelector, timeout: float | None) -> None:
+    """Wait up to ``timeout`` seconds (None: for ever) and call the data of every registration that became ready.
 
     One call may close what others of the same batch stand for, as a rank's end closes its channel: those are skipped.
     """
@@ -119,7 +123,7 @@ class Group:
         self._selector = selectors.DefaultSelector()
         self._selector.register(wake, selectors.EVENT_READ, self._drain_wake)
         self._label = Label(run.config.log_line_prefix_template)
-        self._ranks: list[_Watched] = []
+        self._ranks: dict[int, _Watched] = {}
         self._ladder: Ladder | None = None
         self._asked_to_stop = False
         self.stopwatch = stopwatch
@@ -138,9 +142,9 @@ class Group:
     def start(self, backend: ProcessBackend, attempt: int) -> None:
         """Start every rank; on failure those that had started are ended."""
         state = ambient.capture()
+        orders = [self._order(local_rank, attempt, state) for local_rank in range(self._plan.num_processes)]
         try:
-            for local_rank in range(self._plan.num_processes):
-                self._watch(backend.start_rank(self._order(local_rank, attempt, state)), local_rank)
+            backend.start_ranks(orders, self._watch)
         except BaseException:
             self.abandon()
             raise
@@ -156,25 +160,17 @@ class Group:
             rank, environment, self._plan.threads, state, hold=config.debug, accelerator=config.accelerator
         )
 
-    def _watch(self, process: RankProcess, local_rank: int) -> None:
+    def _watch(self, process: RankProcess) -> None:
         info = self._run._info(process.rank)
-        info.pid = process.pid
-        label = self._label(process.rank, local_rank)
-        ends = process.ends
+        info.pid, info.node, info.host = process.pid, process.node, process.host
+        label = self._label(process.rank, process.local_rank)
         outputs = {
-            descriptor: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
-            for stream, descriptor in (("stdout", ends.stdout), ("stderr", ends.stderr))
+            stream: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
+            for stream in ("stdout", "stderr")
         }
-        watched = _Watched(process, info, outputs)
-        self._ranks.append(watched)
-        self._run._desk.open(process.rank, ends.channel, process.send_signal, process.pid)
-        for descriptor in outputs:
-            self._selector.register(
-                descriptor, selectors.EVENT_READ, lambda d=descriptor: self._read_output(watched, d)
-            )
-        self._selector.register(ends.channel, selectors.EVENT_READ, lambda: self._read_channel(watched))
-        if process.exit_descriptor is not None:
-            self._selector.register(process.exit_descriptor, selectors.EVENT_READ, lambda: self._look(watched))
+        self._ranks[process.rank] = _Watched(process, info, outputs)
+        self._run._desk.open(process.rank, process.channel, process.look)
+        process.connect(self._selector, self)
 
     def show_under(self, cell: object) -> None:
         """Show what comes from now on under another cell: the one whose message is ``cell``."""
@@ -192,12 +188,12 @@ class Group:
         found = failures.ordered(self.failures)
         store = self._run.store
         told = {f.rank: [line.text for line in store.log_lines(f.rank)][-crashes.LAST_LINES :] for f in found}
-        returned = [watched.info.rank for watched in self._ranks if isinstance(watched.outcome, ResultEvent)]
+        returned = [watched.info.rank for watched in self._ranks.values() if isinstance(watched.outcome, ResultEvent)]
         return tuple(crashes.with_leavers([crashes.explained(f, told[f.rank]) for f in found], returned))
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids by rank."""
-        return {watched.process.rank: watched.process.pid for watched in self._ranks}
+        """Return the process ids by rank of the ranks on this machine."""
+        return {rank: watched.process.pid for rank, watched in self._ranks.items() if not watched.process.host}
 
     # ---- the loop
 
@@ -211,7 +207,7 @@ class Group:
         self._selector.close()
 
     def _alive(self) -> list[_Watched]:
-        return [watched for watched in self._ranks if not watched.ended]
+        return [watched for watched in self._ranks.values() if not watched.ended]
 
     def _patience(self) -> float:
         """Return how long the loop may sleep: until the next thing that is due."""
@@ -225,7 +221,7 @@ class Group:
             waits.append(self._hold_at - now)
         if self._limits_count():
             waits += [due - self.stopwatch.now() for due, _ in self._limits()]
-        if any(watched.process.exit_descriptor is None for watched in self._alive()):
+        if any(watched.process.must_be_asked for watched in self._alive()):
             waits.append(self._run.config.monitor_interval)
         return max(0.0, min(waits))
 
@@ -235,8 +231,8 @@ class Group:
             self._hold_at, self._held = None, True
             self.on_hold()
         for watched in self._alive():
-            if watched.process.exit_descriptor is None:
-                self._look(watched)
+            if watched.process.must_be_asked:
+                self.take_end(watched.process.rank)
         if self._ladder is not None:
             self._ladder.climb(watched.process for watched in self._alive())
 
@@ -284,52 +280,44 @@ class Group:
     def _keep_lines(self, rank: int, stream: str, text: str) -> None:
         self._run.store.add([Record(rank, time.time(), LogEvent(stream, text))])
 
-    def _read_output(self, watched: _Watched, descriptor: int) -> bool:
-        """Read once; return whether there may be more."""
-        try:
-            data = os.read(descriptor, READ_BYTES)
-        except BlockingIOError:
-            return False
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """See ``Hearing.take_output``."""
+        outputs = self._ranks[rank].outputs
         if data:
             self._last_sign_of_life = self.stopwatch.now()
-            watched.outputs[descriptor].feed(data)
-            return True
-        self._selector.unregister(descriptor)
-        watched.outputs.pop(descriptor).finish()
-        return False
+            outputs[stream].feed(data)
+        elif stream in outputs:
+            outputs.pop(stream).finish()
 
-    def _read_outputs(self, watched: _Watched) -> None:
-        """Read all that there is."""
-        for descriptor in list(watched.outputs):
-            while self._read_output(watched, descriptor):
-                pass
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """See ``Hearing.take_frames``."""
+        watched = self._ranks[rank]
+        self._take(watched, watched.decoder.feed(data))
 
-    def _read_channel(self, watched: _Watched) -> bool:
-        try:
-            messages = watched.process.ends.channel.receive_available()
-        except ChannelClosedError:
-            with suppress(KeyError):
-                self._selector.unregister(watched.process.ends.channel)
-            return False
-        rank = watched.process.rank
-        if messages:
-            if any(type(event) is not HeartbeatEvent for _, event in messages):
-                self._last_sign_of_life = self.stopwatch.now()
-            self._run.store.add([Record(rank, stamp, event) for stamp, event in messages])
+    def take_aside(self, rank: int, data: bytes) -> None:
+        """See ``Hearing.take_aside``."""
+        self._take(self._ranks[rank], Decoder().feed(data))
+
+    def _take(self, watched: _Watched, messages: list[Stamped]) -> None:
+        if not messages:
+            return
+        rank, messages = watched.process.rank, watched.process.dated(messages)
+        if any(type(event) is not HeartbeatEvent for _, event in messages):
+            self._last_sign_of_life = self.stopwatch.now()
+        self._run.store.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:
             handler = _HANDLERS.get(type(event))
             if handler is not None:
                 handler(self, watched, event)
-        return True
 
     def _on_reply(self, watched: _Watched, event: Reply) -> None:
         if isinstance(event, CellReply):  # what the cell printed comes before its end
-            self._read_outputs(watched)
+            watched.process.drain(self, channel=False)
             self._publisher.flush(force=True)
         self._run._desk.deliver(watched.process.rank, event)
 
     def _on_dump_ready(self, watched: _Watched, event: DumpReadyEvent) -> None:
-        self._run._desk.open_dump(watched.process.rank, event.path)
+        watched.process.open_dump(event.path)
 
     def _on_group_timeout(self, watched: _Watched, event: GroupTimeoutEvent) -> None:
         self._watch_for_stall.group_timeout = event.seconds
@@ -355,7 +343,7 @@ class Group:
 
     def _on_status(self, watched: _Watched, event: StatusEvent) -> None:
         watched.info.state = event.state
-        if self._run.status == "starting" and all(w.info.state != "starting" for w in self._ranks):
+        if self._run.status == "starting" and all(w.info.state != "starting" for w in self._ranks.values()):
             self._run._set_status("running")
 
     def _on_result(self, watched: _Watched, event: ResultEvent) -> None:
@@ -378,12 +366,11 @@ class Group:
         self._fail(failures.from_event(watched.process.rank, event), watched)
 
     def _on_display(self, watched: _Watched, event: DisplayEvent) -> None:
-        rank = watched.process.rank
-        self._publisher.display(event, self._label(rank, rank - self._plan.first_rank))
+        self._publisher.display(event, self._label(watched.process.rank, watched.process.local_rank))
 
     def _on_input(self, watched: _Watched, event: InputRequest) -> None:
         event.shown = tracebacks.name_cells(event.shown)
-        question = Question(watched.process.rank, event, watched.process.ends.channel, self.stopwatch.resume)
+        question = Question(watched.process.rank, event, watched.process.channel, self.stopwatch.resume)
         known = question.of_debugger and question.rank in self._run._board.debugged()
         if not (self._run.config.block or self._run._prompts_in_cell or known):
             self._publisher.line("stderr", f"rank {question.rank} {_how_to_answer(question)}")
@@ -393,17 +380,13 @@ class Group:
 
     # ---- ends
 
-    def _look(self, watched: _Watched) -> None:
-        """See whether a rank has ended, and if so take in everything it left."""
-        end = watched.process.poll()
+    def take_end(self, rank: int) -> None:
+        """See whether a rank has ended, and if so take in everything it left; see ``Hearing.take_end``."""
+        watched = self._ranks[rank]
+        end = None if watched.ended else watched.process.poll()
         if end is None:
             return
-        if watched.process.exit_descriptor is not None:
-            self._selector.unregister(watched.process.exit_descriptor)
-        self._read_outputs(watched)
-        # Not until its end: a process that the rank left behind, as a DataLoader's worker, may hold it open.
-        while watched.process.ends.channel.readable() and self._read_channel(watched):
-            pass
+        watched.process.drain(self, channel=True)
         self._forget(watched)
         watched.info.exit = _exit_text(end)
         self._judge(watched, end)
@@ -411,11 +394,9 @@ class Group:
             self._ladder = Ladder(FAILURE_GRACE)
 
     def _forget(self, watched: _Watched) -> None:
-        for descriptor, output in watched.outputs.items():  # held open by something the rank left running
-            self._selector.unregister(descriptor)
+        for output in watched.outputs.values():  # held open by something the rank left running
             output.finish()
-        with suppress(KeyError):
-            self._selector.unregister(watched.process.ends.channel)
+        watched.process.disconnect(self._selector)
         watched.process.close()
         watched.ended = True
         self.stopwatch.resume(watched.process.rank)
@@ -468,12 +449,9 @@ class Group:
     def abandon(self) -> None:
         """Kill and reap everything, whatever state it is in."""
         for watched in self._alive():
-            watched.process.send_signal(9, group=True)
-            watched.process.send_signal(9)
-            for _ in range(1000):
-                if watched.process.poll() is not None:
-                    break
-                time.sleep(0.005)
+            watched.process.send_signal(signal.SIGKILL, group=True)
+            watched.process.send_signal(signal.SIGKILL)
+            watched.process.await_end(ABANDON_SECONDS)
             watched.process.close()
             watched.ended = True
             self._run._desk.close(watched.process.rank)
@@ -500,6 +478,8 @@ _SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def _exit_text(end: Exit) -> str:
+    if end.lost:
+        return "lost"
     return f"exit {end.code}" if end.signal is None else failures._signal_name(end.signal)
 
 

@@ -5,7 +5,7 @@ This room is shared by the kernel side and the worker side. It imports no torch.
 
 from __future__ import annotations
 
-from notebook_accelerate.telemetry.channel import Channel
+from notebook_accelerate.telemetry.channel import Channel, Decoder, Stamped, encode
 from notebook_accelerate.telemetry.events import (
     DisplayEvent,
     DroppedEvent,
@@ -29,6 +29,7 @@ from notebook_accelerate.telemetry.store import Metrics, MetricSeries, Store
 
 __all__ = [
     "Channel",
+    "Decoder",
     "DisplayEvent",
     "DroppedEvent",
     "Event",
@@ -48,11 +49,13 @@ __all__ = [
     "ResultEvent",
     "ShardingEvent",
     "Sink",
+    "Stamped",
     "StatusEvent",
     "StepTimeEvent",
     "Store",
     "TraceEvent",
     "current_sink",
     "emit",
+    "encode",
     "install_sink",
 ]

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry.events import Event
@@ -121,14 +121,33 @@ def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
     return found
 
 
+class Connection(Protocol):
+    """What a channel needs of a socket."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send everything."""
+
+    def recv(self, size: int, flags: int, /) -> bytes:
+        """Return what is there, ``b""`` at the end; raise ``BlockingIOError`` while there is nothing."""
+
+    def shutdown(self, how: int, /) -> None:
+        """End the stream in one direction or both."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
 class Channel:
     """One end of a duplex channel.
 
     Args:
-        connection: A connected stream socket; the channel owns it from now on.
+        connection: A connected stream socket, or what behaves like one; the channel owns it from now on.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._socket = connection
         self._decoder = Decoder()
         self._send_lock = threading.Lock()
@@ -158,12 +177,7 @@ class Channel:
 
     def send_stamped(self, messages: list[Stamped]) -> None:
         """Send events with the times they already carry."""
-        data = encode(messages)
-        with self._send_lock:
-            try:
-                self._socket.sendall(data)
-            except OSError as error:
-                raise ChannelClosedError(f"the other end is gone: {error}") from None
+        self.send_bytes(encode(messages))
 
     def receive(self, timeout: float | None = None) -> list[Stamped]:
         """Wait up to ``timeout`` seconds (None: for ever) and return what has come, possibly nothing.
@@ -190,15 +204,44 @@ class Channel:
 
     def receive_available(self) -> list[Stamped]:
         """Return what can be read without waiting; raises ``ChannelClosedError`` at the end of the stream."""
+        return self.decode(self.receive_bytes())
+
+    def receive_bytes(self) -> bytes:
+        """Return the undecoded bytes that can be read without waiting, for who passes them on.
+
+        Raises:
+            ChannelClosedError: The end of the stream.
+        """
         try:
             data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return []
+            return b""
         except OSError as error:
             raise ChannelClosedError(f"the other end is gone: {error}") from None
         if not data:
             raise ChannelClosedError("the other end has closed")
+        return data
+
+    def decode(self, data: bytes) -> list[Stamped]:
+        """Return the events that ``data``, which follows on what was decoded before, completes."""
         return self._decoder.feed(data)
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send frames that somebody else has encoded; safe from any thread.
+
+        Raises:
+            ChannelClosedError: The other end is gone.
+        """
+        with self._send_lock:
+            try:
+                self._socket.sendall(data)
+            except OSError as error:
+                raise ChannelClosedError(f"the other end is gone: {error}") from None
+
+    def shut(self) -> None:
+        """End the stream in both directions: whoever waits on either end, on any thread, comes back."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end; closing twice does nothing."""

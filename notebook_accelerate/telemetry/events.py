@@ -27,6 +27,9 @@ class Event:
         super(Event, cls).__init_subclass__(**kwargs)
         Event.registry[cls.__name__] = cls
 
+    def shift(self, seconds: float) -> None:
+        """Add ``seconds`` to the points in time that the event holds: it comes from a machine with another clock."""
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the field names that travel in the JSON, in order."""

@@ -53,6 +53,10 @@ class FailureEvent(Event):
     def __post_init__(self) -> None:
         self.chain = to_chain(self.chain)
 
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.time += seconds
+
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
@@ -60,7 +64,8 @@ class RankFailure:
 
     Attributes:
         rank: Global index.
-        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "unpicklable" or "interrupted".
+        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "unpicklable", "interrupted" or "lost" (with
+            its machine).
         time: Seconds since the epoch.
         message: One sentence.
         chain: The exceptions, the one that left the function last; empty when the process just died.

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.backends.base import Ends, Exit, RankProcess
+from notebook_accelerate.launch.backends.base import Ends, Exit, LocalRank, RankProcess
 from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def close_zygote() -> None:
             _zygote = None
 
 
-class ZygoteRank(RankProcess):
+class ZygoteRank(LocalRank):
     """A rank whose parent is the server; the server reports its end."""
 
     def poll(self) -> Exit | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from notebook_accelerate.debug.desk import Desk
+from notebook_accelerate.debug.outside import Look, Outside
 from notebook_accelerate.debug.protocol import DoneReply, PauseRequest
 from notebook_accelerate.launch.questions import Board, Question
 from notebook_accelerate.launch.stopwatch import Stopwatch
@@ -38,17 +41,16 @@ def _reply_soon(desk: Desk, rank_end: Channel) -> threading.Thread:
 
 def test_a_reply_finds_who_asked(ends: tuple[Channel, Channel]) -> None:
     desk = Desk()
-    desk.open(3, ends[0], print, 77)
+    desk.open(3, ends[0], Look)
     thread = _reply_soon(desk, ends[1])
     assert desk.ask([3], PauseRequest, 5.0)[3].text == "done"  # type: ignore[attr-defined]
     thread.join()
-    assert desk.pid_of(3) == 77
     assert desk.open_ranks() == [3]
 
 
 def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_waited_for(ends: tuple[Channel, Channel]) -> None:
     desk = Desk()
-    desk.open(3, ends[0], print)
+    desk.open(3, ends[0], Look)
     assert desk.ask([3], PauseRequest, 0.05) == {}
     desk.deliver(3, DoneReply(1, "late"))
     assert desk._replies == {}
@@ -59,29 +61,40 @@ def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_waited_for(ends: tupl
 
 def test_nobody_waits_for_a_rank_that_ends(ends: tuple[Channel, Channel]) -> None:
     desk = Desk()
-    desk.open(3, ends[0], print)
+    desk.open(3, ends[0], Look)
     timer = threading.Timer(0.1, desk.close, [3])
     timer.start()
     begin = time.monotonic()
     assert desk.ask([3], PauseRequest, 60.0) == {}
     assert time.monotonic() - begin < 30
     timer.join()
-    assert desk.pid_of(3) is None
 
 
-def test_signals_and_dumps_go_with_the_rank(ends: tuple[Channel, Channel]) -> None:
-    desk, sent = Desk(), []
-    desk.open(3, ends[0], sent.append)
-    desk.open_dump(3, "/dev/null")
-    copy = desk.dump_of(3)
-    assert copy is not None
-    os.close(copy)
-    desk.signal(3, 10)
+def test_a_rank_is_looked_at_while_it_is_there(ends: tuple[Channel, Channel]) -> None:
+    desk, seen = Desk(), Look("Thread 0x1:", ("main (a.c:1)",))
+    desk.open(3, ends[0], lambda: seen)
+    assert desk.look(3) == seen
     desk.close(3)
-    desk.signal(3, 12)
-    assert sent == [10]
-    assert desk.dump_of(3) is None
-    desk.open_dump(3, "/nowhere/at/all")
+    assert desk.look(3) == Look()
+
+
+def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
+    path = tmp_path / "dump"
+    path.write_text("earlier\n")
+    outside, sent = Outside(os.getpid()), []
+
+    def write(number: int) -> None:
+        sent.append(number)
+        with path.open("a") as file:
+            file.write("Thread 0x1:\n")
+
+    assert outside.look(write).dump == ""
+    outside.open_dump("/nowhere/at/all")
+    outside.open_dump(str(path))
+    assert outside.look(write).dump == "Thread 0x1:\n"
+    assert sent == [signal.SIGUSR1]
+    outside.close()
+    assert outside.look(write).dump == ""
 
 
 def _question(ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int]) -> Question:

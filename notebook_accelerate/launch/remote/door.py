@@ -1,0 +1,154 @@
+"""Where the hosts of a run knock: the kernel listens until each has come, and not longer."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
+from notebook_accelerate.launch.backends.base import Ends
+from notebook_accelerate.launch.remote.protocol import HelloEvent
+from notebook_accelerate.launch.remote.seal import Sealed, greet
+from notebook_accelerate.telemetry import Channel
+
+GREETING_SECONDS = 10.0
+MAX_GREETINGS = 64
+"""Strangers that are spoken to at a time; more wait in the system's queue."""
+KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 20_000))
+"""A machine that has gone silent is noticed within twenty seconds."""
+
+
+class Visitor:
+    """A host that has proved that it belongs to the run.
+
+    Attributes:
+        channel: The stream to it.
+        hello: What it said of itself.
+        address: Where it called from.
+    """
+
+    def __init__(self, channel: Channel, hello: HelloEvent, address: str) -> None:
+        self.channel, self.hello, self.address = channel, hello, address
+
+
+class Door:
+    """Listens for the hosts of one run.
+
+    Args:
+        address: Address of this machine to listen on, and no other.
+        secret: What a host must know.
+        port: Port to listen on; 0 means any.
+        report: Called with a line about each connection that was refused, on a thread of the door.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, *, port: int = 0, report: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._secret, self._report = secret, report
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((address, port))
+            self._listener.listen(128)
+        except OSError:
+            self._listener.close()
+            raise
+        self._listener.setblocking(False)
+        Ends.kernel_side.add(self._listener.fileno())
+        self.address, self.port = address, int(self._listener.getsockname()[1])
+        self._visitors: SimpleQueue[Visitor] = SimpleQueue()
+        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="notebook-accelerate-door", daemon=True)
+        self._thread.start()
+
+    def next_visitor(self, timeout: float) -> Visitor | None:
+        """Return the next host that has come; None after ``timeout`` seconds."""
+        try:
+            return self._visitors.get(timeout=timeout)
+        except Empty:
+            return None
+
+    def close(self) -> None:
+        """Listen no longer."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        Ends.kernel_side.discard(self._listener.fileno())
+        self._listener.close()
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closing.is_set():
+                if not selector.select(0.05):
+                    continue
+                with suppress(OSError):
+                    connection, address = self._listener.accept()
+                    self._greetings.acquire()
+                    name = "notebook-accelerate-greeting"
+                    threading.Thread(target=self._greet, args=(connection, address[0]), name=name, daemon=True).start()
+
+    def _greet(self, connection: socket.socket, address: str) -> None:
+        try:
+            sealed = greet(connection, self._secret, listens=True, timeout=GREETING_SECONDS)
+            keep_alive(connection)
+            channel = Channel(sealed)
+            hello = first_event(channel, GREETING_SECONDS)
+            if not isinstance(hello, HelloEvent):
+                channel.close()
+                raise AuthenticationError("it did not say which machine it is")
+        except (AuthenticationError, ChannelClosedError) as error:
+            self._report(f"a connection from {address} was refused: {error}")
+            return
+        finally:
+            self._greetings.release()
+        self._visitors.put(Visitor(channel, hello, address))
+
+
+def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = 30.0) -> Channel:
+    """Call a kernel's door and return the channel to it.
+
+    Raises:
+        AuthenticationError: Who answered does not know the secret.
+        OSError: Nobody answered.
+    """
+    connection = socket.create_connection((address, port), timeout=timeout)
+    keep_alive(connection)
+    sealed: Sealed = greet(connection, secret, listens=False, timeout=timeout)
+    channel = Channel(sealed)
+    channel.send(hello)
+    return channel
+
+
+def first_event(channel: Channel, timeout: float) -> object:
+    """Return the first event of a channel; None when none comes in time."""
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        if found := channel.receive(left):
+            return found[0].event
+    return None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system notice a peer that has gone without a word, and send small messages at once."""
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            with suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+__all__ = ["Door", "Visitor", "call"]

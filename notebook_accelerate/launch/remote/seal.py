@@ -1,0 +1,173 @@
+"""A stream between two ends that know one secret.
+
+Each end proves that it knows the secret before anything else is read, and every record that follows carries a message
+authentication code over its place in the stream, so that what was injected, changed, repeated or left out on the way
+is noticed. Nothing is encrypted: whoever can read the network can read the run, as with the process group's own
+traffic.
+
+The greeting is HMAC challenge and response in both directions (RFC 2104, as multiprocessing.connection does it); the
+codes are keyed BLAKE2b (RFC 7693).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+from notebook_accelerate.errors import AuthenticationError
+
+_MAGIC = b"notebook_accelerate/1\n"
+_NONCE = 32
+_CODE = 16
+_RECORD = struct.Struct("!I16s")
+MAX_RECORD = 1 << 20
+"""Bytes of a record at most: a longer one is not ours."""
+CHUNK = 1 << 18
+SECRET_BYTES = 32
+
+
+def new_secret() -> bytes:
+    """Return a fresh secret for one run."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+class Sealed:
+    """A connected stream whose records are authenticated; behaves like a socket as far as a channel needs one.
+
+    Args:
+        connection: A connected stream socket, owned by this object from now on.
+        ours: Key of what is sent.
+        theirs: Key of what comes.
+    """
+
+    def __init__(self, connection: socket.socket, ours: bytes, theirs: bytes) -> None:
+        self._socket = connection
+        self._ours, self._theirs = ours, theirs
+        self._sent = self._come = 0
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._socket.fileno()
+
+    def sendall(self, data: bytes, /) -> None:
+        """Send ``data`` as records; the caller sees to it that two threads never send at once."""
+        for start in range(0, len(data), MAX_RECORD):
+            part = data[start : start + MAX_RECORD]
+            self._socket.sendall(_RECORD.pack(len(part), _code(self._ours, self._sent, part)) + part)
+            self._sent += 1
+
+    def recv(self, size: int, flags: int, /) -> bytes:
+        """Return what whole records have come, ``b""`` at the end of the stream.
+
+        Raises:
+            BlockingIOError: No whole record is there yet.
+            ConnectionError: A record that the other end did not send.
+        """
+        data = self._socket.recv(size, flags)
+        if not data:
+            return b""
+        self._buffer += data
+        found = bytearray()
+        start = 0
+        while (end := self._record_end(start)) is not None:
+            found += self._opened(start, end)
+            start = end
+        del self._buffer[:start]
+        if not found:
+            raise BlockingIOError
+        return bytes(found)
+
+    def _record_end(self, start: int) -> int | None:
+        if len(self._buffer) - start < _RECORD.size:
+            return None
+        length, _ = _RECORD.unpack_from(self._buffer, start)
+        if length > MAX_RECORD:
+            raise ConnectionError(f"a record of {length} bytes came; at most {MAX_RECORD} are allowed")
+        end = start + _RECORD.size + int(length)
+        return end if len(self._buffer) >= end else None
+
+    def _opened(self, start: int, end: int) -> bytes:
+        _, code = _RECORD.unpack_from(self._buffer, start)
+        part = bytes(self._buffer[start + _RECORD.size : end])
+        if not hmac.compare_digest(code, _code(self._theirs, self._come, part)):
+            raise ConnectionError("a record came that the other end did not send")
+        self._come += 1
+        return part
+
+    def shutdown(self, how: int, /) -> None:
+        """End the stream in one direction or both."""
+        self._socket.shutdown(how)
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._socket.close()
+
+
+def _code(key: bytes, number: int, part: bytes) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "big") + part, key=key, digest_size=_CODE).digest()
+
+
+def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: float = 10.0) -> Sealed:
+    """Prove to the other end that this one knows the secret, have it do the same, and return the sealed stream.
+
+    Args:
+        connection: A connected stream socket; closed when this fails.
+        secret: Known to both ends, and to nobody else.
+        listens: Whether this is the end that listened; the other one must say the opposite.
+        timeout: Seconds for the whole greeting.
+
+    Raises:
+        AuthenticationError: The other end does not know the secret, does not speak this protocol, or takes too long.
+    """
+    deadline = time.monotonic() + timeout
+    try:
+        nonce = secrets.token_bytes(_NONCE)
+        connection.settimeout(timeout)
+        connection.sendall(_MAGIC + nonce)
+        hello = _exactly(connection, len(_MAGIC) + _NONCE, deadline)
+        if not hello.startswith(_MAGIC):
+            raise AuthenticationError("it does not speak this protocol")
+        theirs = hello[len(_MAGIC) :]
+        # The roles and both nonces are part of every proof: none can be sent back, or used a second time.
+        both = nonce + theirs if listens else theirs + nonce
+        connection.sendall(_proof(secret, _role(listens), both))
+        if not hmac.compare_digest(_exactly(connection, 32, deadline), _proof(secret, _role(not listens), both)):
+            raise AuthenticationError("it does not know the run's secret")
+        connection.settimeout(None)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, OSError):
+            raise AuthenticationError(f"the greeting was broken off: {error or type(error).__name__}") from None
+        raise
+    keys = [_proof(secret, b"key of " + _role(role), both) for role in (listens, not listens)]
+    return Sealed(connection, *keys)
+
+
+def _role(listens: bool) -> bytes:
+    return b"listener" if listens else b"caller"
+
+
+def _proof(secret: bytes, what: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, what + b"\0" + nonces, "sha256")
+
+
+def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        connection.settimeout(left)
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return data
+
+
+__all__ = ["Sealed", "greet", "new_secret"]
