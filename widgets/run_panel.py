@@ -15,6 +15,7 @@ from notebook_accelerate.widgets.live import LivePanel
 from notebook_accelerate.widgets.logs import LogView
 from notebook_accelerate.widgets.plot import Plot, sources_of
 from notebook_accelerate.widgets.resources import strip
+from notebook_accelerate.widgets.sharding import ShardingPage
 from notebook_accelerate.widgets.stopping import hint, look_at_kernel
 from notebook_accelerate.widgets.styles import style_sheet
 from notebook_accelerate.widgets.watching import Watcher, loss_name
@@ -22,11 +23,11 @@ from notebook_accelerate.widgets.watching import Watcher, loss_name
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
 
-TABS = ("Curves", "Ranks", "Step time", "Logs", "Errors", "Setup")
+TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 
 
 class RunPanel(LivePanel):
-    """Header with a stop button, progress, resources, curves, ranks, step times, logs, errors and setup of a run.
+    """Header with a stop button, progress, resources, curves, ranks, step times, shards, logs, errors and setup.
 
     Args:
         run: The run to watch.
@@ -35,6 +36,7 @@ class RunPanel(LivePanel):
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
         self._watcher = Watcher(run)
+        self._sharding_page = ShardingPage(run)
         self._titles: dict[int, str] = {}
         super().__init__(run, clock)
 
@@ -43,7 +45,7 @@ class RunPanel(LivePanel):
     def _build(self) -> Any:
         self._head, self._progress, self._strip = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         self._ranks, self._times, self._errors = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._setup, self._problem = ipywidgets.HTML(), ipywidgets.HTML()
+        self._setup, self._problem, self._sharding = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         self.plot = Plot(
             sources_of(self.run), "No metric has been logged yet: accelerator.log({...}) draws curves here."
         )
@@ -56,7 +58,7 @@ class RunPanel(LivePanel):
         self.plot.observe(self._asked, "wanted")
         headline = ipywidgets.HBox([self._head, self.stop_button])
         headline.add_class("na-headline")
-        pages = [self.plot, self._ranks, self._times, self.logs, self._errors, self._setup]
+        pages = [self.plot, self._ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
         self._tabs = ipywidgets.Tab(children=pages)
         self._tabs.add_class("na-tabs")
         for index, title in enumerate(TABS):
@@ -80,10 +82,11 @@ class RunPanel(LivePanel):
         self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
         self._ranks.value = sections.ranks(seen, loss_name(run))
         self._times.value = sections.step_times(seen) + sections.traces(run)
+        self._sharding.value = self._sharding_page.html()
         self._errors.value = sections.errors(run)
         self._setup.value = self._setup.value or sections.setup(run)
         self._title(1, "Ranks ⚠" if seen.warned else "Ranks")
-        self._title(4, f"Errors ({len(run.failures)})" if run.failures else "Errors")
+        self._title(TABS.index("Errors"), f"Errors ({len(run.failures)})" if run.failures else "Errors")
         self._show_stop_button()
         self.plot.update(now)
         self.logs.update(now)

@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain import said
-from notebook_accelerate.launch import curves, failures, messages
+from notebook_accelerate.launch import curves, failures, mesh, messages, sharding
 from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.steptime import PARTS
 
@@ -66,12 +66,19 @@ class Report:
         return {"text/html": self._html(tables), "text/plain": self._text(tables)}
 
     def _text(self, tables: list[tuple[str, Rows]]) -> str:
-        blocks = [self._head(), *self.run.notes, *(_table(rows) for _, rows in tables if len(rows) > 1)]
+        blocks = [self._head(), *self.run.notes, *(self._table(*table) for table in tables if len(table[1]) > 1)]
         if self.run.failures:
             blocks.append("\n".join(messages.failure_lines(self.run.failures)))
         elif self.run.error is not None:
             blocks.append(str(self.run.error))
         return "\n\n".join(block for block in blocks if block)
+
+    def _table(self, caption: str, rows: Rows) -> str:
+        if caption != sharding.CAPTION:
+            return _table(rows)
+        ranks = sharding.holdings_of(self.run)
+        grid = mesh.mesh_rows(ranks)
+        return "\n\n".join([sharding.sentence(ranks), *([_table(grid)] if len(grid) > 1 else []), _table(rows)])
 
     def _head(self) -> str:
         run = self.run
@@ -83,6 +90,7 @@ class Report:
         return [
             ("Ranks", self._rank_rows()),
             ("Metrics", self._metric_rows()),
+            (sharding.CAPTION, sharding.report_rows(sharding.holdings_of(self.run))),
             ("Where the step's time went", step_time_rows(self.run.store, [info.rank for info in self.run.ranks])),
             ("Profiler traces, for a viewer of Chrome traces", trace_rows(self.run.store)),
             ("Attempts", attempts if len(attempts) > 2 else []),
@@ -154,10 +162,16 @@ class Report:
         elif self.run.error is not None:
             parts.append(f"<p>{escape(str(self.run.error))}</p>")
         parts.append(self._curves_html())
-        tables = [(caption, _html_table(caption, rows)) for caption, rows in rows_by_caption if len(rows) > 1]
+        tables = [(caption, self._html_table(caption, rows)) for caption, rows in rows_by_caption if len(rows) > 1]
         parts += [table for caption, table in tables if caption not in _FOLDED]
         parts.append(_folded(" and ".join(_FOLDED), "".join(table for caption, table in tables if caption in _FOLDED)))
         return f'<div class="notebook-accelerate-report">{_ON_PAPER}{"".join(parts)}</div>'
+
+    def _html_table(self, caption: str, rows: Rows) -> str:
+        if caption != sharding.CAPTION:
+            return _html_table(caption, rows)
+        ranks = sharding.holdings_of(self.run)
+        return f"{_html_table(f'{caption}: {sharding.sentence(ranks)}', rows)}<div>{mesh.image(ranks)}</div>"
 
     def _curves_html(self) -> str:
         store, metrics = self.run.store, self.run.metrics
@@ -277,7 +291,7 @@ def _table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-_NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?(%|MiB))?|-?inf|nan")
+_NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?(%|B|[KMGT]iB))?|-?inf|nan")
 
 
 def _html_table(caption: str, rows: Rows) -> str:

@@ -193,7 +193,8 @@ class FSDP2Strategy(FSDPStrategy):
     def sharding(self) -> Holdings:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         plugin = self.plugin
-        hybrid = "dp_replicate" in (self.mesh.mesh_dim_names or ())
+        mesh = holdings.mesh_of(self, "dp_shard")
+        hybrid = "dp_replicate" in mesh[0]
         kept = plugin.reshard_after_forward is False
         units = sum(isinstance(module, FSDPModule) for model in self.models for module in model.modules())
         return holdings.of(
@@ -201,7 +202,7 @@ class FSDP2Strategy(FSDPStrategy):
             variant=_VARIANTS[hybrid, kept],
             offloaded="cpu" if plugin.offloads else "",
             note="whole from forward to backward" if kept else "gathered unit by unit",
-            axis="dp_shard",
+            mesh=mesh,
             units=(units, "units"),
         )
 

@@ -109,7 +109,7 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
     bar = page.page.locator(".na-stack").nth(1)
     assert "waiting for data 52 %" in str(bar.get_attribute("aria-label"))
     page.shot(f"{app}-step-time", CARD)
-    tabs.nth(3).click()
+    tabs.nth(4).click()
     page.page.get_by_role("tab", name="Rank 1").click()
     page.page.get_by_role("searchbox", name="Search the lines").fill("step 25")
     page.wait_for("() => document.querySelectorAll('.na-log mark').length >= 1")
@@ -127,7 +127,7 @@ def test_a_failing_run_shows_the_cell_line(opened: Any, app: App) -> None:
     page.shot(f"{app}-failed-report")
     page.run(2)
     _watch(page)
-    page.page.locator(".na-tabs [role=tab]").nth(4).click()
+    page.page.locator(".na-tabs [role=tab]").nth(5).click()
     assert "Cell In[1], line" in page.text(f"{CARD} details")
     page.shot(f"{app}-failed", CARD)
 

@@ -74,6 +74,29 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
     assert kernel.value("[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]") == []
 
 
+PREPARED = """
+def train_sharded():
+    import torch
+    from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = torch.nn.Linear(64, 64, bias=False)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+"""
+
+
+def test_the_report_says_what_is_sharded_where(kernel: Kernel) -> None:
+    kernel.check(TRAIN + PREPARED)
+    cell = kernel.check("notebook_launcher(train_sharded, num_processes=2, use_port=0)", timeout=120)
+    text = cell.displays[-1]["text/plain"]
+    assert "fsdp2 FULL_SHARD · dp_shard 2 · 1 unit" in text
+    assert "parameters       16.0 KiB  8.0 KiB    50 %" in text
+    assert "optimizer state  32.0 KiB  16.0 KiB   50 %" in text
+    assert kernel.value("{rank: one.place for rank, one in runs()[-1].store.holdings.items()}") == {
+        0: {"dp_shard": 0},
+        1: {"dp_shard": 1},
+    }
+
+
 def test_a_run_in_the_background_is_replaced_after_its_cell_has_ended(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     cell = kernel.check("run = launch(2.0, block=False)")

@@ -29,6 +29,7 @@ from notebook_accelerate.widgets.resources import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
 from notebook_accelerate.widgets.stopping import KernelNow, hint
+from tests.support.holdings import hybrid, zero
 from tests.support.runs import START, Clock, end, feed, make_run
 
 EVIL = "<script>alert('&')</script>"
@@ -46,7 +47,7 @@ class _Panel:
         self.clock.turn(seconds)
         self.panel.binding.touch()
         assert self.panel.binding.tick()
-        parts = ("_head", "_problem", "_progress", "_strip", "_ranks", "_times", "_errors", "_setup")
+        parts = ("_head", "_problem", "_progress", "_strip", "_ranks", "_times", "_sharding", "_errors", "_setup")
         return "\n".join(getattr(self.panel, part).value for part in parts)
 
 
@@ -131,6 +132,22 @@ def test_a_straggler_is_plain_by_its_own_work_where_all_are_in_step() -> None:
     assert "25.0 ms per step" in html
 
 
+def test_what_is_sharded_where_is_shown_and_made_anew_for_news_alone() -> None:
+    one = _Panel(ranks=4)
+    assert "Nothing prepared yet" in one.look()
+    for rank, holdings in hybrid().items():
+        feed(one.run, holdings.event(), rank=rank)
+    html = one.look()
+    assert "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units" in _text(html)
+    assert "each rank parameters 64.0 MiB 32.0 MiB 50 % sharded over dp_shard" in _text(html)
+    assert html.count("<g><title>rank ") == 4
+    before = one.panel._sharding_page.html()
+    one.look()
+    assert one.panel._sharding_page.html() is before
+    feed(one.run, zero(3)[0].event(), rank=0)
+    assert one.panel._sharding_page.html() is not before
+
+
 def test_the_table_of_ranks_has_what_is_known() -> None:
     one = _Panel()
     feed(one.run, MetricEvent({"train/loss": 0.123456}, 3), ResourceEvent(97.0, 300 << 20, 45.0, 2 << 30), rank=0)
@@ -166,7 +183,7 @@ def test_errors_are_grouped_and_a_failed_run_keeps_everything() -> None:
     again = RunPanel(one.run, one.clock)
     assert again._errors.value.count("<details") == 2
     assert "train.py, line 7" in again._errors.value
-    assert again._titles[4] == "Errors (3)"
+    assert again._titles[5] == "Errors (3)"
     assert again.plot.full["series"] == [("loss", "rank 0", 1)]
     again.close()
 

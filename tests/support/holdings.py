@@ -1,0 +1,67 @@
+"""What ranks would tell of their shares, for the tests of views."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+from notebook_accelerate.telemetry.sharding import KINDS, Held, Holdings
+
+MIB = 1 << 20
+Spec = tuple[float, tuple[str, ...]]
+
+
+def told(
+    axes: dict[str, int],
+    *specs: Spec,
+    strategy: str = "fsdp2",
+    variant: str = "",
+    stages: str = "",
+    offloaded: str = "",
+    units: int = 0,
+) -> dict[int, Holdings]:
+    """Return what each rank of a mesh tells of a model with 64 MiB of parameters on each of its stages.
+
+    Args:
+        axes: Sizes by axis, the outermost first.
+        specs: Of parameters, gradients and optimizer state: how many times the parameters it is, and over what it is
+            sharded.
+        strategy: The strategy.
+        variant: Which of its ways.
+        stages: The axis of stages; each has twice the parameters of the one before.
+        offloaded: Where the optimizer's state rests.
+        units: How many units there are.
+    """
+    found: dict[int, Holdings] = {}
+    for rank, at in enumerate(product(*(range(size) for size in axes.values()))):
+        place = dict(zip(axes, at, strict=True))
+        held = {}
+        for kind, (times, over) in zip(KINDS, specs, strict=True):
+            whole = int(64 * MIB * times) << place.get(stages, 0)
+            here = whole // math.prod(axes[name] for name in over)
+            held[kind] = Held(whole, here, over, offloaded if kind == KINDS[2] else "")
+        found[rank] = Holdings(strategy, variant, axes, place, held, stages, units)
+    return found
+
+
+def hybrid() -> dict[int, Holdings]:
+    """Return two replicas of two shards each."""
+    over = ("dp_shard",)
+    axes = {"dp_replicate": 2, "dp_shard": 2}
+    return told(axes, (1, over), (1, over), (2, over), variant="HYBRID_SHARD", units=3)
+
+
+def zero(stage: int, ranks: int = 4) -> dict[int, Holdings]:
+    """Return what DeepSpeed's stages leave on each rank, the optimizer's state in main memory."""
+    cut = [("dp",) if stage > least else () for least in (2, 1, 0)]
+    specs = [(1.0, cut[0]), (1.0, cut[1]), (6.0, cut[2])]
+    return told({"dp": ranks}, *specs, strategy="deepspeed", variant=f"ZeRO-{stage}", offloaded="cpu")
+
+
+def megatron() -> dict[int, Holdings]:
+    """Return two stages of layers split over two ranks, twice."""
+    axes = {"pp": 2, "dp": 2, "tp": 2}
+    return told(axes, (1, ("tp",)), (1, ("tp",)), (2, ("dp", "tp")), strategy="megatron_lm", stages="pp")
+
+
+__all__ = ["MIB", "hybrid", "megatron", "told", "zero"]

@@ -1,0 +1,120 @@
+"""What one rank says that it holds is what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from notebook_accelerate.accelerator import Accelerator
+from notebook_accelerate.strategies import holdings
+from notebook_accelerate.telemetry import Channel, ShardingEvent, Sink, install_sink
+from notebook_accelerate.telemetry.sharding import KINDS, Held, read
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": optim.Adam,
+    "amsgrad": lambda p: optim.AdamW(p, amsgrad=True),
+    "adamax": optim.Adamax,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "rmsprop": optim.RMSprop,
+    "centered": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "rprop": optim.Rprop,
+    "asgd": optim.ASGD,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizers_state_is_what_it_will_be(name: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    raw = _net()
+    raw[0].bias.requires_grad_(False)
+    model, optimizer = accelerator.prepare(raw, OPTIMIZERS[name](raw.parameters()))
+    told = accelerator.strategy.sharding()
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    states = [state for p, state in optimizer.optimizer.state.items() if p.requires_grad]  # Adagrad has some for all
+    real = sum(item.nbytes for state in states for item in state.values() if torch.is_tensor(item) and item.dim())
+    assert told.held["optimizer state"].here == real
+    assert told.held["optimizer state"].whole == real
+    assert told.held["gradients"].here == sum(p.grad.nbytes for p in raw.parameters() if p.grad is not None)
+    assert told.held["parameters"].here == sum(p.nbytes for p in raw.parameters())
+    assert (told.strategy, told.axes, told.place) == ("single", {}, {})
+
+
+def test_an_optimizer_of_ones_own_is_not_guessed_at() -> None:
+    class Mine(optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+    accelerator = Accelerator(cpu=True)
+    raw = _net()
+    accelerator.prepare(raw, Mine(raw.parameters()))
+    assert accelerator.strategy.sharding().held["optimizer state"] == Held(None, None)
+
+
+def test_tied_parameters_count_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    accelerator.prepare(model)
+    assert accelerator.strategy.sharding().held["parameters"].here == 8 * 4 * 4
+
+
+@pytest.fixture
+def events() -> Iterator[Callable[[], list[ShardingEvent]]]:
+    ours, socket = Channel.pair()
+    theirs = Channel(socket)
+    sink = Sink(theirs)
+    install_sink(sink)
+
+    def said() -> list[ShardingEvent]:
+        sink.flush()
+        found = ours.receive(0) if ours.readable() else []
+        return [one.event for one in found if isinstance(one.event, ShardingEvent)]
+
+    yield said
+    install_sink(None)
+    ours.close()
+    theirs.close()
+
+
+def test_it_is_told_once_and_again_where_it_has_changed(events: Callable[[], list[ShardingEvent]]) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = _net()
+    model, _optimizer = accelerator.prepare(model, optim.Adam(model.parameters()))
+    (event,) = events()
+    told = read(event)
+    assert told == accelerator.strategy.sharding()
+    assert list(event.held) == list(KINDS)
+    accelerator.prepare(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
+    assert events() == [], "a loader changes nothing"
+    accelerator.prepare(_net())
+    (event,) = events()
+    assert event.held["parameters"]["here"] == 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_training_goes_on_where_it_cannot_be_told(
+    events: Callable[[], list[ShardingEvent]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise AttributeError("no such thing in this version")
+
+    monkeypatch.setattr(holdings, "of", broken)
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match=r"what is sharded where cannot be shown \(AttributeError: no such thing"):
+        model = accelerator.prepare(_net())
+    assert isinstance(model, nn.Module)
+    assert events() == []

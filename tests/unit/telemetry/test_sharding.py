@@ -1,0 +1,67 @@
+"""What ranks tell of their shares: it travels, it is kept, and nonsense is left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.telemetry import Channel, Store
+from notebook_accelerate.telemetry.events import ShardingEvent
+from notebook_accelerate.telemetry.sharding import Held, Holdings, read
+from notebook_accelerate.telemetry.store import Record
+from tests.support.holdings import hybrid, megatron
+
+
+@pytest.mark.parametrize("ranks", [hybrid(), megatron()], ids=["hybrid", "megatron"])
+def test_it_comes_out_of_the_channel_as_it_went_in(ranks: dict[int, Holdings]) -> None:
+    ours, socket = Channel.pair()
+    theirs, store = Channel(socket), Store()
+    try:
+        for rank, one in ranks.items():
+            theirs.send(one.event())
+            (stamped,) = ours.receive(10)
+            store.add([Record(rank, stamped.time, stamped.event)])
+    finally:
+        ours.close()
+        theirs.close()
+    assert store.holdings == ranks
+
+
+def test_the_latest_word_of_a_rank_counts() -> None:
+    store, (first, second) = Store(), list(hybrid().values())[:2]
+    store.add([Record(0, 0.0, first.event()), Record(0, 1.0, second.event())])
+    assert store.holdings == {0: second}
+
+
+def _event(**changes: Any) -> ShardingEvent:
+    held = {"parameters": {"whole": 8, "here": 4, "sharded": ["dp"], "offloaded": "", "note": ""}}
+    return ShardingEvent(
+        **{"strategy": "x", "variant": "", "axes": {"dp": 2}, "place": {"dp": 1}, "held": held, **changes}
+    )
+
+
+def test_what_is_not_known_stays_unknown() -> None:
+    found = read(_event(held={"parameters": {"whole": None, "here": None, "sharded": [], "offloaded": "", "note": ""}}))
+    assert found is not None
+    assert found.held == {"parameters": Held(None, None)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"axes": None},
+        {"axes": {"dp": "two"}},
+        {"place": {}},
+        {"place": {"dp": 2}},
+        {"place": {"dp": -1}},
+        {"held": {"parameters": 7}},
+        {"held": {"parameters": {"whole": "much", "here": 1, "sharded": [], "offloaded": "", "note": ""}}},
+        {"units": "many"},
+    ],
+)
+def test_nonsense_is_left_out(changes: dict[str, Any]) -> None:
+    store = Store()
+    store.add([Record(0, 0.0, _event(**changes))])
+    assert store.holdings == {}
+    assert read(_event()) is not None
