@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate.big_modeling.remote import AnyPath
 from notebook_accelerate.checkpointing import layout
 from notebook_accelerate.checkpointing.contract import Part, schedules_to_save
 from notebook_accelerate.checkpointing.rng import rng_state
@@ -193,6 +194,6 @@ def count_files(names: Sequence[str] | list[str], pattern: str) -> int:
     return sum(re.fullmatch(pattern, name) is not None for name in names)
 
 
-def names_in(folder: Path, known: Sequence[str] | None) -> list[str]:
+def names_in(folder: AnyPath, known: Sequence[str] | None) -> list[str]:
     """List the files of a checkpoint: those of its manifest, or those that are there."""
     return list(known) if known is not None else [path.name for path in folder.iterdir()]

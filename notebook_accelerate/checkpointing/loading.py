@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.checkpointing import capture, layout, staging
+from notebook_accelerate.big_modeling.remote import AnyPath, path_of
+from notebook_accelerate.checkpointing import capture, layout, numbering
 from notebook_accelerate.checkpointing.contract import WHOLE, layout_of, schedules_to_save, writes_itself
 from notebook_accelerate.checkpointing.files import read
 from notebook_accelerate.checkpointing.manifest import Manifest, broken, faults, read_manifest
@@ -16,6 +17,7 @@ from notebook_accelerate.checkpointing.ranks import agree
 from notebook_accelerate.checkpointing.rng import restore_rng_state
 from notebook_accelerate.checkpointing.saving import wait_for_saves
 from notebook_accelerate.checkpointing.shared import add_tied_names
+from notebook_accelerate.checkpointing.stores import Reading, store_of
 from notebook_accelerate.collectives.attendance import meet
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
@@ -37,7 +39,8 @@ def load_state(
 
     Args:
         accelerator: The Accelerator.
-        input_dir: The folder; None takes the newest automatically named checkpoint.
+        input_dir: The folder, or a URL that fsspec knows: its files come to each machine's temporary files first, once
+            per machine. None takes the newest automatically named checkpoint.
         load_kwargs: More arguments of torch.load, for instance ``{"weights_only": False}`` for a folder you trust.
         elastic: Take a checkpoint of another number of ranks too; ranks beyond its own keep their random states.
         load_model_func_kwargs: More arguments of ``model.load_state_dict``, for instance ``strict=False``.
@@ -50,82 +53,82 @@ def load_state(
     if writes_itself(accelerator.strategy):
         meet(_WHAT)
     wait_for_saves(_WHAT)
-    folder = _find(accelerator, None if input_dir is None else os.fspath(input_dir))
-    manifest = _checked(accelerator, folder)
-    agree(_mismatch(accelerator, folder, manifest, elastic), _WHAT)
-    models = list(accelerator._models)
-    for hook in list(accelerator._load_model_state_pre_hook.values()):
-        hook(models, str(folder))
-    try:
-        _load_all(accelerator, models, folder, manifest, load_kwargs or {}, load_model_func_kwargs)
-    except Exception as error:
-        agree(error, _WHAT)
-        raise
-    agree(None, _WHAT)
-    _continue_numbering(accelerator, folder)
+    where = _find(accelerator, None if input_dir is None else path_of(input_dir).absolute())
+    with store_of(where).reading(accelerator.local_process_index) as reading:
+        manifest = _checked(where, reading)
+        folder = reading.folder
+        agree(_mismatch(accelerator, where, manifest, elastic), _WHAT)
+        models = list(accelerator._models)
+        for hook in list(accelerator._load_model_state_pre_hook.values()):
+            hook(models, str(folder))
+        try:
+            _load_all(accelerator, models, folder, manifest, load_kwargs or {}, load_model_func_kwargs)
+        except Exception as error:
+            agree(error, _WHAT)
+            raise
+        agree(None, _WHAT)
+    _continue_numbering(accelerator, where)
 
 
-def _find(accelerator: Any, input_dir: str | None) -> Path:
+def _find(accelerator: Any, input_dir: AnyPath | None) -> AnyPath:
     """Return the folder to load; unfinished moves in it are finished first."""
     failure: Exception | None = None
-    folder = Path(input_dir or ".").absolute()
+    folder: AnyPath = Path()
     try:
-        folder = _named(folder) if input_dir is not None else _newest(accelerator)
-        if accelerator.is_local_main_process:
-            staging.finish_journal(folder)
+        folder = _named(input_dir) if input_dir is not None else _newest(accelerator)
+        store_of(folder).finish(accelerator.is_main_process, accelerator.is_local_main_process)
     except (ValueError, CheckpointError, OSError) as error:
         failure = error
     agree(failure, _WHAT)
     return folder
 
 
-def _named(folder: Path) -> Path:
+def _named(folder: AnyPath) -> AnyPath:
     if folder.is_dir():
         return folder
-    if (left := layout.unfinished(folder)) is not None:
+    _refuse_unfinished(folder)
+    raise ValueError(f"Tried to find {folder} but folder does not exist")
+
+
+def _refuse_unfinished(folder: AnyPath) -> None:
+    if (left := store_of(folder).unfinished()) is not None:
         raise BrokenCheckpointError(
             f"Checkpoint {folder} was never finished: its process ended while writing, what is there is in {left}. "
             "Load an earlier one."
         )
-    raise ValueError(f"Tried to find {folder} but folder does not exist")
 
 
-def _newest(accelerator: Any) -> Path:
+def _newest(accelerator: Any) -> AnyPath:
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         raise ValueError(
             "No input_dir provided and automatic checkpoint naming is disabled. Name the folder: "
             'load_state("my_checkpoint")'
         )
-    root = layout.project_directory(project)
-    found = layout.automatic_checkpoints(root)
+    root = numbering.project_directory(project)
+    found = numbering.automatic_checkpoints(root)
     if not found:
         raise ValueError(f"There is no checkpoint in {root / layout.CHECKPOINTS_FOLDER} yet: call save_state() first")
     return found[-1]
 
 
-def _checked(accelerator: Any, folder: Path) -> Manifest | None:
-    """Read the manifest and compare the files with it, divided among the ranks of this machine."""
+def _checked(where: AnyPath, reading: Reading) -> Manifest | None:
+    """Read the manifest, and bring this rank's share of the files to its machine and compare it with the manifest."""
     manifest, failure = None, None
     try:
-        manifest = read_manifest(folder)
-        if manifest is None and (folder / layout.STAGING_SUFFIX).is_dir() and not _has_state(folder):
-            raise BrokenCheckpointError(f"Checkpoint {folder} was never finished: its process ended while writing.")
-        if manifest is not None:
-            share = slice(accelerator.local_process_index, None, world_from_environ().local_size)
-            if lines := faults(folder, manifest, sorted(manifest.files)[share]):
-                raise broken(folder, lines)
+        manifest = read_manifest(where)
+        if manifest is None:
+            _refuse_unfinished(where)
+        share = store_of(where).fetch(None if manifest is None else sorted(manifest.files), reading)
+        if manifest is not None and (lines := faults(reading.folder, manifest, share)):
+            raise broken(where, lines)
     except (CheckpointError, OSError) as error:
         failure = error
     agree(failure, _WHAT)
     return manifest
 
 
-def _has_state(folder: Path) -> bool:
-    return any(folder.glob(f"{constants.RNG_STATE_NAME}_*.pkl"))
-
-
-def _mismatch(accelerator: Any, folder: Path, manifest: Manifest | None, elastic: bool) -> CheckpointError | None:
+def _mismatch(accelerator: Any, folder: AnyPath, manifest: Manifest | None, elastic: bool) -> CheckpointError | None:
     """Compare what made the checkpoint with what is here."""
     here = accelerator.num_processes
     names = capture.names_in(folder, None if manifest is None else list(manifest.files))
@@ -165,7 +168,7 @@ def _world_sizes(names: list[str]) -> set[int]:
     return {count, world.size} if count == world.local_size else {count} - {0}
 
 
-def _custom_mismatch(accelerator: Any, folder: Path, names: list[str]) -> CheckpointError | None:
+def _custom_mismatch(accelerator: Any, folder: AnyPath, names: list[str]) -> CheckpointError | None:
     count = capture.count_files(names, layout.CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
     registered = len(accelerator._custom_objects)
     if count == registered:
@@ -267,10 +270,10 @@ def _load_rank(accelerator: Any, folder: Path, names: list[str], options: dict[s
     restore_rng_state(state, accelerator.device.type)
 
 
-def _continue_numbering(accelerator: Any, folder: Path) -> None:
+def _continue_numbering(accelerator: Any, folder: AnyPath) -> None:
     """Let automatic names go on after the checkpoint that was loaded."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming and folder.parent.name == layout.CHECKPOINTS_FOLDER:
-        found = layout.automatic_checkpoints(layout.project_directory(project))
+        found = numbering.automatic_checkpoints(numbering.project_directory(project))
         if folder in found:
-            project.iteration = layout.number_of(found[-1]) + 1
+            project.iteration = layout.number_of(found[-1].name) + 1

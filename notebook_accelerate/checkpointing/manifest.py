@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from notebook_accelerate.big_modeling.files import inside
+from notebook_accelerate.big_modeling.remote import AnyPath
 from notebook_accelerate.checkpointing.contract import WHOLE
 from notebook_accelerate.checkpointing.layout import MANIFEST_NAME
 from notebook_accelerate.errors import BrokenCheckpointError
@@ -66,6 +67,11 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names)
 
 
+def manifest_text(manifest: Manifest) -> str:
+    """Return the text of a manifest's file."""
+    return json.dumps(asdict(manifest), indent=1, sort_keys=True)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, to the disk itself: from here on the folder is a complete checkpoint.
 
@@ -75,12 +81,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """
     path = folder / MANIFEST_NAME
     with path.open("w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=1, sort_keys=True)
+        file.write(manifest_text(manifest))
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read a checkpoint's manifest.
 
     Args:
@@ -134,7 +140,7 @@ def faults(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     return lines
 
 
-def broken(folder: Path, lines: Iterable[str]) -> BrokenCheckpointError:
+def broken(folder: AnyPath, lines: Iterable[str]) -> BrokenCheckpointError:
     """Return the error for a checkpoint whose files are not what its manifest says."""
     text = "\n".join(f"  - {line}" for line in lines)
     return BrokenCheckpointError(

@@ -7,17 +7,18 @@ import os
 import uuid
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.checkpointing import layout, staging
+from notebook_accelerate.big_modeling.remote import AnyPath, path_of
+from notebook_accelerate.checkpointing import layout, numbering
 from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, strategy_files, training_files
 from notebook_accelerate.checkpointing.contract import layout_of, writes_in_parts, writes_itself
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.peers import Peer, this_process
 from notebook_accelerate.checkpointing.ranks import agree, exchange, forget_own_group, own_group
 from notebook_accelerate.checkpointing.snapshot import Snapshots
-from notebook_accelerate.checkpointing.writing import Place, Writing, prune
+from notebook_accelerate.checkpointing.stores import store_of
+from notebook_accelerate.checkpointing.writing import Place, Writing
 from notebook_accelerate.collectives.attendance import meet
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.notices import warn_once
@@ -57,7 +58,8 @@ def save_state(
 
     Args:
         accelerator: The Accelerator.
-        output_dir: The folder; None with automatic naming, which decides alone.
+        output_dir: The folder, or a URL that fsspec knows (s3://, gs://, ...): ranks write to their machines' temporary
+            files (TMPDIR) and upload from there. None with automatic naming, which decides alone.
         safe_serialization: Write models as safetensors rather than in torch's format.
         blocking: Return when the checkpoint is in its place. Otherwise copy the state and write it in a thread; the
             next save, load or `wait_for_saves` waits for it and raises what went wrong.
@@ -74,7 +76,7 @@ def save_state(
         meet(_WHAT)
     wait_for_saves(_WHAT)
     project = accelerator.project_configuration
-    place = _open_place(accelerator, layout.next_target(project, None if output_dir is None else os.fspath(output_dir)))
+    place = _open_place(accelerator, numbering.next_target(project, output_dir))
     background = not blocking or accelerator.device.type == "xla"  # XLA's tensors have no memory to write from
     group = own_group() if background and writes_in_parts(accelerator.strategy) else None
     writing = _agreed(
@@ -125,8 +127,7 @@ def _agreed(place: Place, action: Callable[[], Writing]) -> Writing:
     try:
         agree(failure, _WHAT)
     except Exception:
-        if place.commits:
-            staging.discard(place.staging)
+        place.store.discard(place.commits, begun=False)
         raise
     return writing
 
@@ -144,32 +145,31 @@ def _shown(accelerator: Any, output_dir: Any, place: Place) -> str:
     """Return the folder's path as Accelerate does: relative where the user's was."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
-        return str(Path(project.project_dir) / layout.CHECKPOINTS_FOLDER / place.target.name)
+        return str(path_of(project.project_dir) / layout.CHECKPOINTS_FOLDER / place.target.name)
     return str(os.fspath(output_dir))
 
 
-def _open_place(accelerator: Any, target: Path) -> Place:
-    """Make the staging folder, and find out which ranks share a file system with the main one."""
+def _open_place(accelerator: Any, target: AnyPath) -> Place:
+    """Make room for the checkpoint, and find out which ranks share a place with the main one."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
-    token = f".{uuid.uuid4().hex}"
-    agree(_try_open(target, token) if main else None, _WHAT)
+    store, token = store_of(target), f".{uuid.uuid4().hex}"
+    agree(_failure_of(lambda: store.open(token)) if main else None, _WHAT)
     token = exchange(token, _WHAT)[0]
-    sees = (layout.staging_folder(target) / token).exists()
-    opens = main or (local_main and not sees)
-    agree(_try_open(target, token) if opens and not main else None, _WHAT)
-    views = exchange((sees, local_main, this_process()), _WHAT)
-    folder = layout.staging_folder(target)
-    if opens:
-        (folder / token).unlink()
-    return Place(target=target, staging=folder, rank=rank, commits=opens, group=_group_of(rank, views))
+    seen: list[bool] = []
+    failure = _failure_of(lambda: seen.append(store.sees(token)))
+    opens = main or (local_main and seen == [False])
+    if opens and not main:
+        failure = _failure_of(lambda: store.open(token))
+    agree(failure, _WHAT)
+    views = exchange((seen == [True], local_main, this_process()), _WHAT)
+    return Place(target=target, store=store, rank=rank, commits=opens, group=_group_of(rank, views))
 
 
-def _try_open(target: Path, token: str) -> Exception | None:
+def _failure_of(action: Callable[[], Any]) -> Exception | None:
+    """Return what a place raises: where one rank cannot use it, all must know."""
     try:
-        (staging.open_staging(target) / token).touch()
-    except OSError as error:
-        return staging.write_error(target, error)
-    except CheckpointError as error:
+        action()
+    except (CheckpointError, OSError) as error:
         return error
     return None
 
@@ -218,6 +218,7 @@ def _captured(
     An optimizer's state, two thirds of what there is with Adam, changes in its step alone: the thread copies it, and
     the next step waits for that. Weights and everything else, which anybody may change, are copied before this returns.
     """
+    place.store.begin()
     files = _collect(accelerator, place, safe, blocking, options)
     writing = Writing(place, _manifest(accelerator), files, _after(accelerator, place))
     if background:
@@ -251,4 +252,4 @@ def _after(accelerator: Any, place: Place) -> Callable[[], None]:
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         return lambda: None
-    return lambda: prune(place.target.parent.parent, project.total_limit)
+    return lambda: place.store.prune(numbering.surplus(place.target.parent.parent, project.total_limit))

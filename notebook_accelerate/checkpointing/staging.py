@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from notebook_accelerate.big_modeling.files import inside
@@ -104,6 +105,22 @@ def _remove_stale(target: Path, keep: set[str]) -> None:
 def discard(staging: Path) -> None:
     """Remove a staging folder whose writing failed; what cannot be removed stays and is replaced by the next save."""
     shutil.rmtree(staging, ignore_errors=True)
+
+
+def remove_numbered(project_dir: Path, surplus: Iterable[Path]) -> None:
+    """Remove automatically named checkpoints.
+
+    A folder is renamed before it is removed, so that what an ended process leaves is no checkpoint.
+
+    Args:
+        project_dir: Folder of the project.
+        surplus: Folders of the checkpoints.
+    """
+    for left in project_dir.glob(f".*{layout.DOOMED_SUFFIX}"):
+        shutil.rmtree(left)
+    for folder in surplus:
+        doomed = folder.rename(project_dir / f".{folder.name}{layout.DOOMED_SUFFIX}")
+        shutil.rmtree(doomed)
 
 
 def sync_file(path: Path) -> None:

@@ -8,9 +8,7 @@ group of their own. One rank per file system commits: the main one, or the first
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -18,22 +16,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.checkpointing import files, layout, staging
+from notebook_accelerate.big_modeling.remote import AnyPath
+from notebook_accelerate.checkpointing import files
 from notebook_accelerate.checkpointing.capture import StateFile
-from notebook_accelerate.checkpointing.manifest import (
-    FileRecord,
-    Manifest,
-    files_below,
-    record_of,
-    write_manifest,
-)
+from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, record_of
 from notebook_accelerate.checkpointing.peers import Peer
 from notebook_accelerate.checkpointing.ranks import failures_in
 from notebook_accelerate.checkpointing.snapshot import Snapshot
+from notebook_accelerate.checkpointing.stores import Records, Store
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.notices import warn_once
 
-_REPORT = ".rank_{rank}.json"
 _STALL = 600.0
 """Seconds without any change in the staging folder after which a silent rank counts as dead."""
 _DYING = 2.0
@@ -45,16 +38,21 @@ _log = logging.getLogger(__name__)
 class Place:
     """Where a checkpoint goes, as one rank sees it."""
 
-    target: Path
+    target: AnyPath
     """The checkpoint's folder."""
-    staging: Path
-    """Where it is written first."""
+    store: Store
+    """How it gets there."""
     rank: int
     """This rank."""
     commits: bool
     """Whether this rank moves the staging folder to its place."""
     group: dict[int, Peer] = field(default_factory=dict)
     """The ranks that write to this file system, and their processes."""
+
+    @property
+    def staging(self) -> Path:
+        """Where this rank writes its files first."""
+        return self.store.folder
 
 
 @dataclass
@@ -80,7 +78,7 @@ class Writing:
     group: Any = None
     thread: threading.Thread | None = None
     error: BaseException | None = None
-    _records: dict[str, FileRecord] = field(default_factory=dict)
+    _records: Records = field(default_factory=dict)
     _known: bool = False
 
     def start(self) -> None:
@@ -108,7 +106,8 @@ class Writing:
         try:
             self._fill_copies()
             self._write_files()
-            self._report({"files": {name: asdict(record) for name, record in self._records.items()}})
+            brought = self.place.store.deliver(self.place.rank, self._records)
+            self._report({"files": {name: asdict(record) for name, record in brought.items()}})
             if self.place.commits:
                 self._commit()
         except BaseException as error:  # whatever a writer raises is this checkpoint's failure
@@ -147,28 +146,21 @@ class Writing:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files.write(file.value, path)
                 self._records[file.name] = record_of(path)
-                staging.sync_file(path)
+                self.place.store.flush(path)
             file.value = None
 
     def _report(self, content: dict[str, object]) -> None:
-        report = self.place.staging / _REPORT.format(rank=self.place.rank)
-        temporary = report.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(report)
+        self.place.store.report(self.place.rank, content)
 
     def _fail(self, error: BaseException) -> None:
         self.error = self._explained(error)
         if self.thread is not None:
             _log.error("%s", self.error)  # the training goes on: say it now, raise it at the next save or the end
-        if self.place.commits:
-            staging.discard(self.place.staging)
-            return
-        if self._known or hasattr(error, "failures"):
-            return  # the committing rank knows, and may be removing the folder already
-        try:
-            self._report({"error": str(self.error)})
-        except OSError:
-            shutil.rmtree(self.place.staging, ignore_errors=True)  # the committing rank sees that it is gone
+        known = self._known or hasattr(error, "failures")  # to the committing rank, which may be removing all already
+        if not (known or self.place.commits):
+            with contextlib.suppress(CheckpointError):  # a store that cannot be told: it is given up there too
+                self._report({"error": str(self.error)})
+        self.place.store.discard(self.place.commits)
 
     def _explained(self, error: BaseException) -> CheckpointError:
         if isinstance(error, CheckpointError):
@@ -176,7 +168,7 @@ class Writing:
         explained = self._lost(error) or self._of_another_rank(error)
         if explained is None and not self.place.commits and not self.place.staging.is_dir():
             explained = CheckpointError(f"The checkpoint {self.place.target} was not written: another rank gave it up.")
-        explained = explained or staging.write_error(self.place.target, error)
+        explained = explained or self.place.store.explain(error)
         explained.__cause__ = error
         return explained
 
@@ -204,48 +196,42 @@ class Writing:
         if not failures:
             return None
         rank = self.place.rank if self.place.rank in failures else min(failures)
-        explained = staging.write_error(self.place.target, failures[rank])
+        explained = self.place.store.explain(failures[rank])
         return explained if rank == self.place.rank else CheckpointError(f"Rank {rank}: {explained}")
 
     def _commit(self) -> None:
-        for rank, peer in self.place.group.items():
-            self._records.update(self._await_report(rank, peer))
-        for path in files_below(self.place.staging):  # written by hooks and by the strategy
-            name = path.relative_to(self.place.staging).as_posix()
-            if name not in self._records:
-                self._records[name] = record_of(path)
-                staging.sync_file(path)
-        self.manifest.files = self._records
-        write_manifest(self.place.staging, self.manifest)
-        staging.commit(self.place.staging, self.place.target)
+        parts = [self._await_report(rank, peer) for rank, peer in self.place.group.items()]
+        self.place.store.commit(self.manifest, parts)
         self.after()
 
-    def _await_report(self, rank: int, peer: Peer) -> dict[str, FileRecord]:
-        report = self.place.staging / _REPORT.format(rank=rank)
-        watch = _Watch(self.place.staging, peer)
-        while not report.exists():
-            if (reason := watch.lost()) and not report.exists():  # its report may be the last thing it did
+    def _await_report(self, rank: int, peer: Peer) -> Records:
+        store = self.place.store
+        watch = _Watch(store, rank, peer)
+        while (content := store.reported(rank)) is None:
+            if reason := watch.lost():
+                if (content := store.reported(rank)) is not None:  # its report may be the last thing it did
+                    break
                 raise self._unfinished(rank, reason)
-            time.sleep(0.01)
-        content = json.loads(report.read_text(encoding="utf-8"))
-        report.unlink()
+            time.sleep(store.pause)
         if "error" in content:
             raise CheckpointError(f"Rank {rank}: {content['error']}")
         return {name: FileRecord(**record) for name, record in content["files"].items()}
 
 
 class _Watch:
-    """Notices when a rank will not write any more to a folder.
+    """Notices when a rank will not write any more.
 
     Args:
-        folder: The folder.
+        store: Where it writes.
+        rank: The rank.
         peer: The rank's process.
     """
 
-    def __init__(self, folder: Path, peer: Peer) -> None:
-        self._folder = folder
+    def __init__(self, store: Store, rank: int, peer: Peer) -> None:
+        self._store = store
+        self._rank = rank
         self._peer = peer
-        self._size = -1
+        self._activity: object = object()
         self._since = time.monotonic()
         self._next_look = 0.0
 
@@ -257,35 +243,10 @@ class _Watch:
         self._next_look = now + 1.0
         if self._peer.ended():
             return f"its process {self._peer.pid} has ended"
-        if not self._folder.is_dir():
-            return f"and {self._folder} is gone"
-        size = _size_of(self._folder)
-        if size != self._size:
-            self._size, self._since = size, now
+        activity = self._store.activity(self._rank)
+        if activity is None:
+            return f"and {self._store.folder} is gone"
+        if activity != self._activity:
+            self._activity, self._since = activity, now
         silent = now - self._since > _STALL
         return f"and nothing was written for {_STALL / 60:.0f} minutes" if silent else ""
-
-
-def _size_of(folder: Path) -> int:
-    """Return the bytes in a folder that others write to: a file may have got another name since it was listed."""
-    size = 0
-    for path in files_below(folder):
-        with contextlib.suppress(FileNotFoundError):
-            size += path.stat().st_size
-    return size
-
-
-def prune(project_dir: Path, total_limit: int | None) -> None:
-    """Remove the oldest automatically named checkpoints above the limit.
-
-    A folder is renamed before it is removed, so that what an ended process leaves is no checkpoint.
-
-    Args:
-        project_dir: Folder of the project.
-        total_limit: How many to keep; None keeps all.
-    """
-    for left in project_dir.glob(f".*{layout.DOOMED_SUFFIX}"):
-        shutil.rmtree(left)
-    for folder in layout.surplus(project_dir, total_limit):
-        doomed = folder.rename(project_dir / f".{folder.name}{layout.DOOMED_SUFFIX}")
-        shutil.rmtree(doomed)

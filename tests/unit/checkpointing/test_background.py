@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import checkpointing
-from notebook_accelerate.checkpointing import files, writing
+from notebook_accelerate.checkpointing import files, stores, writing
 from notebook_accelerate.checkpointing.peers import this_process
 from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.errors import CheckpointError
@@ -260,8 +260,8 @@ def test_a_file_that_gets_its_name_while_it_is_looked_at_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").write_bytes(b"123")
-    monkeypatch.setattr(writing, "files_below", lambda folder: [folder / "renamed", folder / "there"])
-    assert writing._size_of(tmp_path) == 3
+    monkeypatch.setattr(stores, "files_below", lambda folder: [folder / "renamed", folder / "there"])
+    assert stores.size_of(tmp_path) == 3
 
 
 def test_a_process_is_known_to_have_ended() -> None:
