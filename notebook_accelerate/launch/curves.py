@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
 MAX_TRACKS = 8
-"""More ranks than this are not drawn: the eye could not tell them apart."""
+"""Of more ranks than this the band is drawn, and at most four single ones: the eye could not tell them apart."""
 POINTS = 400
 # Mid-tones: at least 3:1 against white and against a dark notebook's #111.
 COLOURS = ("#3b82d6", "#d9662b", "#2a9a68", "#a85fd0", "#c4881c", "#1b98a6", "#d64f86", "#7f7f7f")
@@ -34,17 +34,32 @@ class Track:
         label: What it is called in the legend.
         x: Steps or seconds, float64, shape (n,).
         y: Values, float64, shape (n,); those that are not finite are gaps.
+        low: Lower edge of the band around the line, float64, shape (n,); None: there is none.
+        high: Upper edge.
     """
 
     label: str
     x: np.ndarray
     y: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
 
 
-def tracks_of(store: Store, name: str) -> list[Track]:
-    """Return one track per rank that logged ``name``, thinned to what a picture can show."""
-    tracks = []
-    for rank in store.ranks_of(name)[:MAX_TRACKS]:
+def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Track]:
+    """Return one track per rank that logged ``name``, thinned to what a picture can show; of many ranks their band.
+
+    Args:
+        store: Where they are.
+        name: The metric.
+        chosen: Ranks that are drawn over a band, at most four.
+    """
+    ranks, tracks = store.ranks_of(name), []
+    band = store.band(name) if len(ranks) > MAX_TRACKS else None
+    if band is not None:
+        x = band.times - band.times[0] if math.isnan(band.steps[0]) else band.steps
+        tracks.append(Track(f"mean and range of {len(ranks)} ranks", x, band.mean, band.low, band.high))
+        ranks = [rank for rank in chosen if rank in ranks][: MAX_TRACKS // 2]
+    for rank in ranks:
         tail = store.tail(name, rank)
         x = tail.times - tail.times[0] if tail.steps[0] < 0 else tail.steps.astype(float)
         kept = m4(tail.values, POINTS)
@@ -125,6 +140,7 @@ def svg(title: str, tracks: Sequence[Track]) -> str:
         *_legend(tracks),
         *frame.axes(),
     ]
+    parts += [frame.band(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
     parts += [frame.line(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
     return "".join([*parts, "</svg>"])
 
@@ -134,7 +150,8 @@ class _Frame:
 
     def __init__(self, tracks: Sequence[Track]) -> None:
         self.x0, self.x1 = _bounds([track.x for track in tracks], 0.0)
-        self.y0, self.y1 = _bounds([track.y for track in tracks], 0.06)
+        edges = [edge for track in tracks for edge in (track.low, track.high) if edge is not None]
+        self.y0, self.y1 = _bounds([*(track.y for track in tracks), *edges], 0.06)
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
@@ -153,6 +170,15 @@ class _Frame:
         below = HEIGHT - BOTTOM + 17
         parts += [_text(self.x(value), below, f"{value:,.10g}", "middle") for value in ticks(self.x0, self.x1, 5)]
         return parts
+
+    def band(self, track: Track, colour: str) -> str:
+        if track.low is None or track.high is None:
+            return ""
+        edges = zip(track.x.tolist(), track.low.tolist(), track.high.tolist(), strict=True)
+        inside = [(x, low, high) for x, low, high in edges if math.isfinite(low) and math.isfinite(high)]
+        above = [f"{self.x(x):.1f} {self.y(high):.1f}" for x, _, high in inside]
+        below = [f"{self.x(x):.1f} {self.y(low):.1f}" for x, low, _ in reversed(inside)]
+        return f'<path d="M{"L".join([*above, *below])}Z" fill="{colour}" fill-opacity=".22"/>' if inside else ""
 
     def line(self, track: Track, colour: str) -> str:
         pieces: list[list[str]] = [[]]
@@ -183,16 +209,18 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
 
 
 def _legend(tracks: Sequence[Track]) -> list[str]:
-    if len(tracks) < 2:
+    banded = any(track.low is not None for track in tracks)
+    if len(tracks) < 2 and not banded:
         return []
     parts, right = [], float(WIDTH - RIGHT)
     for index in reversed(range(len(tracks))):
-        label = _shortened(tracks[index].label, 12).removeprefix("rank ")
+        label = _shortened("mean, range" if tracks[index].low is not None else tracks[index].label, 12)
+        label = label if banded else label.removeprefix("rank ")
         right -= 6.2 * len(label)
         parts.append(_text(right, 16, label, "start"))
         parts.append(f'<circle cx="{right - 8:.1f}" cy="12" r="3.5" fill="{COLOURS[index % len(COLOURS)]}"/>')
         right -= 20
-    if all(track.label.startswith("rank ") for track in tracks):
+    if not banded and all(track.label.startswith("rank ") for track in tracks):
         parts.append(_text(right + 2, 16, "rank", "end"))
     return parts
 
