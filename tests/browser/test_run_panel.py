@@ -10,12 +10,15 @@ TRAIN = """
 import math, os, random, sys, time
 from notebook_accelerate import notebook_launcher, telemetry
 from notebook_accelerate.telemetry import MetricEvent, ProgressEvent, StepTimeEvent
+from notebook_accelerate.telemetry.sharding import KINDS, Held, Holdings
 
 EVIL = "<img src=x onerror=alert(1)>"
 
 def train(seconds, fail_at=None):
     rank, steps = int(os.environ["RANK"]), int(seconds / 0.02)
     rng = random.Random(rank)
+    held = {kind: Held(48 << 20, 24 << 20, ("dp_shard",), "cpu" if "state" in kind else "") for kind in KINDS}
+    telemetry.emit(Holdings("fsdp2", EVIL, {"dp_shard": 2}, {"dp_shard": rank}, held, units=5).event())
     for s in range(steps):
         telemetry.emit(MetricEvent({
             "train/loss": 2.5 * math.exp(-4 * s / steps) + 0.15 * rng.gauss(0, 1) * math.exp(-s / steps) + 0.3,
@@ -109,6 +112,11 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
     bar = page.page.locator(".na-stack").nth(1)
     assert "waiting for data 52 %" in str(bar.get_attribute("aria-label"))
     page.shot(f"{app}-step-time", CARD)
+    tabs.nth(3).click()
+    page.wait_for("() => document.querySelectorAll('.na-mesh g').length === 2")
+    assert "fsdp2 <img src=x onerror=alert(1)> · dp_shard 2 · 5 units" in page.text(CARD)
+    assert "each rank" in page.text(".na-shards")
+    page.shot(f"{app}-sharding", CARD)
     tabs.nth(4).click()
     page.page.get_by_role("tab", name="Rank 1").click()
     page.page.get_by_role("searchbox", name="Search the lines").fill("step 25")
