@@ -15,6 +15,8 @@ from notebook_accelerate.big_modeling.dispatch import dispatch_model
 from notebook_accelerate.big_modeling.memory import get_balanced_memory, get_max_memory
 from notebook_accelerate.big_modeling.offload import OffloadedWeightsLoader, offload_weight, save_offload_index
 from notebook_accelerate.big_modeling.ranks import load_on_ranks
+from notebook_accelerate.big_modeling.remote import path_of
+from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.room import check_limits, check_room
 from notebook_accelerate.big_modeling.shards import Shard, shards_of, tensors_of
 from notebook_accelerate.big_modeling.sizes import compute_module_sizes, dtype_of
@@ -34,7 +36,7 @@ def load_state_dict(
     """Read one file of weights.
 
     Args:
-        checkpoint_file: safetensors, or torch's format (read with `weights_only=True`).
+        checkpoint_file: safetensors, or torch's format (read with `weights_only=True`); a path or URL.
         device_map: Device by module name, each tensor goes there; what is on "disk" there, and all without a map, goes
             to the CPU.
 
@@ -44,7 +46,7 @@ def load_state_dict(
     Raises:
         CheckpointError: The file is broken, or holds more than data.
     """
-    sources = Shard(Path(checkpoint_file)).sources()
+    sources = Shard(weights_on_disk(path_of(checkpoint_file))).sources()
 
     def device_for(name: str) -> Any:
         device = device_of(name, device_map) if device_map is not None else None
@@ -92,7 +94,8 @@ def load_checkpoint_in_model(
 
     Args:
         model: The model, on any device; the meta device too.
-        checkpoint: A file, an index, or a folder that holds one of either.
+        checkpoint: A file, an index, or a folder that holds one of either; what is behind a URL (s3://, gs://, ...) is
+            downloaded first, once per machine, and kept in ``$HF_HOME/accelerate/remote``.
         device_map: Device by module name; None: where the model is, the CPU for what is on the meta device.
         offload_folder: Folder for what the map puts on "disk".
         dtype: What floating weights are converted to; None: what the model has.

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.files import read_index, read_torch, safetensors_layout
+from notebook_accelerate.big_modeling.remote import AnyPath, path_of
+from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.sources import FileSource, MemorySource, Source
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError
@@ -60,21 +62,23 @@ def shards_of(checkpoint: str | os.PathLike[str]) -> list[Shard]:
     """Find the files of a checkpoint.
 
     Args:
-        checkpoint: A file of weights, an ``.index.json``, or a folder that holds one of either.
+        checkpoint: A file of weights, an ``.index.json``, or a folder that holds one of either; or its URL, which is
+            downloaded first (see `weights_on_disk`).
 
     Raises:
         ValueError: There are no weights.
         CheckpointError: The index names files that are missing or outside its folder.
     """
-    path = Path(checkpoint)
-    if path.is_dir():
-        path = _in_folder(path)
-    elif not path.is_file():
+    place = path_of(checkpoint)
+    if place.is_dir():
+        place = _in_folder(place)
+    elif not place.is_file():
         raise ValueError(
             "`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded "
             "checkpoint, or a folder containing a sharded checkpoint or the whole state dict, but got "
             f"{checkpoint}."
         )
+    path = weights_on_disk(place)
     if path.suffix != ".json":
         return [Shard(path)]
     names: dict[Path, set[str]] = {}
@@ -83,11 +87,11 @@ def shards_of(checkpoint: str | os.PathLike[str]) -> list[Shard]:
     return [Shard(file, names[file]) for file in sorted(names)]
 
 
-def _in_folder(folder: Path) -> Path:
+def _in_folder(folder: AnyPath) -> AnyPath:
     for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME):
         if (folder / name).is_file():
             return folder / name
-    indexes = sorted(folder.glob("*.index.json"))
+    indexes = [path for path in folder.iterdir() if path.name.endswith(".index.json")]
     if len(indexes) == 1:
         return indexes[0]
     if indexes:

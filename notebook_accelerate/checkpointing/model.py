@@ -11,13 +11,14 @@ from typing import Any, BinaryIO
 import torch
 
 from notebook_accelerate.big_modeling.files import read_index, read_torch
-from notebook_accelerate.checkpointing import files, shards, staging
+from notebook_accelerate.big_modeling.remote import AnyPath, path_of
+from notebook_accelerate.big_modeling.remote_files import weights_on_disk
+from notebook_accelerate.checkpointing import files, shards
 from notebook_accelerate.checkpointing.shared import clean_state_dict_for_safetensors
+from notebook_accelerate.checkpointing.stores import make_folder, on_disk, replacing, writes
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state import PartialState
-
-_PARTIAL = ".partial"
 
 
 def save(
@@ -25,25 +26,26 @@ def save(
 ) -> None:
     """Write an object to a file, on the main rank only; in place of `torch.save`.
 
-    A path is written under another name first: the file is complete or what it was before.
+    A path is written under another name first, what goes to a URL (s3://, gs://, ...) on this machine's disk: the file
+    is complete or what it was before.
 
     Args:
         obj: The object; named tensors where it goes to safetensors.
-        f: The path, or an open binary file.
-        save_on_each_node: Write on the first rank of every machine.
+        f: The path or URL, or an open binary file.
+        save_on_each_node: Write on the first rank of every machine; a store, which all see, is the main rank's.
         safe_serialization: Write safetensors rather than torch's format.
 
     Raises:
         ValueError: safetensors are asked for and `obj` holds more than named tensors.
         CheckpointError: The file could not be written.
     """
-    state = PartialState()
-    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+    path = path_of(f) if isinstance(f, (str, os.PathLike)) else Path()
+    if not writes(path, PartialState(), save_on_each_node):
         return
     if not isinstance(f, (str, os.PathLike)):
         _save_to_stream(obj, f, safe_serialization)
         return
-    _write_whole(obj, Path(f), safe_serialization)
+    _write_whole(obj, path, safe_serialization)
 
 
 def _save_to_stream(obj: Any, stream: BinaryIO, safe: bool) -> None:
@@ -55,25 +57,16 @@ def _save_to_stream(obj: Any, stream: BinaryIO, safe: bool) -> None:
     stream.write(safetensors.torch.save(clean_state_dict_for_safetensors(obj), metadata={"format": "pt"}))
 
 
-def _write_whole(obj: Any, path: Path, safe: bool) -> None:
-    """Write beside the place, wait for the disk, rename."""
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        (files.write_safetensors if safe else files.write_torch)(obj, partial)
-        staging.sync_file(partial)
-        partial.replace(path)
-    except Exception as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, (ValueError, AttributeError, TypeError)):  # the object's fault, not the disk's
-            raise
-        raise staging.write_error(path, error) from error
+def _write_whole(obj: Any, path: AnyPath, safe: bool) -> None:
+    with replacing(path) as place:
+        (files.write_safetensors if safe else files.write_torch)(obj, place)
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
     """Read a file that `save` or torch.save wrote, with `weights_only=True`; in place of `torch.load`.
 
     Args:
-        f: The path (safetensors are known by their suffix), or an open binary file.
+        f: The path or URL (safetensors are known by their suffix), or an open binary file.
         map_location: Where tensors go; None means where they were.
         kwargs: More arguments of torch.load, for instance ``weights_only=False`` for a file you trust.
 
@@ -84,10 +77,10 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
         CheckpointError: The file holds objects that `weights_only` loading refuses, or is broken.
     """
     if isinstance(f, (str, os.PathLike)):
-        path = Path(f)
-        if path.suffix == ".safetensors":
-            return files.read(path)
-        return read_torch(path, map_location=map_location, **kwargs)
+        with on_disk(path_of(f)) as path:
+            if path.suffix == ".safetensors":
+                return files.read(path)
+            return read_torch(path, map_location=map_location, **kwargs)
     return read_torch(f, map_location=map_location, **kwargs)
 
 
@@ -103,7 +96,7 @@ def save_model(
     Args:
         accelerator: The Accelerator.
         model: The model, prepared or not.
-        save_directory: The folder; made where it does not exist.
+        save_directory: The folder or URL; made where it does not exist.
         max_shard_size: Largest size of a file: bytes, or "10GB".
         safe_serialization: Write safetensors rather than torch's format.
 
@@ -112,27 +105,19 @@ def save_model(
         CheckpointError: The files could not be written.
     """
     shards.bytes_of(max_shard_size)
-    folder = Path(save_directory)
+    folder = path_of(save_directory)
     if folder.is_file():
         raise ValueError(f"Provided path ({folder}) should be a directory, not a file")
     state = accelerator.get_state_dict(model)
-    if not (_saves(accelerator) and state is not None):
+    if state is None or not writes(folder, accelerator, accelerator.project_configuration.save_on_each_node):
         return
     if missing := [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]:
         raise ValueError(f"The model has no weights for {', '.join(missing[:5])}: load them before save_model.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise staging.write_error(folder, error) from error
+    make_folder(folder)
     write_weights(state, folder, max_shard_size, safe_serialization)
 
 
-def _saves(accelerator: Any) -> bool:
-    project = accelerator.project_configuration
-    return bool(accelerator.is_local_main_process if project.save_on_each_node else accelerator.is_main_process)
-
-
-def write_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> list[str]:
+def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> list[str]:
     """Write named tensors into a folder; the index last, then files of an earlier save that it does not name go.
 
     Args:
@@ -153,23 +138,14 @@ def write_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | 
         _write_whole(part, folder / name, safe)
     written = list(named)
     if len(named) > 1:
-        _write_text(folder / index_name, shards.index_text(shards.index_of(named)))
+        with replacing(folder / index_name) as place:
+            place.write_text(shards.index_text(shards.index_of(named)), encoding="utf-8")
         written.append(index_name)
     _remove_others(folder, pattern, index_name, set(written))
     return written
 
 
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        partial.write_text(text, encoding="utf-8")
-        staging.sync_file(partial)
-        partial.replace(path)
-    except OSError as error:
-        raise staging.write_error(path, error) from error
-
-
-def _remove_others(folder: Path, pattern: str, index_name: str, keep: set[str]) -> None:
+def _remove_others(folder: AnyPath, pattern: str, index_name: str, keep: set[str]) -> None:
     """Remove shards of an earlier save: readers take them for parts of this one."""
     expression = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?")
     for path in folder.iterdir():
@@ -182,7 +158,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a model's weights from a file, an index, or a folder that holds either.
 
     Args:
-        path: The file, the ``.index.json``, or the folder.
+        path: The file, the ``.index.json``, or the folder; or its URL.
 
     Returns:
         The named tensors.
@@ -191,7 +167,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: There are no weights.
         CheckpointError: A file is broken, or an index names one outside its folder.
     """
-    found = _weights_in(Path(path))
+    found = weights_on_disk(_weights_in(path_of(path)))
     if not found.name.endswith(".index.json"):
         return dict(files.read(found))
     weight_map = read_index(found)
@@ -201,7 +177,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {name: parts[file][name] for name, file in weight_map.items()}
 
 
-def _weights_in(path: Path) -> Path:
+def _weights_in(path: AnyPath) -> AnyPath:
     if path.is_file():
         return path
     names = (

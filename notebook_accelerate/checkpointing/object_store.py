@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.big_modeling import scratch
 from notebook_accelerate.big_modeling.files import inside
 from notebook_accelerate.big_modeling.remote import RemotePath
 from notebook_accelerate.checkpointing import layout
@@ -37,7 +36,6 @@ from notebook_accelerate.state.world import world_from_environ
 
 _BEAT = 30.0
 """Seconds between two signs of life of a rank that is uploading: a store does not show half a file."""
-_SCRATCH = "notebook_accelerate-"
 
 
 class ObjectStore(Store):
@@ -130,7 +128,7 @@ class ObjectStore(Store):
 
     def begin(self) -> None:
         """Write into a folder of this rank's own, in the machine's temporary files."""
-        self.folder = Path(tempfile.mkdtemp(prefix=_SCRATCH)) / self.target.name
+        self.folder = scratch.make() / self.target.name
         self.folder.mkdir()
 
     def flush(self, path: Path) -> None:
@@ -145,7 +143,7 @@ class ObjectStore(Store):
             for name, path in found.items():
                 (self._into / name).upload(path)
                 path.unlink()
-        shutil.rmtree(self.folder.parent, ignore_errors=True)
+        scratch.remove(self.folder.parent)
         return brought
 
     @contextmanager
@@ -202,15 +200,15 @@ class ObjectStore(Store):
             self._marks.remove_tree()
 
     def _record_there(self, name: str) -> FileRecord:
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH) as scratch:
-            place = Path(scratch) / "file"
+        with scratch.scratch() as folder:
+            place = folder / "file"
             (self._into / name).download(place)
             return record_of(place)
 
     def discard(self, opened: bool, begun: bool = True) -> None:
         """Remove this rank's folder; uploaded files stay for the next save, other ranks may still be uploading."""
         if hasattr(self, "folder"):
-            shutil.rmtree(self.folder.parent, ignore_errors=True)
+            scratch.remove(self.folder.parent)
         if opened and not begun:
             with contextlib.suppress(CheckpointError):
                 self._marks.remove_tree()
@@ -249,17 +247,14 @@ class ObjectStore(Store):
     @contextmanager
     def reading(self, local_rank: int) -> Iterator[Reading]:
         """Give the ranks of a machine a folder that they fill together; it goes when all have read."""
-        own = Path(tempfile.mkdtemp(prefix=_SCRATCH)) / self.target.name
-        own.mkdir()
-        try:
-            firsts = exchange((local_rank == 0, str(own)), "load_state")
-            index = world_from_environ().rank
-            folder = Path(next((place for first, place in reversed(firsts[: index + 1]) if first), str(own)))
+        with scratch.scratch() as place:
+            own = place / self.target.name
+            own.mkdir()
+            before = exchange((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]
+            folder = Path(next((path for first, path in reversed(before) if first), str(own)))
             shared = folder.is_dir()  # containers of one machine may have temporary files of their own
             share = slice(local_rank, None, world_from_environ().local_size) if shared else slice(None)
             yield Reading(folder if shared else own, share)
-        finally:
-            shutil.rmtree(own.parent, ignore_errors=True)
 
     def fetch(self, names: Sequence[str] | None, reading: Reading) -> list[str]:
         """Download this rank's share of the files; those that are not there are left to the check."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.big_modeling import scratch
 from notebook_accelerate.big_modeling.remote import AnyPath
 from notebook_accelerate.checkpointing import layout, staging
 from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, files_below, record_of, write_manifest
@@ -18,6 +19,7 @@ from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.world import world_from_environ
 
+_PARTIAL = ".partial"
 Records = dict[str, FileRecord]
 """Sizes and checksums of files, by path relative to the checkpoint."""
 
@@ -334,6 +336,85 @@ def size_of(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             size += path.stat().st_size
     return size
+
+
+@contextmanager
+def replacing(path: AnyPath) -> Iterator[Path]:
+    """Give a file on the disk to write to; it takes its place when the context ends, and never where that fails.
+
+    Args:
+        path: The place.
+
+    Raises:
+        CheckpointError: The file could not be written, or not be brought there.
+    """
+    if not isinstance(path, Path):
+        with scratch.scratch() as folder:
+            with _explained(folder):
+                yield folder / path.name
+            path.upload(folder / path.name)
+        return
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        with _explained(path):
+            yield partial
+            staging.sync_file(partial)
+            partial.replace(path)
+    except Exception:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, AttributeError, TypeError):  # the object's fault, not the disk's
+        raise
+    except Exception as error:
+        raise staging.write_error(path, error) from error
+
+
+@contextmanager
+def on_disk(path: AnyPath) -> Iterator[Path]:
+    """Give a file on the disk to read, for the time of the context.
+
+    Args:
+        path: The file.
+    """
+    if isinstance(path, Path):
+        yield path
+        return
+    with scratch.scratch() as folder:
+        path.download(folder / path.name)
+        yield folder / path.name
+
+
+def make_folder(folder: AnyPath) -> None:
+    """Make a folder where there is none; a store has none to make.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        CheckpointError: It cannot be made.
+    """
+    if isinstance(folder, Path):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise staging.write_error(folder, error) from error
+
+
+def writes(path: AnyPath, state: Any, each_node: bool) -> bool:
+    """Tell whether this rank writes what one rank writes for all, or one of each machine where they have own disks.
+
+    Args:
+        path: Where to; all machines see the same store, so its writer is the main rank.
+        state: What knows `is_main_process` and `is_local_main_process`.
+        each_node: Whether the first rank of every machine is to write.
+    """
+    return bool(state.is_local_main_process if each_node and isinstance(path, Path) else state.is_main_process)
 
 
 def store_of(target: AnyPath) -> Store:
