@@ -27,9 +27,13 @@ def cell_sources() -> dict[str, str]:
     return found
 
 
+NAMED_CELL = "Cell In["
+"""How a file name begins that stands for a cell of another notebook: this kernel has no file of it."""
+
+
 def is_cell(filename: str) -> bool:
     """Whether a code object's file name is that of a notebook cell or a prompt."""
-    return "ipykernel_" in filename or filename.startswith(("<ipython-input", "<python-input", "<stdin"))
+    return "ipykernel_" in filename or filename.startswith(("<ipython-input", "<python-input", "<stdin", NAMED_CELL))
 
 
 def install_sources(sources: dict[str, str]) -> None:

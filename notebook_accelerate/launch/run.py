@@ -268,10 +268,12 @@ class Run(Inspection, Viewed):
 
     # ---- what the launch room writes
 
-    def _planned(self, plan: LaunchPlan) -> None:
+    def _planned(self, plan: LaunchPlan, *, whole: bool = False) -> None:
+        """Take the plan; ``whole``: the ranks of all notebooks are shown here, not only this one's."""
+        first, count = (0, plan.world_size) if whole else (plan.first_rank, plan.num_processes)
         with self._lock:
             self.plan = plan
-            self._ranks = [RankInfo(plan.first_rank + index) for index in range(plan.num_processes)]
+            self._ranks = [RankInfo(first + index, node=plan.node) for index in range(count)]
 
     def _begin_attempt(self, number: int) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.debug import flight, mistakes
 from notebook_accelerate.debug.protocol import (
@@ -55,6 +55,7 @@ from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.backends.base import Exit, ProcessBackend, RankProcess
+    from notebook_accelerate.launch.rendezvous.tap import Tap
 
 SETTLE_SECONDS = 0.3
 """After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
@@ -65,6 +66,13 @@ FAILURE_GRACE = 2.0
 
 
 GroupCall = Callable[["Group"], None]
+
+
+class HasFileno(Protocol):
+    """Something that can be waited on."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +142,12 @@ class Group:
         self._hold_at: float | None = None
         self._held = False
         self.on_hold: Callable[[], None] | None = None
+        self.on_stopping: Callable[[StopReason | None], None] | None = None
+        """Called when a stop begins: with its reason, or with None when a rank has failed."""
+        self.tap: Tap | None = None
+        """Gets a copy of what is heard of the ranks, for the first of several notebooks."""
         self._watch_for_stall = StallWatch(run, self._report_stall)
-        self._mistakes = mistakes.Mistakes(plan.num_processes)
+        self._mistakes = mistakes.Mistakes(len(run.ranks) or plan.num_processes)
 
     # ---- start
 
@@ -170,6 +182,8 @@ class Group:
         }
         self._ranks[process.rank] = _Watched(process, info, outputs)
         self._run._desk.open(process.rank, process.channel, process.look)
+        if self.tap is not None:
+            self.tap.started(process)
         process.connect(self._selector, self)
 
     def show_under(self, cell: object) -> None:
@@ -271,6 +285,15 @@ class Group:
 
     # ---- what comes in
 
+    def listen(self, source: HasFileno, call: Callable[[], object]) -> None:
+        """Call ``call`` on this thread whenever there is something to read from ``source``, while the ranks live."""
+        self._selector.register(source, selectors.EVENT_READ, call)
+
+    def unlisten(self, source: HasFileno) -> None:
+        """Undo ``listen``."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(source)
+
     def _drain_wake(self) -> None:
         with suppress(BlockingIOError):
             self._wake.recv(4096)
@@ -283,6 +306,8 @@ class Group:
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``Hearing.take_output``."""
         outputs = self._ranks[rank].outputs
+        if self.tap is not None:
+            self.tap.take_output(rank, stream, data)
         if data:
             self._last_sign_of_life = self.stopwatch.now()
             outputs[stream].feed(data)
@@ -292,6 +317,9 @@ class Group:
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``Hearing.take_frames``."""
         watched = self._ranks[rank]
+        if self.tap is not None:
+            watched.process.drain(self, channel=False)  # what the rank wrote before it said something goes before
+            self.tap.take_frames(rank, data)
         self._take(watched, watched.decoder.feed(data))
 
     def take_aside(self, rank: int, data: bytes) -> None:
@@ -369,6 +397,10 @@ class Group:
         self._publisher.display(event, self._label(watched.process.rank, watched.process.local_rank))
 
     def _on_input(self, watched: _Watched, event: InputRequest) -> None:
+        if not watched.process.asks_here:
+            where = f"node {watched.process.node} ({watched.process.host})"
+            self._publisher.line("stderr", f"rank {watched.process.rank} waits for input in the notebook of {where}")
+            return
         event.shown = tracebacks.name_cells(event.shown)
         question = Question(watched.process.rank, event, watched.process.channel, self.stopwatch.resume)
         known = question.of_debugger and question.rank in self._run._board.debugged()
@@ -388,6 +420,8 @@ class Group:
             return
         watched.process.drain(self, channel=True)
         self._forget(watched)
+        if self.tap is not None:
+            self.tap.ended(rank, end)
         watched.info.exit = _exit_text(end)
         self._judge(watched, end)
         if self._held and self._ladder is None:  # its debugger was quit: the others are let go too
@@ -425,6 +459,8 @@ class Group:
             return
         watched.info.state = "failed"
         self.failures.append(failure)
+        if self.on_stopping is not None and len(self.failures) == 1 and self._ladder is None:
+            self.on_stopping(None)
         if self._run.config.debug and self._ladder is None:
             self._hold_at = self._hold_at or time.monotonic() + SETTLE_SECONDS
         elif self._ladder is None:
@@ -441,6 +477,25 @@ class Group:
         self.stop_reason = reason
         if not self.failures:
             self._run._set_status("stopping")
+        if self.on_stopping is not None:
+            self.on_stopping(reason)
+        self._begin_ladder(grace)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the ranks are being stopped."""
+        return self._ladder is not None
+
+    def follow(self, reason: StopReason) -> bool:
+        """Stop because another notebook of the run does; return whether that is news to this one."""
+        if self._ladder is not None or self._held:
+            return False
+        self.stop_reason = reason
+        self._run._set_status("stopping")
+        self._begin_ladder(FAILURE_GRACE)
+        return True
+
+    def _begin_ladder(self, grace: float) -> None:
         self._ladder = Ladder(grace)
         for question in self._run._board.open_questions():
             if question.of_debugger:

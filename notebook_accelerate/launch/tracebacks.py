@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.launch.payload import is_cell
+from notebook_accelerate.launch.payload import NAMED_CELL, is_cell
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
@@ -77,6 +77,8 @@ def cell_name(filename: str) -> str:
     """Return "Cell In[7]" for the file name of a cell this kernel ran; "" for other files."""
     if not is_cell(filename):
         return ""
+    if filename.startswith(NAMED_CELL):
+        return filename
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     compiler = getattr(shell, "compile", None)
@@ -99,6 +101,24 @@ def _number_in_history(shell: Any, filename: str) -> int | None:
         if source in (history.input_hist_parsed[number].strip(), raw.partition("\n")[2].strip()):
             return number
     return None
+
+
+def with_named_cells(chain: tuple[ExceptionInfo, ...], where: str) -> tuple[ExceptionInfo, ...]:
+    """Return ``chain`` for another notebook, which does not have this one's cells.
+
+    Args:
+        chain: Exceptions whose frames name the files of cells.
+        where: Put behind the names of cells, as " of node 1".
+    """
+    return tuple(
+        info._replace(
+            frames=tuple(
+                frame._replace(filename=name + where) if (name := cell_name(frame.filename)) else frame
+                for frame in info.frames
+            )
+        )
+        for info in chain
+    )
 
 
 def name_cells(text: str) -> str:

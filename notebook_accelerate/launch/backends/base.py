@@ -18,6 +18,7 @@ from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry import Channel, Event, Stamped
 
 if TYPE_CHECKING:
+    from notebook_accelerate.config.launch import LaunchConfig
     from notebook_accelerate.launch.worker import WorkerOrder
 
 PIPE_BYTES = 1 << 20
@@ -117,9 +118,11 @@ class RankProcess(ABC):
         node: Index of its machine in the run.
         host: Name of its machine; "" for this one.
         channel: The way down to it.
+        asks_here: Whether its questions are for this notebook's user, and not another's.
     """
 
     channel: Sender
+    asks_here: bool = True
 
     def __init__(self, rank: int, pid: int, *, local_rank: int = 0, node: int = 0, host: str = "") -> None:
         self.rank, self.pid, self.local_rank, self.node, self.host = rank, pid, local_rank, node, host
@@ -294,6 +297,16 @@ class ProcessBackend(ABC):
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
+
+    def hear(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        """Be told of the launch, before anything is started; most methods need not know.
+
+        Args:
+            config: What was asked for.
+            note: Shows the user a line while the start takes its time.
+            stopping: Whether the run is to be stopped before its ranks have started.
+        """
+        return
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """Start the ranks of an attempt.

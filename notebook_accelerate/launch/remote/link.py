@@ -89,7 +89,11 @@ class NodeLink:
         if isinstance(found.event, FarewellEvent):
             raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
         assert isinstance(found.event, StartedEvent)
-        return RemoteRank(self, found.event.rank, found.event.pid, found.event.local_rank)
+        return self.new_rank(found.event)
+
+    def new_rank(self, event: StartedEvent) -> RemoteRank:
+        """Return the rank that the host has started."""
+        return RemoteRank(self, event.rank, event.pid, event.local_rank)
 
     def _await(self, wanted: Callable[[Event], bool], timeout: float) -> Stamped | None:
         """Return the next event that is ``wanted``, None when none comes; what else comes is kept for later."""
@@ -177,9 +181,13 @@ class NodeLink:
         """A rank is done with; the link closes behind the last one."""
         self.ranks.pop(rank, None)
         if not self.ranks:
-            self.send(FarewellEvent())
-            self.disconnect()
-            self.channel.close()
+            self.close()
+
+    def close(self) -> None:
+        """Leave the host, which ends what ranks it has."""
+        self.send(FarewellEvent())
+        self.disconnect()
+        self.channel.close()
 
     # ---- any thread
 

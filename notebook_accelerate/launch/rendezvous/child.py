@@ -47,7 +47,7 @@ class Child:
         self._seal = Seal(order.secret, order.run_id)
         self._node = Node.from_dict({**order.node, "torch": torch.__version__})
         self._phase: Callable[[], None] = self._idle
-        self._said = ""
+        self._said, self._hosted = "", False
         self._over = False
         self._arrival = 0
         self._come: dict[int, Node] = {}
@@ -69,6 +69,7 @@ class Child:
         self._ends: dict[str, dict[str, Any]] = {}
         self._ended = self._orphaned = False
         self._broken = ""
+        self._door: dict[str, Any] | None = None
         self._beat_at = 0.0
         self._beats: dict[str, tuple[int, float]] = {}
 
@@ -107,6 +108,11 @@ class Child:
                 "outcome": event.outcome, "text": event.text, "failures": event.failures,
             }  # fmt: skip
             self._post("end", self._ends[self._node.name])
+        elif isinstance(event, say.DoorEvent):
+            self._door = {"address": event.address, "port": event.port}
+            with self._store_errors():
+                self._round.post("door", self._door)
+                self._round.count("news", 1)
         elif isinstance(event, say.LeaveOrder):
             self._go(event.text or "it has left")
             if self._hosting and not self._members and self._phase != self._leaving:
@@ -115,11 +121,10 @@ class Child:
 
     def _begin(self, order: say.JoinOrder) -> None:
         self._attempt = order.attempt
-        self._node = replace(self._node, door=order.door)
         self._deadline = time.monotonic() + stores.join_seconds(self._order)
         self._members, self._ends, self._lost = [], {}, {}
         self._told, self._beats, self._seen_news = set(), {}, -1
-        self._ended = False
+        self._ended, self._door = False, None
         if self._connection is None:
             self._connecting_task = stores.Task(lambda: stores.connect(self._order))
             self._phase = self._connecting
@@ -276,9 +281,9 @@ class Child:
         index = [node.name for node in members].index(self._node.name)
         if note := rules.version_note(members):
             self._channel.send(say.NoteEvent(note))
-        interface = stores.interface_to(self._order.address, self._order.port)
+        way = stores.way_to(self._order.address, self._order.port)
         self._channel.send(
-            say.MetEvent(self._attempt, index, [node.as_dict() for node in members], address, port, interface)
+            say.MetEvent(self._attempt, index, [node.as_dict() for node in members], address, port, *way)
         )
         now = time.monotonic()
         self._beats = {node.name: (0, now) for node in members}
@@ -325,12 +330,18 @@ class Child:
         self._round.count("news", 1)
 
     def _read_news(self) -> None:
+        if self._door is None and (door := self._round.read("door")):
+            self._door = door
+            self._channel.send(say.DoorEvent(str(door["address"]), int(door["port"])))
         for index, node in enumerate(self._members):
             if node.name not in self._lost and (lost := self._round.read(f"lost/{node.name}")):
                 self._lost[node.name] = str(lost["why"])
                 self._tell_kernel("lost", index, rules.lost_text(index, node.host, self._lost[node.name]))
             if node.name not in self._ends and (end := self._round.read(f"end/{node.name}")):
                 self._ends[node.name] = end
+                if end["outcome"] in ("failed", "stopped") and not any(name == node.name for name, _ in self._told):
+                    self._told.add((node.name, end["outcome"]))
+                    self._tell_kernel(end["outcome"], index, f"{rules.title(index, node.host)}: {end['text']}")
             if node.name == self._node.name:
                 continue
             news = self._round.read(f"news/{node.name}")
@@ -483,8 +494,8 @@ class Child:
     def _say_waiting(self, come: list[Node], where: str = "") -> None:
         text = rules.waiting_text(self._order.backend, self._order.num_nodes, come) + where
         if text != self._said:
-            self._said = text
-            self._channel.send(say.WaitingEvent(text))
+            self._channel.send(say.WaitingEvent(text, self._hosting and not self._hosted))
+            self._said, self._hosted = text, self._hosting
 
 
 def _listen_beside(address: str) -> socket.socket:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
 
 SECRET_VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"  # noqa: S105 - the name of a variable
 END_SECONDS = 8.0
-"""How long the child may take to say goodbye to the others."""
+"""How long the child may take to say goodbye to the others at the common end."""
+LEAVE_SECONDS = 3.0
+"""How long it may take to say that this notebook leaves before."""
 
 
 class Meeting:
@@ -75,12 +76,16 @@ class Meeting:
         except ChannelClosedError:
             raise LaunchError(f"the process that meets the other notebooks has ended{self._last_words()}") from None
 
-    def close(self, seconds: float = END_SECONDS) -> None:
-        """See the child to its end: by itself within so many seconds, or killed."""
-        self.send(say.LeaveOrder("it was stopped")) if seconds < END_SECONDS else None
-        deadline = time.monotonic() + seconds
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def close(self, *, leave: bool) -> None:
+        """See the child to its end: by itself, or killed when it takes too long.
+
+        Args:
+            leave: Whether the others may still wait for this notebook, and are to be told.
+        """
+        if leave:
+            self.send(say.LeaveOrder("it was stopped"))
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LEAVE_SECONDS if leave else END_SECONDS)
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -29,21 +29,31 @@ class MeetOrder(Event):
 
 @dataclass(slots=True)
 class JoinOrder(Event):
-    """Join the others for one attempt; ``door`` is where this notebook can be linked to, "" where it cannot."""
+    """Join the others for one attempt."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
     attempt: int
-    door: str = ""
+
+
+@dataclass(slots=True)
+class DoorEvent(Event):
+    """Where the first notebook can be called, for the attempt at hand: told by it, and heard by the others."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    address: str
+    port: int
 
 
 @dataclass(slots=True)
 class WaitingEvent(Event):
-    """Who has come so far, in words."""
+    """Who has come so far, in words; ``first``: this notebook hosts the store, and says so for the first time."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
     text: str
+    first: bool = False
 
 
 @dataclass(slots=True)
@@ -67,6 +77,7 @@ class MetEvent(Event):
     address: str
     port: int
     interface: str = ""
+    own_address: str = ""
 
 
 @dataclass(slots=True)
@@ -136,6 +147,7 @@ class LeaveOrder(Event):
 __all__ = [
     "BrokenEvent",
     "DecisionEvent",
+    "DoorEvent",
     "EndOrder",
     "JoinOrder",
     "LeaveOrder",

@@ -25,7 +25,6 @@ class Node:
         max_restarts: How often it was told to start again.
         hosting: Whether the store is in its child process.
         order: Its place in torch's rendezvous.
-        door: Where it can be linked to; "" where it cannot.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Node:
     max_restarts: int = 0
     hosting: bool = False
     order: int = 0
-    door: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `from_dict` takes."""

@@ -159,19 +159,22 @@ def handler(order: MeetOrder, seal: Seal, run_id: str, least: int, most: int, *,
     return dynamic_rendezvous.create_handler(store, SealedBackend(backend, seal), parameters)
 
 
-def interface_to(address: str, port: int) -> str:
-    """Return the name of the network interface through which this machine reaches an address; "" when unknown."""
+def way_to(address: str, port: int) -> tuple[str, str]:
+    """Return the network interface through which this machine reaches an address, and its own address there.
+
+    Both are "" when they are not known.
+    """
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
             probe.connect(where)
             own = probe.getsockname()[0]
     except OSError:
-        return ""
+        return "", ""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):
-            return str(name)
-    return ""
+            return str(name), str(own)
+    return "", str(own)
 
 
 def _span(seconds: float) -> timedelta:
@@ -185,7 +188,7 @@ __all__ = [
     "connect",
     "handler",
     "host",
-    "interface_to",
     "join_seconds",
     "listen",
+    "way_to",
 ]

@@ -1,0 +1,433 @@
+"""A launch in several notebooks: this one's part of gathering, of telling the others, and of the common end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from notebook_accelerate.errors import LaunchError, RunStoppedError, RunTimeoutError, WorkerError
+from notebook_accelerate.launch import failures, messages, tracebacks
+from notebook_accelerate.launch.planner import joined
+from notebook_accelerate.launch.remote.door import Door, call
+from notebook_accelerate.launch.remote.protocol import HelloEvent
+from notebook_accelerate.launch.rendezvous import messages as say
+from notebook_accelerate.launch.rendezvous import nodes as rules
+from notebook_accelerate.launch.rendezvous.guests import VISIT_SECONDS, GuestLink, Together, receive
+from notebook_accelerate.launch.rendezvous.invitation import invitation
+from notebook_accelerate.launch.rendezvous.meeting import Meeting, shared_secret
+from notebook_accelerate.launch.rendezvous.nodes import Node
+from notebook_accelerate.launch.rendezvous.tap import Tap
+from notebook_accelerate.launch.supervisor import StopReason, dispatch
+from notebook_accelerate.telemetry import Event, RankFailure
+from notebook_accelerate.telemetry.failure import to_chain
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.backends.base import ProcessBackend
+    from notebook_accelerate.launch.output import Publisher
+    from notebook_accelerate.launch.planner import LaunchPlan
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.supervisor import Group, GroupCall
+    from notebook_accelerate.telemetry.store import Record
+
+PATIENCE = 1.0
+"""Seconds that the others may take to end after this notebook before it says that it waits for them."""
+GOODBYE_SECONDS = 2.0
+_Event = TypeVar("_Event", bound=Event)
+
+
+class Lobby:
+    """Stands in for the group while there is none: before the ranks start, and after they have ended."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+        self.stop_reason: StopReason | None = None
+
+    def stop(self, grace: float, reason: StopReason) -> None:
+        """See ``Group.stop``."""
+        self.stop_reason = self.stop_reason or reason
+
+    def show_under(self, cell: object) -> None:
+        """See ``Group.show_under``."""
+        self._publisher.flush(force=True)
+        self._publisher.show_under(cell)
+
+    def interrupt(self, ranks: object) -> None:
+        """See ``Group.interrupt``: there is nobody."""
+
+
+class Party:
+    """The notebooks of one run, as one of them sees them.
+
+    Args:
+        run: This notebook's.
+        plan: What was planned before anybody was met.
+        publisher: Where progress is shown.
+        wake: Becomes readable when a stop was requested.
+        calls: Returns what other threads want done since the last call.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: LaunchPlan,
+        publisher: Publisher,
+        wake: socket.socket,
+        calls: Callable[[], list[GroupCall]],
+    ) -> None:
+        self._run, self._plan, self._publisher = run, plan, publisher
+        self._wake, self._calls = wake, calls
+        self._meeting = Meeting(run.config, plan)
+        self._heard: list[Event] = []
+        self._group: Group | None = None
+        self._over = False
+        self.nodes: list[Node] = []
+        self.index = plan.node
+        self.reason = ""
+        self.stopped = ""
+        self._odd: list[dict[str, Any]] = []
+        self._own_stop: StopReason | None = None
+        self._secret = shared_secret(run.config).encode()
+        self._links: dict[int, GuestLink] = {}
+        self._tap: Tap | None = None
+
+    # ---- before
+
+    def gather(self, attempt: int) -> LaunchPlan | None:
+        """Wait for the others and return this notebook's plan; None when it was stopped meanwhile.
+
+        Raises:
+            LaunchError: The others did not come, or cannot be one run with this notebook.
+        """
+        self._meeting.send(say.JoinOrder(attempt))
+        met = self._await(say.MetEvent)
+        if met is None:
+            return None
+        self.nodes, self.index = [Node.from_dict(node) for node in met.nodes], met.index
+        interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else met.interface
+        name = f"{self._run.config.rdzv_id}-{self.nodes[0].name}"
+        processes = [node.processes for node in self.nodes]
+        self._plan = joined(self._plan, processes, met.index, (met.address, met.port), interface, name)
+        self._say(self._who_is_where())
+        if not self._link(met):
+            return None
+        whole = len(self._links) == len(self.nodes) - 1
+        self._run._planned(self._plan, whole=whole and bool(self._links))
+        return self._plan
+
+    def _link(self, met: say.MetEvent) -> bool:
+        """Link the other notebooks to the first, where they share a secret; return False when stopped meanwhile."""
+        if not self._secret or len(self.nodes) == 1:
+            return True
+        lobby = Lobby(self._publisher)
+        if met.index == 0:
+            self._receive(met.own_address, lobby)
+            return not self._stopped_in(lobby)
+        heard = self._await(say.DoorEvent, seconds=VISIT_SECONDS)
+        if heard is None:
+            return self._own_stop is None
+        hello = HelloEvent(met.index, self.nodes[met.index].host, {"name": self.nodes[met.index].name})
+        try:
+            self._tap = Tap(call(heard.address, heard.port, self._secret, hello), self._note)
+        except (OSError, LaunchError) as error:
+            self._note(f"the first notebook does not show the ranks of this one: {heard.address}:{heard.port}: {error}")
+        return True
+
+    def _receive(self, address: str, lobby: Lobby) -> None:
+        """Have the others call, and listen no longer than that takes."""
+        try:
+            door = Door(address, self._secret, report=self._note)
+        except OSError as error:
+            self._note(f"this notebook shows its own ranks only: it cannot listen on {address}: {error}")
+            return
+        try:
+            self._meeting.send(say.DoorEvent(address, door.port))
+            self._links = receive(door, self.nodes, lambda: self._stops_meanwhile(lobby))
+        finally:
+            door.close()
+        silent = [rules.title(i, node.host) for i, node in enumerate(self.nodes) if i and i not in self._links]
+        if silent and lobby.stop_reason is None:
+            for link in self._links.values():
+                link.channel.close()
+            self._links = {}
+            self._note(
+                f"this notebook shows its own ranks only: {', '.join(silent)} did not call {address}:{door.port}"
+            )
+
+    def _stops_meanwhile(self, lobby: Lobby) -> bool:
+        self._take_calls(lobby)
+        return lobby.stop_reason is not None
+
+    def _note(self, text: str) -> None:
+        self._run.notes.append(text)
+        self._say(f"⚠ {text}", "stderr")
+
+    def backend(self, own: ProcessBackend) -> ProcessBackend:
+        """Return what starts this notebook's ranks, and brings those of the others where this one shows them."""
+        links = [(link, self.nodes[index].processes) for index, link in sorted(self._links.items())]
+        return Together(own, self.index, links)
+
+    def keep(self, records: list[Record]) -> None:
+        """Keep what was measured of this notebook's ranks."""
+        self._run.store.add(records)
+        if self._tap is not None:
+            self._tap.sampled(records)
+
+    def _who_is_where(self) -> str:
+        parts = []
+        for index, node in enumerate(self.nodes):
+            first = rules.first_rank(self.nodes, index)
+            last = first + node.processes - 1
+            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            parts.append(f"{ranks} on {rules.title(index, node.host)}{', here' if index == self.index else ''}")
+        if len(parts) > 8:
+            parts[7:] = [f"… {parts[-1]}"]
+        return f"all {len(self.nodes)} notebooks have joined: {'; '.join(parts)}"
+
+    # ---- meanwhile
+
+    def attend(self, group: Group) -> None:
+        """Hear the others while ``group`` runs, and tell them when it stops."""
+        self._group = group
+        self.stopped, self._own_stop = "", None
+        group.listen(self._meeting.channel, self._take_news)
+        group.on_stopping = self._tell_others
+        group.tap = self._tap
+        for link in self._links.values():
+            link.stopping, link.react = lambda: group.stopping, partial(self._react, group=group)
+
+    def _tell_others(self, reason: StopReason | None) -> None:
+        """This notebook's ranks are being stopped: because of ``reason``, or because one of them failed."""
+        if reason is not None:
+            self._own_stop = reason
+            if self._tap is not None:
+                self._tap.stopping(self.index, "stopped", reason.text)
+            self._meeting.send(say.NewsOrder("stopped", reason.text))
+        elif self._group is not None:
+            found = failures.ordered(self._group.failures)
+            # Of a peer that has gone, whoever has lost it tells: this rank only followed.
+            if not failures.looks_like_lost_peer(found[0]):
+                self._meeting.send(say.NewsOrder("failed", messages.headline(found)))
+
+    def _take_news(self) -> None:
+        assert self._group is not None
+        for event in self._hear():
+            if isinstance(event, say.NewsEvent):
+                self._react(event, self._group)
+            else:
+                self._heard.append(event)
+
+    def _hear(self) -> list[Event]:
+        try:
+            return self._meeting.heard()
+        except LaunchError as error:
+            if self._group is None:
+                raise
+            self._group.unlisten(self._meeting.channel)
+            self._over = True
+            return [say.NewsEvent("lost", self.index, str(error))]
+
+    def _react(self, news: say.NewsEvent, group: Group) -> None:
+        if news.kind == "stopped":
+            self.stopped = self.stopped or news.text
+        error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
+        if group.follow(StopReason(error, news.text)):
+            self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
+
+    # ---- after
+
+    def conclude(self, group: Group) -> bool:
+        """Tell the others how this notebook's ranks ended, hear how theirs did, and say whether all start again."""
+        run, self._group = self._run, None
+        self._unlink()
+        if self._over:  # without the child there is nobody to ask
+            run.failures = run.failures or self._lost({str(self.index): "its rendezvous process ended"})
+            return False
+        stopped = self._own_stop is not None
+        followed = group.stop_reason is not None and not stopped
+        outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"
+        text = self._own_stop.text if self._own_stop else messages.headline(run.failures) if run.failures else ""
+        own = [failure for failure in run.failures if self._is_here(failure.rank) or failure.kind == "lost"]
+        self._meeting.send(say.EndOrder(outcome, text, [_as_dict(failure, self.index) for failure in own]))
+        decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
+        if decision is None:  # stopped, after all ranks here had ended
+            decision = self._await(say.DecisionEvent, stoppable=False)
+        assert decision is not None
+        return self._settle(decision)
+
+    def _settle(self, decision: say.DecisionEvent) -> bool:
+        run = self._run
+        told = {f.rank: f for end in decision.ends.values() for f in _failures_of(end)}
+        for failure in run.failures:  # these have their exceptions; the others' cells have their names in what was told
+            chain = (
+                failure.chain if self._is_here(failure.rank) or failure.rank not in told else told[failure.rank].chain
+            )
+            told[failure.rank] = replace(failure, chain=chain)
+        lost = self._lost(decision.lost)
+        gone = {failure.rank for failure in lost}
+        rest = failures.ordered([failure for rank, failure in told.items() if rank not in gone])
+        if lost:
+            rest = [replace(failure, consequence=True) for failure in rest]
+        run.failures = (*lost, *rest)
+        self.reason = messages.headline(run.failures) if run.failures and not lost else decision.reason
+        self._odd = [end for end in decision.ends.values() if end.get("outcome") != "succeeded"]
+        ends = [end for end in decision.ends.values() if end.get("outcome") == "stopped"]
+        if ends and not self.stopped and self._own_stop is None:
+            self.stopped = decision.reason
+        return decision.action == "restart"
+
+    def verdict(self) -> tuple[str, WorkerError | None]:
+        """Return the run's status and error, the same in every notebook."""
+        run = self._run
+        if self._own_stop is not None or self.stopped:
+            run._end_attempt("stopped")
+            kind, text = (
+                (self._own_stop.error, self._own_stop.text) if self._own_stop else (RunStoppedError, self.stopped)
+            )
+            return "stopped", kind(f"run {run.id} ended after {run.elapsed:.1f} s: {text}", run)
+        if run.failures:
+            run._end_attempt(messages.headline(run.failures))
+            return "failed", messages.worker_error(run)
+        if self._odd:
+            text = f"run {run.id} failed: {self.reason or 'not all notebooks succeeded'}"
+            run._end_attempt(text)
+            return "failed", WorkerError(text, run)
+        run._end_attempt("succeeded")
+        return "succeeded", None
+
+    def _unlink(self) -> None:
+        if self._tap is not None:
+            self._tap.close()
+            self._tap = None
+        for link in self._links.values():
+            link.disconnect()
+            link.channel.close()
+        self._links = {}
+
+    def close(self) -> None:
+        """End the child process; the others are told if they still wait for this notebook."""
+        self._unlink()
+        self._meeting.close(leave=not self._over)
+
+    # ---- waiting
+
+    def _await(
+        self,
+        wanted: type[_Event],
+        *,
+        stoppable: bool = True,
+        saying: Callable[[], str] | None = None,
+        seconds: float | None = None,
+    ) -> _Event | None:
+        """Return the next event of a kind; None when the run is stopped before it comes, or it takes too long."""
+        lobby = Lobby(self._publisher)
+        since, said = time.monotonic(), saying is None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._meeting.channel, selectors.EVENT_READ, lambda: self._heard.extend(self._hear()))
+            selector.register(self._wake, selectors.EVENT_READ, lambda: self._take_calls(lobby))
+            while True:
+                for event in self._take_heard():
+                    if isinstance(event, wanted):
+                        self._over = isinstance(event, say.DecisionEvent) and event.action == "end"
+                        return event
+                if stoppable and self._stopped_in(lobby):
+                    return None
+                if seconds is not None and time.monotonic() - since > seconds:
+                    return None
+                if saying is not None and not said and time.monotonic() - since > PATIENCE:
+                    said = True
+                    self._say(saying())
+                dispatch(selector, 0.2)
+                self._publisher.flush()
+
+    def _take_heard(self) -> list[Event]:
+        heard, self._heard = self._heard, []
+        for event in heard:
+            if isinstance(event, say.WaitingEvent):
+                self._on_waiting(event)
+            elif isinstance(event, say.NoteEvent):
+                self._note(event.text)
+            elif isinstance(event, say.NewsEvent) and event.kind == "stopped" and not self.stopped:
+                self.stopped = event.text
+                self._say(event.text)
+            elif isinstance(event, say.BrokenEvent):
+                raise LaunchError(event.text)
+        return heard
+
+    def _on_waiting(self, event: say.WaitingEvent) -> None:
+        if event.first:
+            for line in invitation(self._run.config, self._run.function_name):
+                self._run.notes.append(line)
+                self._say(f"  {line}")
+        self._say(event.text)
+
+    def _take_calls(self, lobby: Lobby) -> None:
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
+        for wish in self._calls():
+            wish(lobby)  # type: ignore[arg-type]  # the part of a group that makes sense without ranks
+
+    def _stopped_in(self, lobby: Lobby) -> bool:
+        run = self._run
+        limit = run.config.timeout
+        if limit is not None and time.time() > run.started + limit:
+            lobby.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
+        if lobby.stop_reason is None:
+            return False
+        self._own_stop = lobby.stop_reason
+        run._set_status("stopping")
+        self._meeting.send(say.NewsOrder("stopped", lobby.stop_reason.text))
+        return True
+
+    def _waits_for_others(self) -> str:
+        others = [rules.title(index, node.host) for index, node in enumerate(self.nodes) if index != self.index]
+        return f"the ranks of this notebook have ended; waiting for {', '.join(others[:8])}"
+
+    def _say(self, text: str, stream: str = "stdout") -> None:
+        self._publisher.line(stream, text)
+        self._publisher.flush(force=True)
+
+    # ---- failures of others
+
+    def _is_here(self, rank: int) -> bool:
+        first = self._plan.first_rank
+        return first <= rank < first + self._plan.num_processes
+
+    def _lost(self, lost: Mapping[str, str]) -> tuple[RankFailure, ...]:
+        found = []
+        for index, why in sorted((int(index), why) for index, why in lost.items()):
+            node = self.nodes[index]
+            text = rules.lost_text(index, node.host, why)
+            first = rules.first_rank(self.nodes, index)
+            found += [RankFailure(rank, "lost", time.time(), text) for rank in range(first, first + node.processes)]
+        return tuple(found)
+
+
+def _as_dict(failure: RankFailure, index: int) -> dict[str, Any]:
+    """Return what JSON can say of a failure of node ``index``: the exception object stays in its own notebook."""
+    return {
+        "rank": failure.rank, "kind": failure.kind, "time": failure.time, "message": failure.message,
+        "chain": tracebacks.with_named_cells(failure.chain, f" of node {index}"), "signal": failure.signal,
+    }  # fmt: skip
+
+
+def _failures_of(end: Mapping[str, Any]) -> list[RankFailure]:
+    found = []
+    for told in end.get("failures", ()):
+        with suppress(KeyError, TypeError, ValueError):  # of another version
+            found.append(
+                RankFailure(
+                    int(told["rank"]), str(told["kind"]), float(told["time"]), str(told["message"]),
+                    to_chain(told["chain"]), signal=told.get("signal"),
+                )
+            )  # fmt: skip
+    return found
+
+
+__all__ = ["Party"]
