@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
-from notebook_accelerate.errors import RunInterrupted, WorkerError
+from notebook_accelerate.errors import RunInterrupted, RunStoppedError, WorkerError
 from notebook_accelerate.launch import inline, messages, ports, registry, views
 from notebook_accelerate.launch.backends import process_backend
 from notebook_accelerate.launch.output import Publisher, publisher_for, running_kernel
@@ -25,6 +25,7 @@ from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.launch.rendezvous.party import Party
 
 
 def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> Run:
@@ -78,6 +79,7 @@ class _Launcher:
         self._started = threading.Event()
         self._problem: BaseException | None = None
         self._group: Group | None = None
+        self._party: Party | None = None
         self._watch = Stopwatch()
         self._call_lock = threading.Lock()
         self._calls: list[GroupCall] = []
@@ -142,6 +144,8 @@ class _Launcher:
             error = WorkerError(message, self._run)
             error.__cause__ = problem
         finally:
+            if self._party is not None:
+                self._party.close()
             self._publisher.flush(force=True)
             self._wake_reader.close()
             self._wake_writer.close()
@@ -171,38 +175,78 @@ class _Launcher:
         return launch_plan
 
     def _port(self, launch_plan: LaunchPlan) -> int:
-        fixed = self._run.config.num_nodes > 1
-        port, note = ports.reserve(self._run.id, launch_plan.port, fixed=fixed, here=launch_plan.first_rank == 0)
+        config = self._run.config
+        fixed = config.num_nodes > 1
+        here = config.node_rank == 0 and not (fixed and config.rdzv_backend == "c10d")  # there, whoever comes first
+        port, note = ports.reserve(self._run.id, launch_plan.port, fixed=fixed, here=here)
         if note:
             self._run.notes.append(note)
         return port
 
     def _attempts(self, launch_plan: LaunchPlan) -> tuple[str, WorkerError | None]:
-        run = self._run
-        for number in range(run.config.max_restarts + 1):
+        run, number = self._run, 0
+        while True:
+            found = self._gathered(launch_plan, number)
+            if found is None:
+                return self._stopped_waiting()
             run._begin_attempt(number)
-            group = self._start_group(launch_plan, number)
-            sampler = Sampler(group.pids(), run.store.add)
-            sampler.start()
-            try:
-                group.supervise()
-            finally:
-                group.abandon()
-                sampler.stop()
-                self._group = None
+            group = self._supervised(found, number)
             run.failures = group.verdicts()
-            if group.stop_reason or not run.failures:
+            if not self._goes_on(group, number):
                 break
+            headline = self._party.reason if self._party else messages.headline(run.failures)
+            run._end_attempt(headline)
+            run._set_status("starting")
+            self._publisher.line("stderr", f"attempt {number + 1} failed ({headline}); starting again")
+            number += 1
+        return self._party.verdict() if self._party else self._verdict(group)
+
+    def _goes_on(self, group: Group, number: int) -> bool:
+        """Whether there is another attempt; several notebooks decide that together."""
+        if self._party is not None:
+            return self._party.conclude(group)
+        run = self._run
+        if run.failures and not group.stop_reason and number == run.config.max_restarts:
             run._end_attempt(messages.headline(run.failures))
-            if number < run.config.max_restarts:
-                restart = f"attempt {number + 1} failed ({messages.headline(run.failures)}); starting again"
-                self._publisher.line("stderr", restart)
-        return self._verdict(group)
+        return bool(run.failures) and not group.stop_reason and number < run.config.max_restarts
+
+    def _gathered(self, launch_plan: LaunchPlan, number: int) -> LaunchPlan | None:
+        """Return the plan once the other notebooks of the run have come; None when it was stopped before."""
+        if self._run.config.num_nodes == 1:
+            return launch_plan
+        if self._party is None:
+            from notebook_accelerate.launch.rendezvous.party import Party
+
+            self._party = Party(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls)
+        if not self._run.config.block:
+            self._started.set()  # the others may take minutes, and the run can be stopped already
+        return self._party.gather(number)
+
+    def _stopped_waiting(self) -> tuple[str, WorkerError]:
+        run = self._run
+        text = f"run {run.id} was stopped after {run.elapsed:.1f} s, before all notebooks had joined"
+        return "stopped", RunStoppedError(text, run)
+
+    def _supervised(self, launch_plan: LaunchPlan, number: int) -> Group:
+        """Start the ranks of an attempt and see them to their end."""
+        group = self._start_group(launch_plan, number)
+        sampler = Sampler(group.pids(), self._party.keep if self._party else self._run.store.add)
+        sampler.start()
+        try:
+            group.supervise()
+        finally:
+            group.abandon()
+            sampler.stop()
+            self._group = None
+        return group
 
     def _start_group(self, launch_plan: LaunchPlan, number: int) -> Group:
         backend = process_backend(launch_plan.start_method)(self._function, self._arguments)
         group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls, self._watch)
         group.on_hold = lambda: self._hold(group)
+        if self._party is not None:
+            backend = self._party.backend(backend)
+            self._party.attend(group)
         group.start(backend, number)
         self._group = group
         self._started.set()
