@@ -19,6 +19,8 @@ FIRST_LINES = 500
 """Lines per rank that a view begins with."""
 NEW_LINES = 200
 """Lines per rank in one update: of a flood, the end."""
+ALL_FIRST_LINES, ALL_NEW_LINES = 8_000, 1_600
+"""The same over all ranks: the more there are, the fewer of each."""
 MAX_LINE = 4_000
 """Characters of a line that are shown."""
 TAIL = 50
@@ -39,6 +41,7 @@ class LogView(anywidget.AnyWidget):
         super().__init__()
         self._run = run
         self._seq = 0
+        self._seen = 0
         self._cursors: dict[int, int] = {}
         self._asked = True
         self._born: float | None = None
@@ -57,13 +60,17 @@ class LogView(anywidget.AnyWidget):
             self._refreshes += 1
         if self._asked or missed:
             self._asked = False
-            self._send_lines(FIRST_LINES, whole=True)
-        else:
-            self._send_lines(NEW_LINES, whole=False)
+            self._send_lines(min(FIRST_LINES, self._share(ALL_FIRST_LINES)), whole=True)
+        elif self._run.store.log_total != self._seen:
+            self._send_lines(min(NEW_LINES, self._share(ALL_NEW_LINES)), whole=False)
+
+    def _share(self, lines: int) -> int:
+        return max(1, lines // max(1, len(self._run.ranks)))
 
     def _send_lines(self, limit: int, *, whole: bool) -> None:
         lines: list[tuple[int, float, str, str]] = []
         skipped: dict[str, int] = {}
+        self._seen = self._run.store.log_total
         for info in self._run.ranks:
             since = 0 if whole else self._cursors.get(info.rank, 0)
             found, self._cursors[info.rank], left_out = self._run.store.log_tail(info.rank, since, limit)
@@ -74,7 +81,9 @@ class LogView(anywidget.AnyWidget):
             return
         lines.sort(key=lambda line: line[1])
         self._seq += 1
-        message = {"seq": self._seq, "prev": self._seq - 1, "lines": lines, "skipped": skipped}
+        places = {str(info.rank): info.node for info in self._run.ranks}
+        nodes = places if whole and len(set(places.values())) > 1 else {}
+        message = {"seq": self._seq, "prev": self._seq - 1, "lines": lines, "skipped": skipped, "nodes": nodes}
         if whole:
             self.full = message
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -18,6 +20,7 @@ from notebook_accelerate.telemetry.thinning import m4
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.telemetry import Store
+    from notebook_accelerate.telemetry.bands import BandTail
 
 MAX_METRICS = 200
 """Metrics that are sent at a time; the filter reaches the others."""
@@ -26,6 +29,12 @@ MAX_SERIES_POINTS = 2_000
 """Points that a curve begins with, after M4; the browser lets it grow to three times that, then thins again."""
 MAX_NEW_POINTS = 400
 """Points of one series in one update, after M4."""
+BAND_RANKS = 16
+"""Of more ranks than this the band is drawn: smallest, mean and largest. Single ranks are laid over it."""
+BAND_LABEL = "all ranks: mean and range"
+MAX_LAID_OVER = 8
+"""Ranks laid over a band: as many as there are colours."""
+BAND = -1
 REFRESH_AGES = (0.4, 1.0, 2.0, 4.0, 8.0)
 REFRESH_SECONDS = 30.0
 """A view that is opened while the kernel is busy cannot ask for what it missed: it is sent everything now and then,
@@ -45,21 +54,36 @@ class Source:
         origin: The moment that is zero on the time axis, in seconds since the epoch.
         label: Begins the name of each curve; the rank follows where ``ranks``.
         ranks: Whether there is a curve per rank; otherwise the first rank that logged a metric stands for all.
+        laid_over: Ranks whose own curves are drawn where there is a band.
     """
 
     store: Store
     origin: float
     label: str = ""
     ranks: bool = True
+    laid_over: tuple[int, ...] = ()
     cursors: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def series(self, names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
-        """Yield metric, rank and label of each curve."""
+        """Yield metric, rank and label of each curve; the rank of a band is `BAND`."""
         for name in names:
             ranks = self.store.ranks_of(name)
+            if self.ranks and len(ranks) > BAND_RANKS:
+                yield name, BAND, BAND_LABEL
+                ranks = [rank for rank in self.laid_over if rank in ranks]
             for rank in ranks if self.ranks else ranks[:1]:
                 own = f"rank {rank}" if self.ranks else ""
                 yield name, rank, " · ".join(part for part in (self.label, own) if part)
+
+
+def chosen_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that somebody typed, as "0, 5-7"; what makes no sense is left out."""
+    found: list[int] = []
+    for part in re.split(r"[,;\s]+", re.sub(r"\s*[-–]\s*", "-", text.strip())):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (not last or last.isdecimal()):
+            found += range(int(first), min(int(last or first), int(first) + MAX_LAID_OVER) + 1)
+    return tuple(dict.fromkeys(found))
 
 
 def sources_of(run: Run) -> list[Source]:
@@ -71,7 +95,7 @@ class _Packet:
     """Collects series for one message."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[str, str, int]] = []
+        self.entries: list[tuple[Any, ...]] = []
         self._columns: list[np.ndarray] = []
 
     def add(self, metric: str, label: str, tail: Any, origin: float, points: int) -> None:
@@ -81,6 +105,13 @@ class _Packet:
         steps = np.where(tail.steps[kept] < 0, times, tail.steps[kept])
         self.entries.append((metric, label, len(kept)))
         self._columns += [steps, times, tail.values[kept]]
+
+    def add_band(self, metric: str, label: str, tail: BandTail, origin: float) -> None:
+        times = tail.times - origin
+        x = np.where(np.isnan(tail.steps), times, tail.steps)
+        first = float(x[0]) if math.isfinite(tail.cut) else None
+        self.entries.append((metric, label, len(x), first))
+        self._columns += [x, times, tail.mean, tail.low, tail.high]
 
     def message(self, seq: int, prev: int) -> dict[str, Any]:
         data = np.concatenate(self._columns).astype("<f8").tobytes() if self._columns else b""
@@ -100,6 +131,7 @@ class Plot(anywidget.AnyWidget):
     full: Any = traitlets.Dict().tag(sync=True)
     delta: Any = traitlets.Dict().tag(sync=True)
     wanted: Any = traitlets.Unicode("").tag(sync=True)
+    chosen: Any = traitlets.Unicode("").tag(sync=True)
     hidden_metrics: Any = traitlets.Int(0).tag(sync=True)
     empty_text: Any = traitlets.Unicode("").tag(sync=True)
 
@@ -109,6 +141,7 @@ class Plot(anywidget.AnyWidget):
         self._seq = 0
         self._asked = True
         self._filter = ""
+        self._standing_out: tuple[int, ...] = ()
         self._born: float | None = None
         self._refreshes = 0
         self._refresh_due = 0.0
@@ -122,6 +155,22 @@ class Plot(anywidget.AnyWidget):
         """
         self._sources = list(sources)
         self._asked = True
+
+    def lay_over(self, ranks: Iterable[int]) -> None:
+        """Draw the curves of these ranks over the bands, unless the user has chosen others.
+
+        Args:
+            ranks: Those that stand out. Once drawn a rank stays, so that curves do not come and go.
+        """
+        self._standing_out = tuple(dict.fromkeys([*self._standing_out, *ranks]))[: MAX_LAID_OVER // 2]
+
+    def _choose(self) -> None:
+        """Take over which ranks are to be laid over the bands."""
+        wanted = chosen_ranks(self.chosen)[:MAX_LAID_OVER] if self.chosen.strip() else self._standing_out
+        for source in self._sources:
+            if source.ranks and source.laid_over != wanted:
+                source.laid_over = wanted
+                self._asked = True
 
     def _heard(self, _: Any, content: Any, __: Any) -> None:
         # Comes on any thread: note it, nothing else.
@@ -138,6 +187,7 @@ class Plot(anywidget.AnyWidget):
             self._born = now
             self._plan_refresh(now)
         names = self._names()
+        self._choose()
         if self._asked or self._filter != self.wanted or now >= self._refresh_due:
             self._asked, self._filter = False, self.wanted
             self._plan_refresh(now)
@@ -167,6 +217,9 @@ class Plot(anywidget.AnyWidget):
         for source in self._sources:
             source.cursors.clear()
         for source, name, rank, label in wanted:
+            if rank == BAND:
+                self._add_band(packet, source, name, (0, 0))
+                continue
             tail = source.store.tail(name, rank)
             source.cursors[name, rank] = tail.cursor
             packet.add(name, label, tail, source.origin, points)
@@ -174,12 +227,24 @@ class Plot(anywidget.AnyWidget):
             self._seq += 1
             self.full = packet.message(self._seq, self._seq - 1)
 
+    def _add_band(self, packet: _Packet, source: Source, name: str, cursor: tuple[int, int]) -> None:
+        band = source.store.band(name, cursor)
+        assert band is not None, "there is one of more ranks than BAND_FROM"
+        source.cursors[name, BAND] = band.cursor
+        if len(band.times):
+            packet.add_band(name, BAND_LABEL, band, source.origin)
+
     def _send_new(self, names: Sequence[str]) -> bool:
         """Send what came since the last message; return False where that is not possible, because points were moved."""
         packet = _Packet()
         for source in self._sources:
             for name, rank, label in source.series(names):
                 known = source.cursors.get((name, rank))
+                if rank == BAND:
+                    if known is None:  # the ranks were few enough for curves of their own until now
+                        return False
+                    self._add_band(packet, source, name, known)
+                    continue
                 tail = source.store.tail(name, rank, known or (0, 0))
                 if known is not None and tail.whole and known[1]:
                     return False
@@ -215,4 +280,4 @@ class Plot(anywidget.AnyWidget):
         return "\n".join(lines) or self.empty_text
 
 
-__all__ = ["MAX_METRICS", "Plot", "Source", "sources_of"]
+__all__ = ["BAND_LABEL", "BAND_RANKS", "MAX_METRICS", "Plot", "Source", "chosen_ranks", "sources_of"]

@@ -65,7 +65,7 @@ class RankTable(anywidget.AnyWidget):
         if self._asked or head != self._head:
             self._asked, self._head, self._known = False, head, {}
             parts = coalesced.parts(seen)
-            self._send("full", {"head": head, "parts": [_whole(part) for part in parts]})
+            self._tell("full", {"head": head, "parts": [_whole(part) for part in parts]})
             self._remember(parts)
             return
         over = seen.status in ("succeeded", "failed", "stopped")
@@ -73,7 +73,7 @@ class RankTable(anywidget.AnyWidget):
         changes = [change for part in parts if (change := self._change(part)) is not None]
         gone = [key for key in self._known if key not in {part.key for part in parts}]
         if changes or gone:
-            self._send("delta", {"parts": changes, "gone": gone})
+            self._tell("delta", {"parts": changes, "gone": gone})
             self._remember(parts)
 
     def _is_due(self, key: str, now: float) -> bool:
@@ -111,7 +111,7 @@ class RankTable(anywidget.AnyWidget):
             if part.rows is not None:
                 self._known[part.key] = {row.key: _values(row) for row in part.rows}
 
-    def _send(self, kind: str, content: dict[str, Any]) -> None:
+    def _tell(self, kind: str, content: dict[str, Any]) -> None:
         self._seq += 1
         setattr(self, kind, {"seq": self._seq, "prev": self._seq - 1, **content})
 

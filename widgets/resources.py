@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accelerate.launch.nodes import MANY, by_node
+from notebook_accelerate.telemetry.naming import rank_names
+from notebook_accelerate.widgets.coalesced import has_gpu, head, node_row, percent
 from notebook_accelerate.widgets.live import LivePanel
 from notebook_accelerate.widgets.styles import style_sheet
 from notebook_accelerate.widgets.watching import Watcher, size
@@ -64,13 +67,15 @@ class ResourceStrip(LivePanel):
         for rank in self._watcher.look(self._clock()).ranks:
             peak = size(self.run.store.peak_memory.get(rank.rank))
             rows.append([
-                str(rank.rank), _percent(rank.cpu), size(rank.memory), peak, _percent(rank.gpu), size(rank.gpu_memory),
+                str(rank.rank), percent(rank.cpu), size(rank.memory), peak, percent(rank.gpu), size(rank.gpu_memory),
             ])  # fmt: skip
         return rows
 
 
 def strip(now: Now, watcher: Watcher) -> str:
-    """Return one small card per rank; of many ranks, what matters most of each."""
+    """Return one small card per rank; of many ranks, what matters most of each, or of each node."""
+    if len(now.ranks) > MANY and len({rank.node for rank in now.ranks}) > 1:
+        return _by_node(now.ranks)
     if len(now.ranks) > MAX_CARDS:
         return _dense(now.ranks)
     cards = "".join(_card(rank, list(watcher.processor.get(rank.rank, ()))) for rank in now.ranks[:MAX_SHOWN])
@@ -78,25 +83,49 @@ def strip(now: Now, watcher: Watcher) -> str:
 
 
 def _dense(ranks: Sequence[RankNow]) -> str:
-    gpu = any(rank.gpu is not None or rank.gpu_memory is not None for rank in ranks)
+    gpu = has_gpu(ranks)
     title = "GPU use and GPU memory by rank" if gpu else "Processor use and memory by rank"
     cells = "".join(_cell(rank, gpu=gpu) for rank in ranks[:MAX_SHOWN])
     more = f" (the first {MAX_SHOWN} of {len(ranks):,})" if len(ranks) > MAX_SHOWN else ""
     return f'<p class="na-strip-title">{title}{more}</p><ul class="na-strip na-dense" aria-label="{title}">{cells}</ul>'
 
 
+def _by_node(ranks: Sequence[RankNow]) -> str:
+    """Draw each node as a dense strip draws a rank: its mean use, and what its ranks hold together."""
+    gpu, groups = has_gpu(ranks), by_node(ranks)
+    tiny, cells = len(groups) > MANY, []
+    for node, members in list(groups.items())[:MAX_SHOWN]:
+        row = node_row(members, gpu=gpu, several=True)
+        figures = dict(zip(head("loss", gpu=gpu), row.cells, strict=True))
+        used, memory = (figures["GPU"], figures["GPU memory"]) if gpu else (figures["CPU"], figures["memory"])
+        words = f"{row.name}, {rank_names([rank.rank for rank in members])}: CPU {figures['CPU']}, {figures['memory']}"
+        words += f", GPU {used}, GPU memory {memory}" if gpu else ""
+        cells.append(_meter(str(node), escape(words), used, "" if tiny else memory))
+    whole = sum((rank.gpu_memory if gpu else rank.memory) or 0 for rank in ranks)
+    title = f"{'GPU' if gpu else 'Processor'} use by node, mean of its ranks"
+    title += f" · {size(whole)} of {'GPU ' if gpu else ''}memory in all" if tiny else f"; {'GPU ' if gpu else ''}memory"
+    title += f" (the first {MAX_SHOWN} of {len(groups):,} nodes)" if len(groups) > MAX_SHOWN else ""
+    kind = "na-strip na-dense na-tiny" if tiny else "na-strip na-dense"
+    return f'<p class="na-strip-title">{title}</p><ul class="{kind}" aria-label="{title}">{"".join(cells)}</ul>'
+
+
 def _cell(rank: RankNow, *, gpu: bool) -> str:
     used, memory = (rank.gpu, rank.gpu_memory) if gpu else (rank.cpu, rank.memory)
     words = f"rank {rank.rank}: " + ", ".join(f"{name} {value}" for name, value in _entries(rank))
-    meter = f'<span class="na-meter"><i style="width:{min(100.0, max(0.0, used or 0.0)):.0f}%"></i></span>'
-    figures = f"<b>{_percent(used)}</b><span>{size(memory)}</span>"
-    return f'<li title="{words}"><span class="na-who">{rank.rank}</span>{meter}{figures}</li>'
+    return _meter(str(rank.rank), words, percent(used), size(memory))
+
+
+def _meter(name: str, words: str, used: str, memory: str) -> str:
+    share = min(100.0, max(0.0, float(used.split(maxsplit=1)[0]))) if used[0].isdigit() else 0.0
+    meter = f'<span class="na-meter"><i style="width:{share:.0f}%"></i></span>'
+    held = f"<span>{memory}</span>" if memory else ""
+    return f'<li title="{words}"><span class="na-who">{name}</span>{meter}<b>{used}</b>{held}</li>'
 
 
 def _entries(rank: RankNow) -> list[tuple[str, str]]:
-    entries = [("CPU", _percent(rank.cpu)), ("memory", size(rank.memory))]
+    entries = [("CPU", percent(rank.cpu)), ("memory", size(rank.memory))]
     if rank.gpu is not None or rank.gpu_memory is not None:
-        entries += [("GPU", _percent(rank.gpu)), ("GPU memory", size(rank.gpu_memory))]
+        entries += [("GPU", percent(rank.gpu)), ("GPU memory", size(rank.gpu_memory))]
     return entries
 
 
@@ -117,10 +146,6 @@ def _curve(history: Sequence[float]) -> str:
         '<svg viewBox="0 0 64 16" aria-hidden="true"><polyline fill="none" stroke="currentColor" stroke-width="1.3" '
         f'points="{points}"/></svg>'
     )
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f} %"
 
 
 __all__ = ["ResourceStrip", "strip"]

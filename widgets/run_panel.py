@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.widgets import sections
+from notebook_accelerate.widgets import coalesced, sections
 from notebook_accelerate.widgets.binding import live_bundle
 from notebook_accelerate.widgets.live import LivePanel
 from notebook_accelerate.widgets.logs import LogView
 from notebook_accelerate.widgets.plot import Plot, sources_of
+from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resources import strip
 from notebook_accelerate.widgets.sharding import ShardingPage
 from notebook_accelerate.widgets.stopping import hint, look_at_kernel
@@ -22,8 +23,11 @@ from notebook_accelerate.widgets.watching import Watcher, loss_name
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
+    from notebook_accelerate.widgets.watching import Now
 
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
+MANY_SECONDS = 1.0
+"""Seconds between two updates of the resources and step times of many ranks."""
 
 
 class RunPanel(LivePanel):
@@ -38,6 +42,8 @@ class RunPanel(LivePanel):
         self._watcher = Watcher(run)
         self._sharding_page = ShardingPage(run)
         self._titles: dict[int, str] = {}
+        self._ranks_due = float("-inf")
+        self._errors_of: tuple[int, object] | None = None
         super().__init__(run, clock)
 
     # ---- the widget
@@ -53,12 +59,15 @@ class RunPanel(LivePanel):
         self.stop_button = ipywidgets.Button(description="Stop", tooltip="Stop the run")
         self.stop_button.add_class("na-stop")
         self.stop_button.on_click(self._stop_clicked)
-        for asking in (self.plot, self.logs):
+        self.rank_table = RankTable()
+        for asking in (self.plot, self.logs, self.rank_table):
             asking.on_msg(self._asked)
-        self.plot.observe(self._asked, "wanted")
+        self.plot.observe(self._asked, ["wanted", "chosen"])
+        self.rank_table.observe(self._asked, "unfolded")
+        ranks = ipywidgets.VBox([self._ranks, self.rank_table])
         headline = ipywidgets.HBox([self._head, self.stop_button])
         headline.add_class("na-headline")
-        pages = [self.plot, self._ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
+        pages = [self.plot, ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
         self._tabs = ipywidgets.Tab(children=pages)
         self._tabs.add_class("na-tabs")
         for index, title in enumerate(TABS):
@@ -79,17 +88,37 @@ class RunPanel(LivePanel):
         run, seen = self.run, self._watcher.look(now)
         self._head.value = sections.head(run, seen, hint(run, look_at_kernel()))
         self._progress.value = sections.progress(seen)
-        self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
-        self._ranks.value = sections.ranks(seen, loss_name(run))
-        self._times.value = sections.step_times(seen) + sections.traces(run)
-        self._sharding.value = self._sharding_page.html()
-        self._errors.value = sections.errors(run)
+        self._render_ranks(now, seen)
+        self._render_errors()
         self._setup.value = self._setup.value or sections.setup(run)
         self._title(1, "Ranks ⚠" if seen.warned else "Ranks")
         self._title(TABS.index("Errors"), f"Errors ({len(run.failures)})" if run.failures else "Errors")
         self._show_stop_button()
         self.plot.update(now)
         self.logs.update(now)
+
+    def _render_ranks(self, now: float, seen: Now) -> None:
+        """Bring what grows with the ranks up to date; of many ranks once a second."""
+        run, many = self.run, coalesced.many(seen)
+        self.rank_table.layout.display = "" if many else "none"
+        if many:
+            self._ranks.value = sections.verdict(seen)
+            self.rank_table.update(now, seen, loss_name(run))
+            self.plot.lay_over(rank.rank for rank in coalesced.standing_out(seen.ranks))
+            if now < self._ranks_due and run.ended is None:
+                return
+            self._ranks_due = now + 0.95 * MANY_SECONDS
+        else:
+            self._ranks.value = sections.ranks(seen, loss_name(run))
+        self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
+        self._times.value = sections.step_times(seen) + sections.traces(run)
+        self._sharding.value = self._sharding_page.html()
+
+    def _render_errors(self) -> None:
+        state = (len(self.run.failures), self.run.error)
+        if self._errors_of != state:
+            self._errors_of = state
+            self._errors.value = sections.errors(self.run)
 
     def _show_stop_button(self) -> None:
         run, button = self.run, self.stop_button

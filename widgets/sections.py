@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch import curves
+from notebook_accelerate.launch.nodes import MANY, by_node, node_name
 from notebook_accelerate.launch.report import Report, environment_rows, failures_html, file_size
 from notebook_accelerate.telemetry.steptime import PARTS
-from notebook_accelerate.widgets.watching import duration, size
+from notebook_accelerate.widgets import coalesced
+from notebook_accelerate.widgets.watching import duration
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
+    from notebook_accelerate.widgets.coalesced import Row
     from notebook_accelerate.widgets.watching import Now, Progress, RankNow
 
-MAX_ROWS = 256
-"""Ranks that a table shows; of more, the first ones and those that stand out."""
+MAX_TRACES = 256
+"""Profiler traces that are listed."""
+SLOWEST_RANKS, SLOWEST_NODES = 8, 8
+"""Of many ranks, so many bars show where time goes, besides the mean."""
 
 
 def head(run: Run, now: Now, hint: str) -> str:
@@ -62,7 +68,8 @@ def _figures(done: Progress) -> list[str]:
         of = f" of {done.total:,}" if done.total else ""
         parts.append(f"<span>{escape(done.label)} <b>{done.step:,}</b>{of}</span>")
     if done.rate is not None:
-        parts.append(f"<span><b>{_rate(done.rate)}</b> {'per second' if done.label != 'step' else 'steps/s'}</span>")
+        unit = "per second" if done.label != "step" else "steps/s"
+        parts.append(f"<span><b>{coalesced.rate(done.rate)}</b> {unit}</span>")
     if done.left is not None:
         parts.append(f"<span><b>{duration(done.left)}</b> left</span>")
     return parts
@@ -73,46 +80,37 @@ def _figures_text(done: Progress) -> str:
     return f"{done.label} {done.step} of {done.total}{left}"
 
 
-def _rate(rate: float | None) -> str:
-    if rate is None:
-        return "–"
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 1 else f"{rate:.2f}"
+def verdict(now: Now) -> str:
+    """Return who keeps the others waiting, as a sentence."""
+    warned = " na-warned" if now.warned else ""
+    return f'<p class="na-verdict{warned}">{escape(now.verdict)}</p>' if now.verdict else ""
 
 
 def ranks(now: Now, loss: str) -> str:
-    """Return the table of ranks; a straggler stands out by colour, badge and sentence."""
-    gpu = any(rank.gpu is not None or rank.gpu_memory is not None for rank in now.ranks)
-    columns = ["step", "behind", "steps/s", loss or "loss", "CPU", "memory", *(["GPU", "GPU memory"] if gpu else [])]
-    titles = "".join(f'<th scope="col" class="na-num">{escape(title)}</th>' for title in columns)
-    shown = now.ranks[:MAX_ROWS] + [rank for rank in now.ranks[MAX_ROWS:] if rank.late or rank.state == "failed"]
-    rows = "".join(_rank_row(rank, gpu=gpu) for rank in shown)
-    more = len(now.ranks) - len(shown)
-    left_out = f'<p class="na-muted">{more:,} more ranks like these.</p>' if more else ""
-    warned = " na-warned" if now.warned else ""
-    verdict = f'<p class="na-verdict{warned}">{escape(now.verdict)}</p>' if now.verdict else ""
+    """Return the table of few ranks, under their nodes where there are several; a straggler stands out."""
+    gpu, groups = coalesced.has_gpu(now.ranks), by_node(now.ranks)
+    titles = "".join(f'<th scope="col" class="na-num">{escape(title)}</th>' for title in coalesced.head(loss, gpu=gpu))
+    rows = []
+    for members in groups.values():
+        rows += [_row(coalesced.node_row(members, gpu=gpu, several=True))] if len(groups) > 1 else []
+        rows += [_row(coalesced.rank_row(rank, gpu=gpu)) for rank in members]
     return (
-        f'{verdict}<div class="na-scroll"><table class="na-table"><caption class="na-hidden">Ranks</caption><thead><tr>'
-        f'<th scope="col">rank</th><th scope="col">state</th>{titles}<th scope="col" class="na-num">last heard</th>'
-        f"</tr></thead><tbody>{rows}</tbody></table></div>{left_out}"
+        f'{verdict(now)}<div class="na-scroll"><table class="na-table"><caption class="na-hidden">Ranks</caption>'
+        f'<thead><tr><th scope="col">rank</th><th scope="col">state</th>{titles}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
-def _rank_row(rank: RankNow, *, gpu: bool) -> str:
-    badge = '<span class="na-badge">straggler</span>' if rank.late else ""
-    kind = "na-dead" if rank.state == "failed" else "na-late" if rank.late else ""
-    numbers = [
-        "–" if rank.step is None else f"{rank.step:,}",
-        f"{rank.behind:,}" if rank.behind else "0" if rank.step is not None else "–",
-        _rate(rank.rate),
-        "–" if rank.loss is None else curves.number(rank.loss),
-        "–" if rank.cpu is None else f"{rank.cpu:.0f} %",
-        size(rank.memory),
-    ]
-    if gpu:
-        numbers += ["–" if rank.gpu is None else f"{rank.gpu:.0f} %", size(rank.gpu_memory)]
-    numbers.append(rank.exit or ("–" if rank.silence is None else f"{rank.silence:.0f} s ago"))
-    cells = "".join(f'<td class="na-num">{escape(text)}</td>' for text in numbers)
-    return f'<tr class="{kind}"><th scope="row">{rank.rank}{badge}</th><td>{state(rank.state)}</td>{cells}</tr>'
+_KINDS = {"late": "na-late", "dead": "na-dead", "": ""}
+
+
+def _row(row: Row) -> str:
+    node = row.key.startswith("n")
+    badge = f'<span class="na-badge">{escape(row.badge)}</span>' if row.badge else ""
+    kind = "na-node" if node else _KINDS[row.kind]
+    cells = "".join(f'<td class="na-num">{escape(text)}</td>' for text in row.cells)
+    said = escape(row.state) if node else state(row.state)
+    return f'<tr class="{kind}"><th scope="row">{escape(row.name)}{badge}</th><td>{said}</td>{cells}</tr>'
 
 
 def step_times(now: Now) -> str:
@@ -123,47 +121,82 @@ def step_times(now: Now) -> str:
             '<p class="na-empty">Nothing measured yet: an optimizer that went through accelerator.prepare tells where '
             "the time of each step goes.</p>"
         )
-    longest = max(rank.step_seconds or 0.0 for rank in measured)
+    bars = _bars(measured)
+    longest = max(bar.seconds for bar in bars)
     legend = "".join(
         f'<li><span class="na-swatch" style="background:var(--na-part-{index})"></span>{part}</li>'
         for index, part in enumerate(PARTS)
     )
-    bars = "".join(_stack(rank, longest) for rank in measured[:MAX_ROWS])
+    drawn = "".join(_stack(bar, longest) for bar in bars)
     note = (
         '<p class="na-note">A rank&#39;s own time is what it cannot have spent waiting for others: all but backward, '
         "where gradients are exchanged, and collectives.</p>"
     )
-    return f'<ul class="na-legend">{legend}</ul><div class="na-stacks">{bars}</div>{note}'
+    return f'<ul class="na-legend">{legend}</ul><div class="na-stacks">{drawn}</div>{note}'
 
 
 def traces(run: Run) -> str:
     """Return the profilers' traces that ranks have written, as a list; "" where there is none."""
     items = "".join(
         f"<li>rank {rank}: <code>{escape(path)}</code> ({file_size(count)})</li>"
-        for rank, path, count in run.store.traces()[:MAX_ROWS]
+        for rank, path, count in run.store.traces()[:MAX_TRACES]
     )
     return f'<p class="na-sub">Profiler traces, for a viewer of Chrome traces</p><ul>{items}</ul>' if items else ""
 
 
-def _stack(rank: RankNow, longest: float) -> str:
-    seconds = rank.step_seconds or 0.0
+@dataclass(frozen=True)
+class _Bar:
+    """Where the time of a rank's step goes, or the mean of several ranks'."""
+
+    name: str
+    parts: Mapping[str, float]
+    seconds: float
+    own: float
+    late: bool = False
+
+
+def _bars(measured: Sequence[RankNow]) -> list[_Bar]:
+    """Return a bar per rank; of many ranks those that work longest, and the means of the nodes that do."""
+    if len(measured) <= MANY:
+        return [_bar(rank) for rank in measured]
+    groups = by_node(measured)
+    means = [_mean_bar(node_name(ranks, several=True), ranks) for ranks in groups.values()] if len(groups) > 1 else []
+    slowest = sorted(measured, key=lambda rank: -(rank.own_seconds or 0.0))[:SLOWEST_RANKS]
+    nodes = sorted(means, key=lambda bar: -bar.own)[:SLOWEST_NODES]
+    return [_mean_bar(f"mean of {len(measured):,} ranks", measured), *[_bar(rank) for rank in slowest], *nodes]
+
+
+def _bar(rank: RankNow) -> _Bar:
     total = sum(rank.parts.values()) or 1.0
+    shares = {part: rank.parts.get(part, 0.0) / total for part in PARTS}
+    return _Bar(f"rank {rank.rank}", shares, rank.step_seconds or 0.0, rank.own_seconds or 0.0, rank.late)
+
+
+def _mean_bar(name: str, ranks: Sequence[RankNow]) -> _Bar:
+    total = sum(sum(rank.parts.values()) for rank in ranks) or 1.0
+    shares = {part: sum(rank.parts.get(part, 0.0) for rank in ranks) / total for part in PARTS}
+    seconds, own = ([getattr(rank, field) or 0.0 for rank in ranks] for field in ("step_seconds", "own_seconds"))
+    return _Bar(name, shares, sum(seconds) / len(ranks), sum(own) / len(ranks))
+
+
+def _stack(bar: _Bar, longest: float) -> str:
     pieces, words = [], []
     for index, part in enumerate(PARTS):
-        share = rank.parts.get(part, 0.0) / total
+        share = bar.parts[part]
         words.append(f"{part} {100 * share:.0f} %")
-        label = f"{100 * share:.0f} %" if share * seconds / longest > 0.07 else ""
-        width = 100 * share * seconds / longest
-        title = f"{part}: {1000 * share * seconds:.1f} ms"
+        label = f"{100 * share:.0f} %" if share * bar.seconds / longest > 0.07 else ""
+        width = 100 * share * bar.seconds / longest
+        title = f"{part}: {1000 * share * bar.seconds:.1f} ms"
         pieces.append(
             f'<span style="width:{width:.2f}%;background:var(--na-part-{index})" title="{title}">{label}</span>'
         )
-    badge = '<span class="na-badge">straggler</span>' if rank.late else ""
-    own = f", <b>{1000 * rank.own_seconds:,.1f}</b> of its own" if rank.own_seconds else ""
+    badge = '<span class="na-badge">straggler</span>' if bar.late else ""
+    own = f", <b>{1000 * bar.own:,.1f}</b> of its own" if bar.own else ""
+    name = escape(bar.name)
     return (
-        f"<span>rank {rank.rank}{badge}</span>"
-        f'<div class="na-stack" role="img" aria-label="rank {rank.rank}: {", ".join(words)}">{"".join(pieces)}</div>'
-        f"<span>{1000 * seconds:,.1f} ms per step{own}</span>"
+        f"<span>{name}{badge}</span>"
+        f'<div class="na-stack" role="img" aria-label="{name}: {", ".join(words)}">{"".join(pieces)}</div>'
+        f"<span>{1000 * bar.seconds:,.1f} ms per step{own}</span>"
     )
 
 
@@ -191,4 +224,4 @@ def table(caption: str, rows: list[list[str]]) -> str:
     return f'<table class="na-table na-wrap"><caption>{escape(caption)}</caption><tbody>{body}</tbody></table>'
 
 
-__all__ = ["errors", "head", "progress", "ranks", "setup", "state", "step_times", "table"]
+__all__ = ["errors", "head", "progress", "ranks", "setup", "state", "step_times", "table", "traces", "verdict"]

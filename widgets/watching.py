@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import step_time
+from notebook_accelerate.telemetry.naming import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.telemetry import ResourceEvent, Store
+    from notebook_accelerate.launch.run import RankInfo
+    from notebook_accelerate.telemetry import ResourceEvent, StepTimeEvent, Store
 
 RATE_SECONDS = 10.0
 """Rates are over so many last seconds."""
@@ -23,6 +26,9 @@ SETTLE_SECONDS = 2.0
 """Before that nobody knows how fast the ranks go, and so how many steps mean that one is behind."""
 SLOW = 1.25
 """A rank whose own work takes this many times the others' median holds them up."""
+
+MAX_NAMED = 60
+"""Characters of ranks that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,13 @@ class RankNow:
     own_seconds: float | None
     late: bool
     exit: str
+    node: int = 0
+    host: str = ""
+
+    @property
+    def silent(self) -> bool:
+        """Whether it was not heard of for longer than a rank that runs should be."""
+        return self.silence is not None and self.silence > SILENT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,7 @@ class Watcher:
         self.processor: dict[int, deque[float]] = {}
         self._sampled: dict[int, ResourceEvent] = {}
         self._steps: dict[int, _Counter] = {}
+        self._parts: dict[int, tuple[StepTimeEvent, dict[str, float], int, float]] = {}
         self._loop = _Counter()
         self._first_step: float | None = None
 
@@ -122,7 +136,8 @@ class Watcher:
         steps = [info.last_step for info in infos if info.last_step is not None and info.last_step >= 0]
         ahead = max(steps, default=None)
         self._sample()
-        ranks = [self._rank(info.rank, now, ahead) for info in infos]
+        loss = loss_name(run)
+        ranks = [self._rank(info, now, ahead, loss) for info in infos]
         if self._first_step is None and ahead is not None:
             self._first_step = now
         settled = self._first_step is not None and now - self._first_step >= SETTLE_SECONDS
@@ -138,14 +153,24 @@ class Watcher:
                 self._sampled[rank] = event
                 self.processor.setdefault(rank, deque(maxlen=HISTORY)).append(event.cpu_percent)
 
-    def _rank(self, rank: int, now: float, ahead: int | None) -> RankNow:
+    def _step_time(self, rank: int) -> tuple[dict[str, float], int, float]:
+        """Return the seconds by part of the rank's latest steps, how many those are, and the seconds of its own."""
         store = self.run.store
-        info = self.run._info(rank)
+        latest, known = store.latest_step_time(rank), self._parts.get(rank)
+        if latest is None:
+            return {}, 0, 0.0
+        if known is None or known[0] is not latest:
+            parts, counted = step_time(store, rank)
+            own = _own(store, rank, sum(parts.values()) - parts["collectives"])
+            known = self._parts[rank] = (latest, parts, counted, own)
+        return known[1:]
+
+    def _rank(self, info: RankInfo, now: float, ahead: int | None, loss: str) -> RankNow:
+        store, rank = self.run.store, info.rank
         step = info.last_step if info.last_step is not None and info.last_step >= 0 else None
         used = store.resources.get(rank)
         heard = store.last_activity.get(rank)
-        parts, counted = step_time(store, rank)
-        total = sum(parts.values())
+        parts, counted, own = self._step_time(rank)
         alive = self.run.ended is None and info.state in ("starting", "running")
         rate = self._steps.setdefault(rank, _Counter()).rate(now, step) if alive else self._whole_rate(step)
         return RankNow(
@@ -155,25 +180,24 @@ class Watcher:
             step=step,
             behind=ahead - step if ahead is not None and step is not None else 0,
             rate=rate,
-            loss=self._loss(rank),
+            loss=last_value(self.run, loss, rank),
             cpu=used.cpu_percent if used is not None and alive else None,
             memory=used.memory_bytes if used is not None and alive else store.peak_memory.get(rank),
             gpu=used.gpu_percent if used is not None and alive else None,
             gpu_memory=used.gpu_memory_bytes if used is not None else None,
             silence=max(0.0, now - heard) if heard is not None and alive else None,
             parts=parts,
-            step_seconds=total / counted if counted else None,
-            own_seconds=_own(store, rank, total - parts["collectives"]) / counted if counted else None,
+            step_seconds=sum(parts.values()) / counted if counted else None,
+            own_seconds=own / counted if counted else None,
             late=False,
             exit=info.exit,
+            node=info.node,
+            host=info.host,
         )
 
     def _whole_rate(self, step: int | None) -> float | None:
         lasted = self.run.elapsed
         return step / lasted if step and lasted > 0 else None
-
-    def _loss(self, rank: int) -> float | None:
-        return last_value(self.run, loss_name(self.run), rank)
 
     def _progress(self, now: float, ranks: list[RankNow]) -> Progress:
         loops = list(self.run.store.loops.values())
@@ -216,9 +240,10 @@ def _verdict(ranks: list[RankNow], *, active: bool, settled: bool) -> tuple[set[
         said += [text] if text else []
     if late:
         return late, " ".join(said)
-    silent = [rank.rank for rank in ranks if rank.silence is not None and rank.silence > SILENT_SECONDS]
+    silent = [rank.rank for rank in ranks if rank.silent]
     if active and silent and len(silent) < len(ranks):
-        return set(silent), f"Rank {silent[0]} has been silent while others go on."
+        have = "has" if len(silent) == 1 else "have"
+        return set(silent), f"{few_names(silent)} {have} been silent while others go on."
     return set(), "No rank is behind." if any(rank.step is not None for rank in ranks) else ""
 
 
@@ -233,11 +258,13 @@ def _behind(ranks: list[RankNow]) -> tuple[set[int], str]:
     if not far or len(far) == len(ranks):
         return _NOBODY
     worst = max(far, key=lambda rank: far[rank])
-    return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
+    if len(far) == 1:
+        return set(far), f"Rank {worst} is {far[worst]:,} steps behind."
+    return set(far), f"{few_names(far)} are behind, rank {worst} by {far[worst]:,} steps."
 
 
 def _slow(ranks: list[RankNow]) -> tuple[set[int], str]:
-    """Return the rank whose own work takes longer than the others', where each has measured its own."""
+    """Return the ranks whose own work takes longer than the others', where each has measured its own."""
     own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
     if len(own) < len(ranks):
         return _NOBODY
@@ -247,7 +274,21 @@ def _slow(ranks: list[RankNow]) -> tuple[set[int], str]:
     if own[worst] <= SLOW * usual or own[worst] - usual <= 1e-3:
         return _NOBODY
     mine, theirs = _milliseconds(own[worst]), _milliseconds(usual)
-    return {worst}, f"Rank {worst} holds the others up: {mine} of its own work per step, the others {theirs}."
+    found = {rank for rank, seconds in own.items() if seconds > SLOW * usual and seconds - usual > 1e-3}
+    if len(found) == 1:
+        return found, f"Rank {worst} holds the others up: {mine} of its own work per step, the others {theirs}."
+    text = f"{few_names(found)} hold the others up: up to {mine} of their own work per step, the others {theirs}."
+    return found, text
+
+
+def few_names(ranks: Iterable[int]) -> str:
+    """Return "Ranks 0–5, 8", or of many apart from each other "Ranks 3, 9, 17, 31 and 40 more"."""
+    ordered = sorted(ranks)
+    name = rank_names(ordered).capitalize()
+    if len(name) <= MAX_NAMED:
+        return name
+    shown = ordered[: MAX_NAMED // 10]
+    return f"{rank_names(shown).capitalize()} and {len(ordered) - len(shown)} more"
 
 
 def _own(store: Store, rank: int, otherwise: float) -> float:

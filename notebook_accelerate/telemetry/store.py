@@ -236,6 +236,7 @@ class Store:
         self._logs: dict[int, deque[LogLine]] = {}
         self._log_bytes: dict[int, int] = {}
         self._log_count: dict[int, int] = {}
+        self.log_total = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
         self._counted: set[int] = set()
         self._subscribers: list[Callable[[list[Record]], None]] = []
@@ -378,6 +379,7 @@ class Store:
         event: Any = record.event
         lines = self._logs.setdefault(record.rank, deque())
         self._log_count[record.rank] = self._log_count.get(record.rank, 0) + 1
+        self.log_total += 1
         size = self._log_bytes.get(record.rank, 0)
         # Many lines come as one text and stay one until they are read: a flood must not cost an object per line.
         lines.append(LogLine(record.time, event.stream, event.text))

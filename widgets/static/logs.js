@@ -5,6 +5,7 @@
  */
 const KEPT = 2000;
 const SHOWN = 1000;
+const MAX_TABS = 16;
 const ANSI = /\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*(?:\x07|\x1b\\)/g;
 
 function make(tag, attributes = {}, ...children) {
@@ -25,10 +26,12 @@ class Logs {
     this.lines = [];
     this.counts = new Map();
     this.skipped = new Map();
+    this.nodes = new Map();
     this.rank = "all";
     this.key = `na-${Math.random().toString(36).slice(2)}`;
     this.tabs = make("div", { class: "na-segments", role: "tablist", "aria-label": "Rank" });
     this.tabs.addEventListener("keydown", (event) => this.arrow(event));
+    this.picker = make("select", { "aria-label": "Ranks whose lines are shown", onchange: () => { this.pick(this.picker.value); } });
     this.search = make("input", { type: "search", placeholder: "Search lines", "aria-label": "Search the lines", oninput: () => this.schedule() });
     this.errors = make("input", { type: "checkbox", onchange: () => this.schedule() });
     this.follow = make("input", { type: "checkbox", onchange: () => this.schedule() });
@@ -36,7 +39,7 @@ class Logs {
     this.count = make("span", { class: "na-count" });
     this.body = make("div", { class: "na-log", role: "log", tabindex: "0", "aria-label": "Output of the ranks", "aria-live": "off", id: this.key });
     el.append(make("div", { class: "na-logs" },
-      make("div", { class: "na-tools" }, this.tabs, this.search,
+      make("div", { class: "na-tools" }, this.tabs, this.picker, this.search,
         make("label", { class: "na-check" }, this.errors, " stderr only"),
         make("label", { class: "na-check" }, this.follow, " Follow"), this.count),
       this.body));
@@ -54,6 +57,7 @@ class Logs {
     this.lines = [];
     this.counts = new Map();
     this.skipped = new Map();
+    this.nodes = new Map(Object.entries(message.nodes || {}).map(([rank, node]) => [Number(rank), node]));
     this.take(message);
   }
   delta() {
@@ -70,7 +74,8 @@ class Logs {
     }
     for (const [rank, count] of Object.entries(message.skipped)) this.skipped.set(Number(rank), (this.skipped.get(Number(rank)) || 0) + count);
     const ranks = Math.max(1, this.counts.size);
-    if (this.lines.length > KEPT * ranks) this.lines.splice(0, this.lines.length - KEPT * ranks);
+    const most = Math.min(KEPT * ranks, 40 * SHOWN);
+    if (this.lines.length > most) this.lines.splice(0, this.lines.length - most);
     this.schedule();
   }
   paintTabs() {
@@ -78,6 +83,10 @@ class Logs {
     const key = JSON.stringify([names, this.rank]);
     if (key === this.tabKey) return;
     this.tabKey = key;
+    const many = names.length > MAX_TABS + 1;
+    this.tabs.hidden = many;
+    this.picker.hidden = !many;
+    if (many) { this.paintPicker(names); return; }
     const focused = this.tabs.contains(document.activeElement);
     this.tabs.replaceChildren(...names.map((name) => {
       const on = name === this.rank;
@@ -86,6 +95,23 @@ class Logs {
     }));
     if (focused) this.tabs.querySelector("[aria-selected=true]").focus();
   }
+  /* Of many ranks a list to choose from, by node where there are several. */
+  paintPicker(names) {
+    const option = (value, text) => make("option", { value: String(value) }, text);
+    const groups = new Map();
+    for (const rank of names.slice(1)) {
+      const node = this.nodes.size ? this.nodes.get(rank) : undefined;
+      if (!groups.has(node)) groups.set(node, []);
+      groups.get(node).push(rank);
+    }
+    const ranks = (members) => members.map((rank) => option(rank, `Rank ${rank}`));
+    const listed = [...groups].sort(([a], [b]) => a - b).flatMap(([node, members]) => node === undefined ? ranks(members)
+      : [make("optgroup", { label: `Node ${node}` }, option(`node ${node}`, `All of node ${node}`), ...ranks(members))]);
+    this.picker.replaceChildren(option("all", `All ${names.length - 1} ranks`), ...listed);
+    this.picker.value = String(this.rank);
+  }
+  pick(value) { this.rank = /^\d+$/.test(value) ? Number(value) : value; this.schedule(); }
+  shows(rank) { return this.rank === "all" || rank === this.rank || this.rank === `node ${this.nodes.get(rank)}`; }
   arrow(event) {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move) return;
@@ -103,10 +129,10 @@ class Logs {
   paint() {
     this.paintTabs();
     const word = this.search.value.toLowerCase();
-    const found = this.lines.filter((line) => (this.rank === "all" || line.rank === this.rank)
+    const found = this.lines.filter((line) => this.shows(line.rank)
       && (!this.errors.checked || line.stream === "stderr") && (!word || line.text.toLowerCase().includes(word)));
     const shown = found.slice(-SHOWN);
-    const lost = [...this.skipped].reduce((sum, [rank, n]) => sum + (this.rank === "all" || rank === this.rank ? n : 0), 0);
+    const lost = [...this.skipped].reduce((sum, [rank, n]) => sum + (this.shows(rank) ? n : 0), 0);
     this.count.textContent = word ? `${found.length.toLocaleString("en")} found`
       : `${found.length.toLocaleString("en")} lines` + (lost ? `, ${lost.toLocaleString("en")} more in run.logs()` : "");
     if (!this.follow.checked && this.painted === `${this.rank} ${word} ${this.errors.checked}`) return;
@@ -115,7 +141,7 @@ class Logs {
     if (!shown.length) fragment.append(make("p", { class: "na-empty" }, word ? "Nothing found." : "Nothing written yet."));
     for (const line of shown) {
       const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });
-      if (this.rank === "all") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
+      if (typeof this.rank !== "number") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
       row.append(this.marked(line.text, word));
       fragment.append(row);
     }

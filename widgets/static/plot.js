@@ -3,6 +3,9 @@
  * The model's traits `full` and `delta` hold {seq, prev, series: [[metric, label, count], ...], data}: little-endian
  * float64, for each series its steps, then its seconds, then its values. A delta continues the message `prev`; a view
  * that missed one says "hello" and waits for the next full. All text is set as text, never as markup.
+ *
+ * An entry [metric, label, count, from] is a band over many ranks: steps, seconds, mean, smallest and largest; what was
+ * known at steps from `from` on (null: all of it) is replaced.
  */
 const MAX_CHARTS = 60;
 const MAX_POINTS = 6000;
@@ -98,6 +101,20 @@ class Series {
   }
 }
 
+/* The mean of many ranks, between their smallest and their largest value. */
+class Band {
+  constructor() { this.step = []; this.time = []; this.value = []; this.low = []; this.high = []; }
+  columns() { return [this.step, this.time, this.value, this.low, this.high]; }
+  replace(data, at, count, from) {
+    let kept = from == null ? 0 : this.step.length;
+    while (kept && this.step[kept - 1] >= from) kept--;
+    this.columns().forEach((column, c) => {
+      column.length = kept;
+      for (let i = 0; i < count; i++) column.push(data[at + c * count + i]);
+    });
+  }
+}
+
 class Data {
   constructor() { this.metrics = new Map(); this.labels = []; this.seq = -1; }
   take(message) {
@@ -105,13 +122,14 @@ class Data {
     const data = new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
     const changed = new Set();
     let at = 0;
-    for (const [metric, label, count] of message.series) {
+    for (const [metric, label, count, from] of message.series) {
       if (!this.metrics.has(metric)) this.metrics.set(metric, new Map());
-      const ranks = this.metrics.get(metric);
-      if (!ranks.has(label)) ranks.set(label, new Series());
+      const ranks = this.metrics.get(metric), banded = from !== undefined;
+      if (!ranks.has(label)) ranks.set(label, banded ? new Band() : new Series());
       if (!this.labels.includes(label)) this.labels.push(label);
-      ranks.get(label).add(data, at, count);
-      at += 3 * count;
+      if (banded) ranks.get(label).replace(data, at, count, from);
+      else ranks.get(label).add(data, at, count);
+      at += (banded ? 5 : 3) * count;
       changed.add(metric);
     }
     this.seq = message.seq;
@@ -145,17 +163,23 @@ class Chart {
   }
   columns() {
     const { panel } = this, tables = [], labels = [];
+    const drawn = (value) => (Number.isFinite(value) && !(panel.log && value <= 0) ? value : null);
     for (const [label, series] of panel.data.metrics.get(this.metric) || []) {
       if (panel.hidden.has(label) || !series.value.length) continue;
       const x = panel.axis === "time" ? series.time : series.step;
+      if (series instanceof Band) {
+        const mean = series.value.map(drawn), shown = panel.smoothing > 0 ? smooth(mean, panel.smoothing) : mean;
+        tables.push([[...x], shown, series.low.map(drawn), series.high.map(drawn)]);
+        labels.push(label);
+        continue;
+      }
       const order = [...x.keys()];
       let sorted = true;
       for (let i = 1; i < x.length; i++) if (x[i] < x[i - 1]) { sorted = false; break; }
       if (!sorted) order.sort((a, b) => x[a] - x[b]);
       const xs = [], ys = [];
       for (const i of order) {
-        const value = series.value[i];
-        const shown = Number.isFinite(value) && !(panel.log && value <= 0) ? value : null;
+        const shown = drawn(series.value[i]);
         if (xs.length && xs[xs.length - 1] === x[i]) { if (shown != null) ys[ys.length - 1] = shown; }
         else { xs.push(x[i]); ys.push(shown); }
       }
@@ -172,6 +196,9 @@ class Chart {
     const joined = tables.length ? uPlot.join(tables, tables.map((table) => table.map((_, i) => (i ? 1 : 0)))) : [[]];
     this.labels = labels;
     this.joined = joined;
+    this.starts = [];
+    tables.reduce((at, table) => { this.starts.push(at); return at + table.length - 1; }, 1);
+    this.banded = tables.map((table) => table.length === 4);
     if (this.u && shape === this.shape) this.u.setData(joined, !this.zoomed);
     else this.build(shape, labels, joined, width);
     this.describe();
@@ -186,11 +213,15 @@ class Chart {
     const ink = style.getPropertyValue("--na-muted-ink").trim() || "#888";
     const grid = style.getPropertyValue("--na-grid").trim() || "#8883";
     const time = panel.axis === "time";
-    const series = [{}];
-    for (const label of labels) {
+    const series = [{}], bands = [];
+    for (const [index, label] of labels.entries()) {
       const colour = panel.colour(label);
       const line = { label, stroke: colour, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 ? 1.2 : 1.6, spanGaps: false, points: { show: joined[0].length < 3 } };
-      if (panel.smoothing > 0) {
+      if (this.banded[index]) {
+        const edge = { label, stroke: colour, alpha: 0.45, width: 0.6, points: { show: false } };
+        series.push({ ...line, width: 2 }, edge, edge);
+        bands.push({ series: [this.starts[index] + 2, this.starts[index] + 1], fill: colour + (panel.dark ? "38" : "2b") });
+      } else if (panel.smoothing > 0) {
         series.push({ ...line, width: 1.9 });
         series.push({ ...line, label: label + " raw", alpha: 0.25, width: 1 });
       } else series.push(line);
@@ -205,7 +236,7 @@ class Chart {
           values: (u, splits) => splits.map((v) => (time ? duration(v) : format(v).replace(/^(-?\d+)$/, (n) => Number(n).toLocaleString("en")))) },
         { ...axis, size: 56, space: 34, values: (u, splits) => ticks(splits) },
       ],
-      series,
+      series, bands,
       hooks: {
         setCursor: [() => this.read()],
         setSelect: [(u) => { if (u.select.width > 2) { this.zoomed = true; panel.zoomChanged(); } }],
@@ -231,15 +262,15 @@ class Chart {
   read() {
     if (!this.u) { this.readout.replaceChildren(); return; }
     const index = this.u.cursor.idx;
-    const stride = this.panel.smoothing > 0 ? 2 : 1;
     const parts = [];
     const many = this.labels.length > 4;
     this.labels.forEach((label, i) => {
-      const column = this.joined[1 + i * stride];
+      const column = this.joined[this.starts[i]];
       let at = index == null ? column.length - 1 : index;
       while (at > 0 && column[at] == null) at--;
       if (parts.length >= (many ? 3 : 4)) return;
       const value = make("span", {}, this.panel.sample(label), format(column[at]));
+      if (this.banded[i]) value.append(make("small", {}, ` ${format(this.joined[this.starts[i] + 1][at])} to ${format(this.joined[this.starts[i] + 2][at])}`));
       value.title = label;
       parts.push(value);
     });
@@ -299,6 +330,10 @@ class Panel {
     const log = make("input", { type: "checkbox", onchange: () => { this.log = log.checked; this.redraw(); } });
     this.search = make("input", { type: "search", placeholder: "Filter metrics", "aria-label": "Filter metrics by name",
       oninput: () => { this.filter = this.search.value.trim().toLowerCase(); this.layout(); this.ask(); } });
+    this.over = make("input", { type: "search", class: "na-over", placeholder: "Ranks, as 0, 5-7", "aria-label": "Ranks to draw over the band",
+      onchange: () => { this.model.set("chosen", this.over.value); this.model.save_changes(); } });
+    this.overLabel = make("label", { title: "Draw the curves of single ranks over the band" }, "Show ", this.over);
+    this.overLabel.hidden = true;
     this.resetZoom = make("button", { type: "button", class: "na-tool", onclick: () => this.charts.forEach((chart) => chart.reset()) }, "Reset zoom");
     this.resetZoom.hidden = true;
     this.chips = make("div", { class: "na-chips", role: "group", "aria-label": "Shown curves" });
@@ -307,7 +342,7 @@ class Panel {
       make("span", { class: "na-segments", role: "radiogroup", "aria-label": "Horizontal axis" }, radio("step", "Step"), radio("time", "Time")),
       make("label", { class: "na-check" }, log, " Log scale"),
       make("label", { class: "na-slide" }, "Smoothing ", this.slider, this.amount),
-      this.resetZoom);
+      this.overLabel, this.resetZoom);
     this.grid = make("div", { class: "na-charts" });
     this.note = make("p", { class: "na-note" });
     this.live = make("div", { class: "na-hidden", "aria-live": "polite" });
@@ -380,6 +415,7 @@ class Panel {
     const shown = names.slice(0, MAX_CHARTS);
     const key = JSON.stringify(shown);
     this.bar.hidden = !all.length;
+    this.overLabel.hidden = ![...this.data.metrics.values()].some((ranks) => [...ranks.values()].some((one) => one instanceof Band));
     this.search.hidden = all.length < 5 && !this.filter;
     const unseen = names.length - shown.length + (this.model.get("hidden_metrics") || 0);
     this.note.textContent = !all.length ? this.model.get("empty_text")

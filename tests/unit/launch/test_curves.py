@@ -70,8 +70,19 @@ def test_gaps_and_numbers_that_are_none() -> None:
     _picture("empty", store)
 
 
-def test_only_so_many_ranks_are_drawn() -> None:
-    assert len(curves.tracks_of(_store(ranks=20, steps=10), "loss")) == curves.MAX_TRACKS
+def test_of_many_ranks_the_band_is_drawn_and_those_that_were_chosen() -> None:
+    store = _store(ranks=20, steps=10)
+    band, *others = curves.tracks_of(store, "loss", chosen=[3, 17, 99])
+    assert [track.label for track in others] == ["rank 3", "rank 17"]
+    assert band.low is not None
+    assert band.high is not None
+    single = curves.tracks_of(store, "loss", chosen=[0, 19])[1:]
+    assert (band.low == single[0].y).all()
+    assert (band.high == single[1].y).all()
+    picture = curves.svg("loss", [band, *others])
+    assert picture.count('fill-opacity=".22"') == 1
+    assert "mean, range" in picture
+    assert "rank 17" in picture
 
 
 def test_two_hundred_thousand_points_make_a_small_picture_soon() -> None:
