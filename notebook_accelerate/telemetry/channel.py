@@ -151,6 +151,7 @@ class Channel:
         self._socket = connection
         self._decoder = Decoder()
         self._send_lock = threading.Lock()
+        self._unread: list[Stamped] = []
         self._closed = False
 
     @classmethod
@@ -187,12 +188,19 @@ class Channel:
         """
         if self._closed:
             raise ChannelClosedError("the channel is closed")
+        if self._unread:
+            unread, self._unread = self._unread, []
+            return unread
         # poll, unlike select, has no limit of 1024 descriptors.
         waiter = select.poll()
         waiter.register(self._socket, select.POLLIN)
         if not waiter.poll(None if timeout is None else timeout * 1000):
             return []
         return self.receive_available()
+
+    def put_back(self, messages: list[Stamped]) -> None:
+        """Have the next ``receive`` return ``messages``, which came too early for who waited for something else."""
+        self._unread = messages + self._unread
 
     def readable(self) -> bool:
         """Whether there is something to read now: messages, a part of one, or the end of the stream."""

@@ -125,6 +125,15 @@ def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: flo
     """
     connection = socket.create_connection((address, port), timeout=timeout)
     keep_alive(connection)
+    return introduce(connection, secret, hello, timeout)
+
+
+def introduce(connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = 30.0) -> Channel:
+    """Greet who is at the other end of a connected stream, and return the channel to it.
+
+    Raises:
+        AuthenticationError: The other end does not know the secret.
+    """
     sealed: Sealed = greet(connection, secret, listens=False, timeout=timeout)
     channel = Channel(sealed)
     channel.send(hello)
@@ -132,10 +141,11 @@ def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: flo
 
 
 def first_event(channel: Channel, timeout: float) -> object:
-    """Return the first event of a channel; None when none comes in time."""
+    """Return the first event of a channel; None when none comes in time. What follows is for the next who receives."""
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         if found := channel.receive(left):
+            channel.put_back(found[1:])
             return found[0].event
     return None
 
@@ -151,4 +161,4 @@ def keep_alive(connection: socket.socket) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-__all__ = ["Door", "Visitor", "call"]
+__all__ = ["Door", "Visitor", "call", "introduce"]

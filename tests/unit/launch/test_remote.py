@@ -1,0 +1,195 @@
+"""Ranks behind a host: a process that starts them and relays, here on the same machine, over a real connection."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import LaunchConfig
+from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
+from notebook_accelerate.launch import backends, start
+from notebook_accelerate.launch.backends.base import RankProcess
+from notebook_accelerate.launch.backends.pickled import PickledBackend
+from notebook_accelerate.launch.remote.door import Door, call
+from notebook_accelerate.launch.remote.host import Host
+from notebook_accelerate.launch.remote.link import NodeLink
+from notebook_accelerate.launch.remote.protocol import HelloEvent, StartedEvent
+from notebook_accelerate.launch.remote.seal import new_secret
+from notebook_accelerate.launch.worker import WorkerOrder
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 120.0
+
+
+class HostedBackend(PickledBackend):
+    """Starts two hosts on this machine, which share the ranks."""
+
+    hosts: list[subprocess.Popen[bytes]] = []  # noqa: RUF012 - seen by the tests
+
+    def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
+        secret, half = new_secret(), (len(orders) + 1) // 2
+        refused: list[str] = []
+        door = Door("127.0.0.1", secret, report=refused.append)
+        try:
+            for node, part in enumerate((orders[:half], orders[half:])):
+                self.hosts.append(self._host(door, secret, node, [self.complete(order) for order in part]))
+            for _ in range(2):
+                visitor = door.next_visitor(SECONDS)
+                assert visitor is not None, refused
+                link = NodeLink(visitor.channel, visitor.hello.node, visitor.hello.host)
+                link.measure_clock()
+                try:
+                    for _ in range(visitor.hello.facts["ranks"]):
+                        started(link.await_started(SECONDS))
+                except LaunchError:
+                    link.close()
+                    raise
+        finally:
+            door.close()
+
+    def _host(self, door: Door, secret: bytes, node: int, orders: list[WorkerOrder]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from tests.unit.launch.test_remote import be_a_host; be_a_host()"],
+            stdin=subprocess.PIPE, pass_fds=[self._payload], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(pickle.dumps((door.port, secret, node, orders, self._payload)))
+        return process
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        raise NotImplementedError
+
+
+def be_a_host() -> None:
+    """Be one of the hosts."""
+    from notebook_accelerate.launch.backends.spawn import SpawnBackend
+
+    port, secret, node, orders, payload = pickle.loads(sys.stdin.buffer.read())
+
+    class Given(SpawnBackend):
+        def __init__(self) -> None:
+            self._payload = payload
+
+        def complete(self, order: WorkerOrder) -> WorkerOrder:
+            return order
+
+    hello = HelloEvent(node, f"machine-{node}", {"ranks": len(orders)})
+    Host(call("127.0.0.1", port, secret, hello)).serve(Given(), orders)
+
+
+@pytest.fixture(autouse=True)
+def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(backends.ROWS, "spawn", "tests.unit.launch.test_remote:HostedBackend")
+    HostedBackend.hosts.clear()
+    yield
+    for process in HostedBackend.hosts:
+        process.wait(SECONDS)
+
+
+def _launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    config = LaunchConfig(num_processes=2, start_method="spawn", use_port=0, cpu=True, panel=False, **options)
+    return start(config, function, arguments)
+
+
+def _train(steps: int) -> float:
+    import torch
+
+    from notebook_accelerate import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.init_trackers("x")
+    total = torch.zeros(1)
+    for step in range(steps):
+        total = accelerator.reduce(torch.ones(1) * (accelerator.process_index + 1))
+        accelerator.log({"sum": float(total)}, step)
+    print(f"rank {accelerator.process_index} is done")
+    return float(total)
+
+
+def _fail(who: int) -> None:
+    rank = int(os.environ["RANK"])
+    if rank == who:
+        raise ValueError("it diverged")
+    time.sleep(600)
+
+
+def _sleep() -> None:
+    print("asleep", flush=True)
+    answer = 42  # noqa: F841 - asked for
+    while True:
+        time.sleep(0.01)
+
+
+def test_a_run_over_two_hosts_is_like_a_local_one() -> None:
+    run = _launch(_train, 3)
+    assert run.results == (3.0, 3.0)
+    assert [(info.node, info.host) for info in run.ranks] == [(0, "machine-0"), (1, "machine-1")]
+    assert "[rank 1] rank 1 is done" in run.logs()
+    assert list(run.metrics["sum"].rank(0).values) == [3.0] * 3
+
+
+def test_the_first_failure_ends_all_at_its_line() -> None:
+    with pytest.raises(WorkerError, match="ValueError: it diverged") as raised:
+        _launch(_fail, 1)
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert [info.state for info in raised.value.run.ranks] == ["stopped", "failed"]
+
+
+def test_ranks_are_asked_looked_at_sampled_and_stopped() -> None:
+    run = _launch(_sleep, block=False)
+    _until(lambda: len(run.logs()) == 2)
+    answers = run.ask("answer")
+    assert not any(isinstance(answer, AskError) for answer in answers.values()), answers
+    assert answers == {0: 42, 1: 42}
+    assert {place.rank: place.user_frame.function for place in run.diagnose().places} == {0: "_sleep", 1: "_sleep"}
+    seen = run._desk.look(1)
+    assert "_sleep" in seen.dump
+    _until(lambda: set(run.store.resources) >= {0, 1})
+    run.stop()
+    assert run.status == "stopped"
+
+
+def test_a_lost_host_is_named() -> None:
+    run = _launch(_sleep, block=False)
+    _until(lambda: len(run.logs()) == 2)
+    HostedBackend.hosts[1].kill()
+    run.wait(SECONDS)
+    assert isinstance(run.error, WorkerDiedError)
+    assert "node 1 (machine-1) was lost" in str(run.error)
+    assert run.ranks[1].exit == "lost"
+
+
+def test_what_comes_with_the_hello_is_not_lost() -> None:
+    secret = new_secret()
+    door = Door("127.0.0.1", secret)
+    kernel = None
+    try:
+        host = call("127.0.0.1", door.port, secret, HelloEvent(1, "machine-1"))
+        host.send(*(StartedEvent(rank, 100 + rank, 0) for rank in (4, 5)))
+        visitor = door.next_visitor(SECONDS)
+        assert visitor is not None
+        kernel = NodeLink(visitor.channel, visitor.hello.node, visitor.hello.host)
+        assert [(rank.rank, rank.pid) for rank in (kernel.await_started(SECONDS), kernel.await_started(SECONDS))] == [
+            (4, 104), (5, 105),
+        ]  # fmt: skip
+    finally:
+        door.close()
+        host.close()
+        if kernel is not None:
+            kernel.close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
