@@ -6,6 +6,8 @@ BENCH_VENV := .venv-bench
 PY ?= $(VENV)/bin/python
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
+BENCH_DEEPSPEED_VENV := .venv-bench-deepspeed
+BENCH_DEEPSPEED_READY := $(BENCH_DEEPSPEED_VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
 CHROMIUM ?= $(shell command -v chromium)
 COLAB_VENV := .venv-colab
@@ -19,12 +21,14 @@ DEEPSPEED_READY := $(DEEPSPEED_VENV)/.ready
 DEEPSPEED_OPS := .build/torch-extensions/.ready
 # DeepSpeed on the CPU; its optimizer in C++ is compiled once, for this machine, into this checkout.
 DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.build/torch-extensions OMP_NUM_THREADS=1
+S3_VENV := .venv-s3
+S3_READY := $(S3_VENV)/.ready
 XLA_VENV := .venv-xla
 XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-xla test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-s3 test-xla test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -38,10 +42,12 @@ help:
 	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
+	@echo "make test-s3        checkpoints in an S3 server on this machine; in an environment of its own"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
 	@echo "make test-strategies  every strategy in every precision against plain torch (a quarter of an hour)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
+	@echo "                    ROWS=strategies: DDP, FSDP and DeepSpeed too; its environment is made then"
 	@echo "make lab            JupyterLab on the examples"
 	@echo "make clean          remove the environments and everything built"
 
@@ -70,6 +76,13 @@ endef
 $(BENCH_READY): $(READY) requirements/bench.txt
 	$(call over_development,$(BENCH_VENV))
 	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
+	touch $@
+
+# Only the rows of strategies need DeepSpeed beside the peer.
+$(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed.txt
+	$(call over_development,$(BENCH_DEEPSPEED_VENV))
+	$(BENCH_DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/bench.txt -r requirements/deepspeed.txt
 	touch $@
 
 # Colab's versions come first on the path; torch, the test tools and nbconvert's templates are the development's.
@@ -101,6 +114,12 @@ $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 $(DEEPSPEED_OPS): $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) MAX_JOBS=1 PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python -c \
 		"from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)" > /dev/null
+	touch $@
+
+# The environment of the tests on an S3 server is the development environment plus s3fs and the server.
+$(S3_READY): $(READY) requirements/s3.txt
+	$(call over_development,$(S3_VENV))
+	$(S3_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/s3.txt
 	touch $@
 
 $(KERNELS_BUILD)/%/.ready: $(READY)
@@ -154,6 +173,9 @@ test-deepspeed: $(DEEPSPEED_READY)
 test-megatron: $(MEGATRON_READY)
 	OMP_NUM_THREADS=1 $(MEGATRON_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-megatron tests/megatron
 
+test-s3: $(S3_READY)
+	OMP_NUM_THREADS=1 $(S3_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-s3 tests/s3
+
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
 
@@ -172,13 +194,14 @@ lint: $(SETUP)
 	$(PY) -m mypy
 	PYTHONPATH=. $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-bench: $(BENCH_READY)
-	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks $(ROWS)
+bench: $(if $(filter strategies zero,$(ROWS)),$(BENCH_DEEPSPEED_READY),$(BENCH_READY))
+	OMP_NUM_THREADS=1 $(if $(filter strategies zero,$(ROWS)),$(BENCH_DEEPSPEED_VENV),$(BENCH_VENV))/bin/python \
+		-m tests.benchmarks $(ROWS)
 
 lab: $(SETUP)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ from tests.benchmarks import (  # noqa: F401
     debugging,
     launch,
     panels,
+    strategies,
     training,
 )
 from tests.benchmarks.bench import main

@@ -1,0 +1,196 @@
+"""Ways to be parallel: what a step takes here, in Accelerate and without a library; saving and loading in pieces.
+
+The rows of DeepSpeed need it installed: ``make bench ROWS=strategies`` makes the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.bench import Figure, alternate, compared, row
+from tests.support.ranks import reserved_port
+
+HERE, PEER, PLAIN = "notebook_accelerate", "accelerate", "plain"
+RANKS = 2
+ROUNDS, STEPS = 15, 4
+"""Measured in turns, a few steps each: a busy moment of the machine hits all sides."""
+BLOCKS = 4
+DEEP = 24
+"""Blocks of the model that is saved: 19 million parameters, with Adam's states 230 MB."""
+
+
+class World:
+    """Ranks of one side that answer commands; while they are not asked they take no processor time.
+
+    Args:
+        side: plain, or a package.
+        strategy: ddp, fsdp2, zero2 or zero3.
+        blocks: How deep the model is.
+    """
+
+    def __init__(self, side: str, strategy: str, blocks: int = BLOCKS) -> None:
+        self._stack = ExitStack()
+        port = self._stack.enter_context(reserved_port())
+        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.strategies_worker", side, strategy]
+        self._log = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - the stack closes it
+        self._ranks = [
+            subprocess.Popen(
+                [*command, str(blocks)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env=_environment(rank, port, strategy),
+            )
+            for rank in range(RANKS)
+        ]
+
+    def __enter__(self) -> World:
+        try:
+            self._answers()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._ranks:
+            process.kill()
+        for process in self._ranks:
+            process.communicate()
+        self._stack.close()
+
+    def ask(self, command: str) -> list[Any]:
+        """Give all ranks a command and return their answers."""
+        for process in self._ranks:
+            assert process.stdin is not None
+            process.stdin.write(f"{command}\n")
+            process.stdin.flush()
+        return [json.loads(answer) for answer in self._answers()]
+
+    def _answers(self) -> list[str]:
+        return [self._answer(process) for process in self._ranks]
+
+    def _answer(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("= "):
+                return line[2:] if line != "= ready\n" else "null"
+        self._log.seek(0)
+        raise RuntimeError(self._log.read()[-2000:])
+
+    def step(self) -> dict[str, float]:
+        """Return the seconds of a step, by the slowest rank."""
+        found = self.ask(f"steps {STEPS}")
+        return {name: max(answer[name] for answer in found) for name in found[0]}
+
+
+def _environment(rank: int, port: int, strategy: str) -> dict[str, str]:
+    chosen = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+    if strategy.startswith("zero"):
+        chosen |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": Path(".build/torch-extensions").absolute()}
+    return {**os.environ, **{name: str(value) for name, value in chosen.items()}}
+
+
+def steps(strategy: str, words: str) -> Iterator[Figure]:
+    """Measure a step and the memory of a rank, here, in Accelerate and without a library."""
+    with ExitStack() as stack:
+        plain, here = (stack.enter_context(World(side, strategy)) for side in (PLAIN, HERE))
+        try:
+            peer: World | None = stack.enter_context(World(PEER, strategy))
+            note = ""
+        except RuntimeError as error:
+            peer, note = None, f"does not run there: {str(error).strip().splitlines()[-1]}"
+        sides = [plain, here] + ([peer] if peer is not None else [])
+        rounds = _rounds(sides)
+        memory = [max(side.ask("memory 3")) for side in sides]
+    for kind, name in (("clock", "a step"), ("processor", "a step's processor time")):
+        times = [[found[kind] for found in side] for side in rounds]
+        yield _against(f"{words}: {name}, over plain", times[1], times[0], ratio=1.03 if kind == "clock" else None)
+        if peer is not None:
+            yield _against(f"{words}: {name}, Accelerate over plain", times[2], times[0])
+    yield compared(f"{words}: peak memory of a rank, over plain", [memory[1]], [memory[0]], unit="MB", scale=1e-6,
+                   ratio=1.03, note=note if peer is None else f"Accelerate: {memory[2] * 1e-6:.0f} MB")  # fmt: skip
+
+
+def _rounds(sides: Sequence[World]) -> list[list[dict[str, float]]]:
+    found: list[list[dict[str, float]]] = [[] for _ in sides]
+
+    def measure(index: int) -> float:
+        found[index].append(sides[index].step())
+        return 0.0
+
+    alternate(ROUNDS, *(lambda index=index: measure(index) for index in range(len(sides))))
+    return [side[1:] for side in found]
+
+
+def _against(what: str, ours: Sequence[float], plain: Sequence[float], ratio: float | None = None) -> Figure:
+    """Compare with plain, by the median of the rounds' ratios: neighbours in time had the same machine."""
+    quotient = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
+    return Figure(
+        what=what,
+        unit="ms",
+        ours=1e3 * statistics.median(ours),
+        peer=1e3 * statistics.median(plain),
+        goal="" if ratio is None else f"≤ {ratio:g} × plain",
+        met=None if ratio is None else quotient <= ratio,
+        note=f"median ratio {quotient:.3f}, of the fastest {min(ours) / min(plain):.3f}",
+    )
+
+
+@row("strategies", "ddp")
+def ddp() -> Iterator[Figure]:
+    """Measure DistributedDataParallel."""
+    return steps("ddp", "DDP")
+
+
+@row("strategies", "fsdp2")
+def fsdp2() -> Iterator[Figure]:
+    """Measure FSDP 2."""
+    return steps("fsdp2", "FSDP2")
+
+
+@row("strategies", "zero")
+def zero() -> Iterator[Figure]:
+    """Measure DeepSpeed's ZeRO 2 and 3."""
+    for stage in (2, 3):
+        if find_spec("deepspeed") is None:
+            yield Figure(what=f"ZeRO-{stage}", unit="ms", ours=None, note="no DeepSpeed: make bench ROWS=strategies")
+        else:
+            yield from steps(f"zero{stage}", f"ZeRO-{stage}")
+
+
+@row("strategies", "sharded checkpoints")
+def checkpoints() -> Iterator[Figure]:
+    """Measure saving and loading 230 MB that two ranks have parts of."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
+        here, peer = (stack.enter_context(World(side, "fsdp2", DEEP)) for side in (HERE, PEER))
+        background, blocking, theirs = alternate(
+            5,
+            lambda: _slowest(here.ask(f"save {folder}/background no"), "stall"),
+            lambda: _slowest(here.ask(f"save {folder}/here yes"), "call"),
+            lambda: _slowest(peer.ask(f"save {folder}/peer yes"), "call"),
+        )
+        loads = alternate(5, lambda: max(here.ask(f"load {folder}/here")), lambda: max(peer.ask(f"load {folder}/peer")))
+    yield compared("FSDP2, save_state(blocking=False): the loop stands still", background, theirs, unit="ms",
+                   scale=1e3, ratio=0.2, note="the call, and what the next two steps take longer")  # fmt: skip
+    yield compared("FSDP2, save_state(blocking=False), over blocking", background, blocking, unit="ms", scale=1e3)
+    yield compared("FSDP2, save_state(), on the disk and checked", blocking, theirs, unit="ms", scale=1e3, ratio=1.0)
+    yield compared("FSDP2, load_state(), checked", *loads, unit="ms", scale=1e3, ratio=1.0)
+
+
+def _slowest(answers: Sequence[dict[str, float]], name: str) -> float:
+    return max(answer[name] for answer in answers)

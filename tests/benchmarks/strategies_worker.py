@@ -1,0 +1,291 @@
+"""One rank of a training that is measured on command: ``python -m tests.benchmarks.strategies_worker SIDE STRATEGY``.
+
+SIDE is ``plain`` (torch or DeepSpeed alone), ``notebook_accelerate`` or ``accelerate``. Commands come one per line, the
+same to every rank; answers go back as lines of JSON, in seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+WORDS, LENGTH, WIDTH, BLOCKS, BATCH, HEADS = 512, 64, 256, 4, 2, 4
+"""A step of some 30 ms on an idle core: 3.4 million parameters, 128 words."""
+CLIP = 1.0
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each around a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.perceptron = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states after this block."""
+        normed = self.before(hidden)
+        hidden = hidden + self.attention(normed, normed, normed, need_weights=False)[0]
+        result: torch.Tensor = hidden + self.perceptron(self.between(hidden))
+        return result
+
+
+class Transformer(nn.Module):
+    """Blocks between an embedding and a head.
+
+    Args:
+        blocks: How many.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return a score for each word at each place."""
+        hidden = self.embedding(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: torch.Tensor = self.head(hidden)
+        return scores
+
+
+def parts(blocks: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+    """Return a model, its optimizer and schedule, and a loader of as many samples as all ranks take."""
+    torch.manual_seed(0)
+    model = Transformer(blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    words = torch.randint(0, WORDS, (400 * BATCH, LENGTH + 1))
+    data = TensorDataset(words[:, :-1].contiguous(), words[:, 1:].contiguous())
+    return model, optimizer, schedule, DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a batch."""
+    return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def cycle(loader: Any) -> Iterator[Any]:
+    """Give batches for ever."""
+    while True:
+        yield from loader
+
+
+def zero_config(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    }
+
+
+# ---- without a library
+
+
+class Plain:
+    """The training as it is written in torch, or with DeepSpeed's engine.
+
+    Args:
+        strategy: ddp, fsdp2, zero2 or zero3.
+        blocks: How deep the model is.
+    """
+
+    def __init__(self, strategy: str, blocks: int) -> None:
+        self.engine: Any = None
+        if strategy.startswith("zero"):
+            self._begin_deepspeed(int(strategy[-1]), blocks)
+        else:
+            self._begin_torch(strategy, blocks)
+
+    def _begin_torch(self, strategy: str, blocks: int) -> None:
+        dist.init_process_group("gloo")
+        model, optimizer, _, loader = parts(blocks)
+        self.model: Any = nn.parallel.DistributedDataParallel(model) if strategy == "ddp" else sharded(model)
+        if strategy != "ddp":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.optimizer = optimizer
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        self.batches = cycle(DataLoader(loader.dataset, batch_size=BATCH, sampler=DistributedSampler(loader.dataset)))
+
+    def _begin_deepspeed(self, stage: int, blocks: int) -> None:
+        import deepspeed  # type: ignore[import-not-found,unused-ignore]
+
+        deepspeed.init_distributed("gloo")
+        model, optimizer, schedule, loader = parts(blocks)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=zero_config(stage)
+        )
+        self.model = self.engine
+        self.batches = cycle(DataLoader(loader.dataset, batch_size=BATCH, sampler=DistributedSampler(loader.dataset)))
+
+    def step(self) -> None:
+        """Train on one batch."""
+        words, targets = next(self.batches)
+        loss = loss_of(self.model(words), targets)
+        if self.engine is not None:
+            self.engine.backward(loss)
+            self.engine.step()
+            return
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard a model by torch's FSDP 2, block by block."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+# ---- through an Accelerator
+
+
+class Prepared:
+    """The training as the documentation of the package writes it.
+
+    Args:
+        package: notebook_accelerate or accelerate.
+        strategy: ddp, fsdp2, zero2 or zero3.
+        blocks: How deep the model is.
+    """
+
+    def __init__(self, package: str, strategy: str, blocks: int) -> None:
+        self.accelerator = import_module(package).Accelerator(**_plugins(import_module(f"{package}.utils"), strategy))
+        prepared = self.accelerator.prepare(*parts(blocks))
+        self.model, self.optimizer, self.schedule, self.loader = prepared
+        self.batches = cycle(self.loader)
+
+    def step(self) -> None:
+        """Train on one batch."""
+        words, targets = next(self.batches)
+        loss = loss_of(self.model(words), targets)
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+
+def _plugins(utils: Any, strategy: str) -> dict[str, Any]:
+    if strategy.startswith("zero"):
+        return {"deepspeed_plugin": utils.DeepSpeedPlugin(hf_ds_config=zero_config(int(strategy[-1])))}
+    if strategy == "ddp":
+        return {"cpu": True}
+    plugin = utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type="SHARDED_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    return {"cpu": True, "fsdp_plugin": plugin}
+
+
+# ---- commands
+
+
+class Worker:
+    """What the commands measure.
+
+    Args:
+        side: plain, or a package.
+        strategy: ddp, fsdp2, zero2 or zero3.
+        blocks: How deep the model is.
+    """
+
+    def __init__(self, side: str, strategy: str, blocks: int) -> None:
+        for package in ("torch", "torch.distributed.fsdp", side if side != "plain" else "torch"):
+            import_module(package)
+        self._before = resident()
+        self.training: Any = Plain(strategy, blocks) if side == "plain" else Prepared(side, strategy, blocks)
+
+    def steps(self, count: str) -> dict[str, float]:
+        """Return the seconds of a step, on the clock and on the processor, over `count` of them."""
+        dist.barrier()
+        clock, processor = time.perf_counter(), time.process_time()
+        for _ in range(int(count)):
+            self.training.step()
+        taken = time.perf_counter() - clock, time.process_time() - processor
+        return {"clock": taken[0] / int(count), "processor": taken[1] / int(count)}
+
+    def memory(self, count: str) -> int:
+        """Return the largest memory of this rank over `count` steps, above that before there was a model."""
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak until now
+        for _ in range(int(count)):
+            self.training.step()
+        return resident("VmHWM") - self._before
+
+    def save(self, folder: str, blocking: str) -> dict[str, float]:
+        """Return the seconds of a save, and how much longer the two steps after it took than those before."""
+        options = {} if blocking == "yes" else {"blocking": False}
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.sync()
+        usual = min(self._timed(self.training.step) for _ in range(3))
+        dist.barrier()
+        call = self._timed(lambda: self.training.accelerator.save_state(folder, **options))
+        longer = sum(self._timed(self.training.step) - usual for _ in range(2))
+        if options:
+            import_module("notebook_accelerate.checkpointing").wait_for_saves()
+        return {"call": call, "stall": call + (longer if options else 0.0)}
+
+    def load(self, folder: str) -> float:
+        """Return the seconds of a load."""
+        dist.barrier()
+        return self._timed(lambda: self.training.accelerator.load_state(folder))
+
+    @staticmethod
+    def _timed(action: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        action()
+        return time.perf_counter() - begin
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Return a line of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+def main(side: str, strategy: str, blocks: str) -> None:
+    """Answer commands until the end of input; the answer is the last line that begins with a mark."""
+    torch.set_num_threads(1)
+    worker = Worker(side, strategy, int(blocks))
+    print("= ready", flush=True)
+    for line in sys.stdin:
+        name, *arguments = line.split()
+        print(f"= {json.dumps(getattr(worker, name)(*arguments))}", flush=True)
+    os._exit(0)  # the other ranks end too: nobody waits for a group
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
