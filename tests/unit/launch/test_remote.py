@@ -141,6 +141,7 @@ def test_the_first_failure_ends_all_at_its_line() -> None:
     with pytest.raises(WorkerError, match="ValueError: it diverged") as raised:
         _launch(_fail, 1)
     assert isinstance(raised.value.__cause__, ValueError)
+    assert raised.value.run is not None
     assert [info.state for info in raised.value.run.ranks] == ["stopped", "failed"]
 
 
