@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         init_on_device,
         load_checkpoint_and_dispatch,
     )
+    from notebook_accelerate.config.cluster import RayCluster
     from notebook_accelerate.config.launch import LaunchConfig
     from notebook_accelerate.config.parallelism_config import ParallelismConfig
     from notebook_accelerate.data_loader import skip_first_batches
@@ -81,6 +82,7 @@ __all__ = [
     "PartialState",
     "PortInUseError",
     "ProfileKwargs",
+    "RayCluster",
     "Run",
     "RunNotFinishedError",
     "RunStoppedError",
@@ -121,6 +123,7 @@ _NAMES_OF_MODULE = {
         "init_on_device",
         "load_checkpoint_and_dispatch",
     ),
+    "config.cluster": ("RayCluster",),
     "config.launch": ("LaunchConfig",),
     "config.parallelism_config": ("ParallelismConfig",),
     "data_loader": ("skip_first_batches",),

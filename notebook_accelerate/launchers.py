@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from notebook_accelerate import hardware, launch
+from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch import LaunchConfig
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.backends.zygote import warm_up
@@ -38,6 +39,7 @@ def notebook_launcher(
     env: Mapping[str, str] | None = None,
     debug: bool = False,
     min_nodes: int | None = None,
+    on: str | RayCluster | None = None,
     config: LaunchConfig | None = None,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
@@ -70,6 +72,9 @@ def notebook_launcher(
         debug: Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line.
         min_nodes: Notebooks that are enough to go on with: where others are lost, the group starts again with those
             that are left (needs "c10d" and ``max_restarts``); None means all of ``num_nodes``.
+        on: Where the ranks run: None (this machine), "ray" (the cluster that this machine belongs to, or the notebook's
+            own ``ray.init()``), "ray://host:port", or a ``RayCluster``; the variable NOTEBOOK_ACCELERATE_ON stands in
+            for None. ``num_processes`` counts the ranks on the whole cluster then.
         config: All of the above in one object; arguments that differ from their defaults win.
 
     Returns:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.widgets.draft import Draft, code_of
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig) -> str:
     """
     imports = ["from notebook_accelerate import notebook_launcher"]
     given = config.non_default()
+    if isinstance(given.get("on"), RayCluster):
+        imports[0] = "from notebook_accelerate import RayCluster, notebook_launcher"
     apart = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
     if apart:
-        imports[0] = "from notebook_accelerate import LaunchConfig, notebook_launcher"
+        imports[0] = imports[0].replace("import ", "import LaunchConfig, ")
     call = [function, *([arguments] if arguments and arguments != "()" else [])]
     call += [f"{name}={code_of(value)}" for name, value in given.items()]
     if apart:

@@ -8,10 +8,11 @@ LAUNCH_CHOICES = {
     "start_method": START_METHODS,
     "mixed_precision": MIXED_PRECISIONS,
     "rdzv_backend": RDZV_BACKENDS,
+    "on": ("ray",),
     "panel": ("auto", True, False),
 }
 LAUNCH_GROUPS = (
-    ("", ("num_processes", "mixed_precision", "start_method", "cpu", "block")),
+    ("", ("num_processes", "mixed_precision", "start_method", "on", "cpu", "block")),
     ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
     ("Environment and output", ("env", "log_line_prefix_template", "panel", "debug")),
     (

@@ -28,7 +28,13 @@ def sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOptions) 
     if plan.world_size != plan.num_processes:
         processes += f" of {plan.world_size}"
     precision = "fp32" if config.mixed_precision == "no" else config.mixed_precision
-    parts = [f"{processes} on {plan.accelerator}", plan.start_method, plan.backend, training.strategy, precision]
+    parts = [
+        f"{processes} on {plan.where or plan.accelerator}",
+        plan.start_method,
+        plan.backend,
+        training.strategy,
+        precision,
+    ]
     return f"{', '.join(part for part in parts if part)}; {training.effective_batch(plan.world_size)}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.cluster import RayCluster, cluster_of
 from notebook_accelerate.config.launched import check_accelerator_arguments
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class LaunchConfig:
     """Whether the ranks leave accelerators alone."""
     min_nodes: int | None = None
     """Notebooks that are enough to go on with when others are lost; None means all of ``num_nodes``."""
+    on: str | RayCluster | None = None
+    """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster."""
     accelerator: Mapping[str, Any] | None = None
     """Arguments of every ``Accelerator()`` in the workers that does not pass its own: plugins, handlers, ..."""
 
@@ -88,12 +91,18 @@ class LaunchConfig:
         if self.rdzv_endpoint:
             _endpoint(self.rdzv_endpoint)
         _rendezvous(self)
+        _elsewhere(self)
         if self.panel not in (True, False, "auto"):
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
         _environment(self.env)
         check_accelerator_arguments(self.accelerator)
         if self.accelerator is not None and not self.accelerator:
             object.__setattr__(self, "accelerator", None)
+
+    @property
+    def cluster(self) -> RayCluster | None:
+        """The cluster that ``on`` means; None for this machine."""
+        return cluster_of(self.on)
 
     @property
     def meeting_point(self) -> tuple[str, int]:
@@ -176,6 +185,20 @@ def _rendezvous(config: LaunchConfig) -> None:
         raise ValueError(
             f"min_nodes={config.min_nodes} is not allowed with rdzv_backend={config.rdzv_backend!r}, whose number of "
             "nodes is fixed; pass rdzv_backend='c10d'"
+        )
+
+
+def _elsewhere(config: LaunchConfig) -> None:
+    if config.cluster is None:
+        return
+    if config.num_nodes > 1:
+        raise ValueError(
+            f"num_nodes={config.num_nodes} is for several notebooks; with on={config.on!r} the cluster has the nodes: "
+            "pass num_processes, the ranks in all"
+        )
+    if config.start_method != "auto":
+        raise ValueError(
+            f"start_method={config.start_method!r} is for this machine; leave 'auto' with on={config.on!r}"
         )
 
 

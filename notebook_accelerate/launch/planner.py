@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from notebook_accelerate.config.cluster import RayCluster
     from notebook_accelerate.config.launch import LaunchConfig
     from notebook_accelerate.hardware import HardwareInfo
 
@@ -32,7 +33,7 @@ class LaunchPlan:
     """What will happen.
 
     Attributes:
-        start_method: inline, fork, zygote or spawn.
+        start_method: inline, fork, zygote, spawn or ray.
         reason: Why that one, as the run's header shows it.
         num_processes: Ranks on this machine.
         world_size: Ranks on all machines.
@@ -48,6 +49,7 @@ class LaunchPlan:
         met: Whether the others have been met: before, what is said of all ranks is an assumption.
         interface: Name of the network interface on which the ranks of several notebooks reach each other; "": unknown.
         run_name: What all notebooks call the run; "" before they have met.
+        where: The cluster that the ranks run on, as the header calls it; "" for this machine.
     """
 
     start_method: str
@@ -66,13 +68,14 @@ class LaunchPlan:
     met: bool = False
     interface: str = ""
     run_name: str = ""
+    where: str = ""
 
     def sentence(self) -> str:
         """Return the plan in one line."""
         ranks = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
         if self.world_size != self.num_processes:
             ranks += f" of {self.world_size}"
-        parts = [f"{ranks} on {self.accelerator}", f"{self.start_method} ({self.reason})"]
+        parts = [f"{ranks} on {self.where or self.accelerator}", f"{self.start_method} ({self.reason})"]
         if self.backend:
             parts.append(self.backend)
         return " · ".join(parts)
@@ -84,6 +87,8 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
     Raises:
         ValueError: The configuration asks for what this machine does not have.
     """
+    if config.cluster is not None:
+        return _on_cluster(config, config.cluster)
     accelerator, count = _accelerator(config, hardware)
     num_processes = config.num_processes if config.num_processes is not None else max(count, 1)
     if accelerator == "mps" and num_processes > 1:
@@ -110,6 +115,27 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
         loopback=(hardware.loopback or "") if config.num_nodes == 1 else "",
         node=config.node_rank,
         nodes=config.num_nodes,
+    )
+
+
+def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
+    """Return the plan of ranks on a cluster, of whose machines nothing is known before they are reached."""
+    ranks = config.num_processes or 1
+    on_cpu = config.cpu or cluster.gpus == 0
+    asked = (config.env or {}).get("OMP_NUM_THREADS")
+    return LaunchPlan(
+        start_method="ray",
+        reason=f"as asked: on={config.on!r}" if isinstance(config.on, str) else "as asked: on=RayCluster(...)",
+        num_processes=ranks,
+        world_size=ranks,
+        first_rank=0,
+        accelerator="cpu" if on_cpu else "the cluster's devices",
+        backend="gloo" if on_cpu and ranks > 1 else "",
+        threads=int(asked) if asked and asked.isdigit() and int(asked) > 0 else max(1, int(cluster.cpus)),
+        master_addr="",  # of the first rank's node, once it has one
+        port=0,
+        loopback="",
+        where=cluster.where,
     )
 
 

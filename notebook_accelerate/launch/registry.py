@@ -76,7 +76,7 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
     Raises:
         DeviceBusyError: One does.
     """
-    if launch_plan.accelerator == "cpu":
+    if launch_plan.accelerator == "cpu" or launch_plan.where:  # a cluster shares its devices out itself
         return
     for other in runs():
         if other is run or other.ended is not None or other.plan is None:

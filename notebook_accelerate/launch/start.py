@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
+from notebook_accelerate.config import environ
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError, WorkerError
 from notebook_accelerate.launch import inline, messages, ports, registry, views
 from notebook_accelerate.launch.backends import process_backend
@@ -47,6 +48,7 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
         raise ValueError(
             f"{name} is an async function; pass one that runs it: lambda *args: asyncio.run({name}(*args))"
         )
+    config = _where(config)
     registry.release_held()
     run = Run(config, getattr(function, "__name__", type(function).__name__))
     views.reserve(run)
@@ -66,6 +68,17 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
     if config.block and run.error is not None:
         raise run.error from messages.original(run.error)
     return run
+
+
+def _where(config: LaunchConfig) -> LaunchConfig:
+    """Return ``config`` for the cluster that the environment names, where it names none itself.
+
+    Only a launch that says nothing of where it runs is moved.
+    """
+    on = environ.text("NOTEBOOK_ACCELERATE_ON")
+    if not on or config.on is not None or config.num_nodes > 1 or config.start_method != "auto":
+        return config
+    return config.changed(on=on)
 
 
 class _Launcher:
@@ -137,6 +150,11 @@ class _Launcher:
         try:
             launch_plan = self._prepare()
             status, error = self._attempts(launch_plan)
+        except RunStoppedError as problem:  # before the ranks had started
+            if not self._started.is_set():
+                self._problem = problem
+            problem.run = self._run
+            status, error = "stopped", problem
         except BaseException as problem:  # noqa: BLE001 - handed to the caller, or kept in the run
             if not self._started.is_set():
                 self._problem = problem
@@ -161,13 +179,13 @@ class _Launcher:
         machine = hardware.detect()
         asked = run.config.start_method
         facts = KernelFacts(
-            fork_hazard=fork_hazard() if asked in ("auto", "fork") else "",
+            fork_hazard=fork_hazard() if asked in ("auto", "fork") and run.config.cluster is None else "",
             can_fork=hasattr(os, "fork"),
             environment=os.environ,
         )
         launch_plan = plan(run.config, machine, facts)
         registry.check_devices(run, launch_plan)
-        if launch_plan.world_size > 1:
+        if launch_plan.world_size > 1 and not launch_plan.where:
             launch_plan = replace(launch_plan, port=self._port(launch_plan))
         run._planned(launch_plan)
         registry.add(run)
@@ -247,10 +265,17 @@ class _Launcher:
         if self._party is not None:
             backend = self._party.backend(backend)
             self._party.attend(group)
+        backend.hear(self._run.config, self._tell, lambda: bool(self._calls))
         group.start(backend, number)
         self._group = group
         self._started.set()
         return group
+
+    def _tell(self, text: str) -> None:
+        """Show a line of the launch itself."""
+        self._run.notes.append(text)
+        self._publisher.line("stderr", text)
+        self._publisher.flush(force=True)
 
     def _take_calls(self) -> list[GroupCall]:
         with self._call_lock:

@@ -40,7 +40,7 @@ class Payload:
         """Write everything to an anonymous file and return its descriptor, owned by the caller."""
         sizes = [buffer.nbytes for buffer in self.buffers]
         index = json.dumps(sizes).encode()
-        descriptor = _anonymous_file()
+        descriptor = anonymous_file()
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(_HEADER.pack(len(self.pickled), len(index)) + self.pickled + index)
             for buffer in self.buffers:
@@ -67,7 +67,8 @@ def load_file(descriptor: int) -> Any:
     return pickle.loads(pickled, buffers=buffers)
 
 
-def _anonymous_file() -> int:
+def anonymous_file() -> int:
+    """Return the descriptor of a file that has no name and goes with its last descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("notebook-accelerate-payload")
     with tempfile.TemporaryFile() as file:

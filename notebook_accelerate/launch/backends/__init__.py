@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 ROWS: dict[str, str] = {
     "fork": "notebook_accelerate.launch.backends.fork:ForkBackend",
     "zygote": "notebook_accelerate.launch.backends.zygote:ZygoteBackend",
+    "ray": "notebook_accelerate.launch.backends.ray:RayBackend",
     "spawn": "notebook_accelerate.launch.backends.spawn:SpawnBackend",
 }
 

@@ -1,0 +1,348 @@
+"""Ranks on a Ray cluster: an actor each, which starts its rank as a process of its own on its machine.
+
+The kernel's half. It starts a driver process (see ``ray_driver``), listens until every actor's host has called, and
+hands the supervisor ranks that are heard over those links. The kernel itself never imports Ray: see there for why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any
+
+from notebook_accelerate.config.cluster import RayCluster
+from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
+from notebook_accelerate.launch.backends.base import Ends, Hearing, RankProcess
+from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
+from notebook_accelerate.launch.backends.ray_driver import versions
+from notebook_accelerate.launch.backends.ray_protocol import (
+    ActorEndedEvent,
+    LeaveOrder,
+    NoteEvent,
+    PlacedEvent,
+    PlaceOrder,
+    ReachedEvent,
+    RefusedEvent,
+    ServeOrder,
+    TakenEvent,
+)
+from notebook_accelerate.launch.remote.door import Door
+from notebook_accelerate.launch.remote.link import NodeLink, RemoteRank
+from notebook_accelerate.launch.remote.seal import new_secret
+from notebook_accelerate.telemetry import Channel, Event
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.launch.worker import WorkerOrder
+
+LOOK_SECONDS = 0.2
+REASON_SECONDS = 5.0
+"""How long a link that broke waits for Ray to say why."""
+LEAVE_SECONDS = 10.0
+CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
+"""Variables of the kernel that ranks elsewhere get too, by the beginning of their names."""
+NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON")
+
+
+class DriverProcess:
+    """The kernel's hold on its driver.
+
+    Args:
+        payload: Descriptor of the file with the function and its arguments.
+    """
+
+    def __init__(self, payload: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        Ends.kernel_side.add(ours.fileno())
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the process
+        call = (
+            "from notebook_accelerate.launch.backends.ray_driver import main; "
+            f"main({theirs.fileno()}, {payload}, {os.getpid()})"
+        )
+        self._process = subprocess.Popen(
+            interpreter_command(call),
+            pass_fds=[theirs.fileno(), payload],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._reasons: dict[int, str] = {}
+        self._open: set[int] = set()
+
+    def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[Event], None]) -> Any:
+        """Wait for the driver's next word of a kind.
+
+        Args:
+            kind: The event that is waited for.
+            seconds: How long.
+            what: What takes so long, for the error.
+            waiting: Called with other events, and with None each time nothing has come; may raise.
+
+        Raises:
+            LaunchError: The driver refuses, has ended, or took too long.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                found = self.channel.receive(LOOK_SECONDS)
+            except ChannelClosedError:
+                raise LaunchError(f"{what} failed: the driver process ended{self.last_words()}") from None
+            for _, event in found:
+                if isinstance(event, RefusedEvent):
+                    raise LaunchError(event.text)
+                if isinstance(event, ActorEndedEvent):
+                    raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
+                if isinstance(event, kind):
+                    return event
+                waiting(event)
+            if not found:
+                waiting(NoteEvent(""))
+        raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self.last_words()}")
+
+    def look(self) -> None:
+        """Take in what the driver has said in passing.
+
+        Raises:
+            LaunchError: It has ended, or an actor has.
+        """
+        try:
+            for _, event in self.channel.receive(0):
+                if isinstance(event, ActorEndedEvent):
+                    self._reasons[event.rank] = event.reason
+        except ChannelClosedError:
+            raise LaunchError(f"the driver process ended{self.last_words()}") from None
+        for rank, reason in self._reasons.items():
+            if reason:
+                raise LaunchError(f"rank {rank} could not be started on Ray: {reason}")
+
+    def why(self, rank: int) -> str:
+        """Return why a rank's actor has ended, as far as Ray says so soon; "" where it does not."""
+        deadline = time.monotonic() + REASON_SECONDS
+        try:
+            while rank not in self._reasons and (left := deadline - time.monotonic()) > 0:
+                for _, event in self.channel.receive(left):
+                    if isinstance(event, ActorEndedEvent):
+                        self._reasons[event.rank] = event.reason
+        except ChannelClosedError:
+            self._reasons.setdefault(rank, f"this kernel's driver on the Ray cluster ended{self.last_words()}")
+        return self._reasons.get(rank, "")
+
+    def opened(self, rank: int) -> None:
+        """A link to a rank's actor is in use."""
+        self._open.add(rank)
+
+    def closed(self, rank: int) -> None:
+        """A link is done with; the driver ends with the last one."""
+        self._open.discard(rank)
+        if not self._open:
+            self.end()
+
+    def end(self) -> None:
+        """Have the driver give everything back, and see it end."""
+        if self._process.returncode is not None:
+            return
+        with suppress(ChannelClosedError):
+            self.channel.send(LeaveOrder())
+        try:
+            self._process.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        Ends.kernel_side.discard(self.channel.fileno())
+        self.channel.close()
+        self._log.close()
+
+    def last_words(self) -> str:
+        """Return the end of what the driver printed, for an error message."""
+        self._log.seek(0)
+        text = self._log.read()[-2000:].decode(errors="replace").strip()
+        return f"; it said:\n{text}" if text else ""
+
+
+class RayLink(NodeLink):
+    """The link to one actor: when it breaks, Ray is asked why.
+
+    Args:
+        channel: The stream to it.
+        node: Index of its machine.
+        host: Name of its machine.
+        rank: The actor's rank.
+        driver: Knows what Ray says.
+    """
+
+    def __init__(self, channel: Channel, node: int, host: str, rank: int, driver: DriverProcess) -> None:
+        super().__init__(channel, node, host)
+        self._rank, self._driver = rank, driver
+        driver.opened(rank)
+
+    def await_started(self, timeout: float) -> RemoteRank:
+        """See ``NodeLink.await_started``."""
+        try:
+            return super().await_started(timeout)
+        except LaunchError as error:
+            why = self._driver.why(self._rank)
+            raise LaunchError(f"{error}; {why}" if why else str(error)) from None
+
+    def lose(self, reason: str, hearing: Hearing) -> None:
+        """See ``NodeLink.lose``."""
+        if reason and (why := self._driver.why(self._rank)):
+            reason = f"{self.name} was lost: {why}"
+        super().lose(reason, hearing)
+
+    def forget(self, rank: int) -> None:
+        """See ``NodeLink.forget``."""
+        super().forget(rank)
+        self._driver.closed(self._rank)
+
+
+class RayBackend(PickledBackend):
+    """Places the ranks on the cluster that the launch names."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise LaunchError("on='ray' needs Ray, which is not installed; pip install 'notebook-accelerate[ray]'")
+        super().__init__(function, arguments)
+        self._cluster = RayCluster()
+        self._cpu = False
+        self._note: Callable[[str], None] = print
+        self._stopping: Callable[[], bool] = bool
+
+    def hear(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        """See ``ProcessBackend.hear``."""
+        self._cluster = config.cluster or RayCluster()
+        self._cpu, self._note, self._stopping = config.cpu, note, stopping
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """Not for a cluster, which places all ranks at once."""
+        raise NotImplementedError
+
+    def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
+        """See ``ProcessBackend.start_ranks``."""
+        driver = DriverProcess(self._payload)
+        links: list[RayLink] = []
+        try:
+            here, placed = self._place(driver, len(orders))
+            secret = new_secret()
+            with _opened(here, secret, self._note) as door:
+                payload = pickle.dumps((secret, [self._ready(order, placed) for order in orders]))
+                driver.channel.send(ServeOrder(door.address, door.port, payload))
+                links = self._links(door, driver, len(orders))
+            for link in links:
+                started(link.await_started(self._cluster.start_timeout))
+        except BaseException:
+            for link in links:
+                link.channel.close()
+            driver.end()
+            raise
+
+    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, PlacedEvent]:
+        """Have the driver find places; return this machine's address as the nodes know it, and the places."""
+        cluster = self._cluster
+        wait = cluster.wait if cluster.when_full == "wait" else 0.0
+        driver.channel.send(
+            PlaceOrder(
+                address_of(cluster),
+                ranks,
+                cluster.cpus,
+                0 if self._cpu and cluster.gpus is None else cluster.gpus,
+                dict(cluster.resources or {}),
+                cluster.strategy,
+                dict(cluster.runtime_env or {}),
+                wait,
+                versions(),
+            )
+        )
+        limit = cluster.start_timeout
+        reached = driver.next(ReachedEvent, limit, f"reaching {cluster.where}", self._hear)
+        driver.next(TakenEvent, wait + limit, "reserving resources", self._hear)
+        return reached.here, driver.next(PlacedEvent, limit, "starting Ray's actors", self._hear)
+
+    def _hear(self, event: Event) -> None:
+        """Tell the user what the driver says, and see whether the run is to be stopped."""
+        if isinstance(event, NoteEvent) and event.text:
+            self._note(event.text)
+        if self._stopping():
+            raise RunStoppedError("the run was stopped while it waited for the Ray cluster")
+
+    def _ready(self, order: WorkerOrder, placed: PlacedEvent) -> bytes:
+        """Return a rank's order with what its place calls for, pickled."""
+        place = placed.places[order.rank]
+        carried = {
+            name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in NOT_CARRIED
+        }
+        given = {
+            "LOCAL_RANK": str(place["local_rank"]),
+            "LOCAL_WORLD_SIZE": str(place["local_size"]),
+            "NODE_RANK": str(place["node"]),
+            "GROUP_RANK": str(place["node"]),
+            "MASTER_ADDR": placed.places[0]["address"],
+            "MASTER_PORT": str(placed.port),
+        }
+        order.environment = {**carried, **place["environment"], **order.environment, **given}
+        order = self.complete(order)
+        order.base_environment = None  # the node's own
+        if "working_dir" in (self._cluster.runtime_env or {}):
+            order.cwd = None
+        return pickle.dumps(order)
+
+    def _links(self, door: Door, driver: DriverProcess, ranks: int) -> list[RayLink]:
+        """Wait until every actor's host has called."""
+        found: dict[int, RayLink] = {}
+        deadline = time.monotonic() + self._cluster.start_timeout
+        while len(found) < ranks:
+            self._hear(NoteEvent(""))
+            driver.look()
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(ranks) if rank not in found)
+                raise LaunchError(
+                    f"the actors of ranks {missing} did not call back at {door.address}:{door.port} within "
+                    f"{self._cluster.start_timeout:g} s; if a firewall keeps the nodes from reaching this machine, "
+                    "pass on='ray://host:10001'"
+                )
+            visitor = door.next_visitor(LOOK_SECONDS)
+            if visitor is not None:
+                rank = int(visitor.hello.facts["rank"])
+                found[rank] = RayLink(visitor.channel, visitor.hello.node, visitor.hello.host, rank, driver)
+        links = [found[rank] for rank in range(ranks)]
+        clocks: dict[int, float] = {}
+        for link in links:  # a machine has one clock, however many actors
+            if link.node not in clocks:
+                link.measure_clock()
+            link.clock_offset = clocks.setdefault(link.node, link.clock_offset)
+        return links
+
+
+class _opened:  # noqa: N801 - a context manager, used as a function
+    """A door that is open inside a with block."""
+
+    def __init__(self, address: str, secret: bytes, report: Callable[[str], None]) -> None:
+        self._door = Door(address or "127.0.0.1", secret, report=report)
+
+    def __enter__(self) -> Door:
+        return self._door
+
+    def __exit__(self, *_: object) -> None:
+        self._door.close()
+
+
+def address_of(cluster: RayCluster) -> str:
+    """Return the address the driver connects to: that of the notebook's own ``ray.init()``, where there was one."""
+    ray: Any = sys.modules.get("ray")
+    if cluster.address == "auto" and ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
+        with suppress(Exception):  # connected through Ray's client, which has no such address
+            return str(ray.get_runtime_context().gcs_address)
+    return cluster.address
+
+
+__all__ = ["RayBackend", "address_of"]
