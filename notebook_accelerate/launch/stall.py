@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 STALL_SECONDS = 10.0
 """No rank has moved for so long while some wait in a collective: the run is diagnosed, once."""
+LOOK_SECONDS = 0.5
+"""Least time between two looks at all ranks."""
 
 
 class StallWatch:
@@ -31,6 +33,8 @@ class StallWatch:
         self._run, self._report = run, report
         self._beats: dict[int, HeartbeatEvent] = {}
         self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
+        self._first: float | None = None
+        self._look_due = 0.0
         self._reported = False
         self.busy = False
         self.group_timeout: float | None = None
@@ -46,21 +50,31 @@ class StallWatch:
         self._beats[rank] = beat
         collective = beat.waiting
         if collective is None:
-            self._waiting_since.pop(rank, None)
-        elif self._waiting_since.get(rank, (None, 0.0))[0] != (collective.group, collective.number):
+            changed = self._waiting_since.pop(rank, None) is not None
+        elif changed := self._waiting_since.get(rank, (None, 0.0))[0] != (collective.group, collective.number):
             self._waiting_since[rank] = ((collective.group, collective.number), stopwatch.at(collective.since))
-        if not (stopwatch.standing or self._reported or self.busy) and self._stalled():
+        self._first = None if changed else self._first
+        if not (stopwatch.standing or self._reported or self.busy) and self._may_stand(beat) and self._stalled():
             self._reported = True
             self.diagnose_then(lambda verdict: self._report(f"run {self._run.id} stands still: {verdict}"))
 
     def limits(self) -> list[tuple[float, str]]:
-        """Return when a collective reaches the process group's time limit, by the stopwatch, and what to say then."""
+        """Return when the first collective reaches its group's time limit, by the stopwatch, and what to say then."""
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
         # Only once the next heartbeat, too, has found the rank there: it may have gone on meanwhile.
         patience = self.group_timeout + 1.5 * HEARTBEAT_SECONDS
-        return [(since + patience, text) for _, since in self._waiting_since.values()]
+        if self._first is None and self._waiting_since:
+            self._first = min(since for _, since in self._waiting_since.values())
+        return [] if self._first is None else [(self._first + patience, text)]
+
+    def _may_stand(self, beat: HeartbeatEvent) -> bool:
+        """Whether a look at all ranks may find a standstill: not while one moves, nor for every rank's heartbeat."""
+        if time.time() - beat.moved <= STALL_SECONDS or time.monotonic() < self._look_due:
+            return False
+        self._look_due = time.monotonic() + LOOK_SECONDS
+        return True
 
     def _stalled(self) -> bool:
         alive = [info.rank for info in self._run.ranks if info.state in ("starting", "running")]

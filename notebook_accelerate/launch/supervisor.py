@@ -61,6 +61,8 @@ SETTLE_SECONDS = 0.3
 """After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
 ABANDON_SECONDS = 5.0
 """How long a killed rank is waited for."""
+BEAT_SECONDS = 0.5
+"""Least time between two comparisons of all ranks' steps."""
 FAILURE_GRACE = 2.0
 """Seconds from KeyboardInterrupt to SIGKILL for the ranks that are left after a failure."""
 
@@ -132,6 +134,11 @@ class Group:
         self._selector.register(wake, selectors.EVENT_READ, self._drain_wake)
         self._label = Label(run.config.log_line_prefix_template)
         self._ranks: dict[int, _Watched] = {}
+        # Hundreds of ranks report all the time: what is done for each report must not look at all ranks.
+        self._living: dict[int, _Watched] = {}
+        self._asked: dict[int, _Watched] = {}
+        self._starting: set[int] = set()
+        self._beat_due = 0.0
         self._ladder: Ladder | None = None
         self._asked_to_stop = False
         self.stopwatch = stopwatch
@@ -180,7 +187,10 @@ class Group:
             stream: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
             for stream in ("stdout", "stderr")
         }
-        self._ranks[process.rank] = _Watched(process, info, outputs)
+        watched = self._ranks[process.rank] = self._living[process.rank] = _Watched(process, info, outputs)
+        self._starting.add(process.rank)
+        if process.must_be_asked:
+            self._asked[process.rank] = watched
         self._run._desk.open(process.rank, process.channel, process.look)
         if self.tap is not None:
             self.tap.started(process)
@@ -213,7 +223,7 @@ class Group:
 
     def supervise(self) -> None:
         """Hear and watch the ranks until the last one is reaped."""
-        while self._alive():
+        while self._living:
             dispatch(self._selector, self._patience())
             self._take_steps()
             self._publisher.flush()
@@ -221,7 +231,7 @@ class Group:
         self._selector.close()
 
     def _alive(self) -> list[_Watched]:
-        return [watched for watched in self._ranks.values() if not watched.ended]
+        return list(self._living.values())
 
     def _patience(self) -> float:
         """Return how long the loop may sleep: until the next thing that is due."""
@@ -235,7 +245,7 @@ class Group:
             waits.append(self._hold_at - now)
         if self._limits_count():
             waits += [due - self.stopwatch.now() for due, _ in self._limits()]
-        if any(watched.process.must_be_asked for watched in self._alive()):
+        if self._asked:
             waits.append(self._run.config.monitor_interval)
         return max(0.0, min(waits))
 
@@ -244,9 +254,8 @@ class Group:
         if self._hold_at is not None and time.monotonic() >= self._hold_at and self.on_hold is not None:
             self._hold_at, self._held = None, True
             self.on_hold()
-        for watched in self._alive():
-            if watched.process.must_be_asked:
-                self.take_end(watched.process.rank)
+        for rank in list(self._asked):
+            self.take_end(rank)
         if self._ladder is not None:
             self._ladder.climb(watched.process for watched in self._alive())
 
@@ -363,15 +372,19 @@ class Group:
 
     def _on_heartbeat(self, watched: _Watched, event: HeartbeatEvent) -> None:
         self._watch_for_stall.note(watched.process.rank, event, self.stopwatch)
-        running = {each.process.rank for each in self._alive() if each.info.state == "running"}
-        steps = {rank: step for rank, step in self._run.store.last_step.items() if rank in running}
-        self._warn(self._mistakes.beat(steps))
+        if time.monotonic() >= self._beat_due:
+            self._beat_due = time.monotonic() + BEAT_SECONDS
+            last = self._run.store.last_step
+            running = [rank for rank, each in self._living.items() if each.info.state == "running"]
+            self._warn(self._mistakes.beat({rank: last[rank] for rank in running if rank in last}))
         if event.moved > time.time() - 1.5 * HEARTBEAT_SECONDS:
             self._last_sign_of_life = self.stopwatch.now()
 
     def _on_status(self, watched: _Watched, event: StatusEvent) -> None:
         watched.info.state = event.state
-        if self._run.status == "starting" and all(w.info.state != "starting" for w in self._ranks.values()):
+        if event.state != "starting":
+            self._starting.discard(watched.process.rank)
+        if self._run.status == "starting" and not self._starting:
             self._run._set_status("running")
 
     def _on_result(self, watched: _Watched, event: ResultEvent) -> None:
@@ -432,11 +445,17 @@ class Group:
             output.finish()
         watched.process.disconnect(self._selector)
         watched.process.close()
-        watched.ended = True
+        self._leave_out(watched)
         self.stopwatch.resume(watched.process.rank)
         self.stopwatch.resume(("paused", watched.process.rank))
         self._run._desk.close(watched.process.rank)
         self._run._board.drop(watched.process.rank)
+
+    def _leave_out(self, watched: _Watched) -> None:
+        watched.ended = True
+        for table in (self._living, self._asked):
+            table.pop(watched.process.rank, None)
+        self._starting.discard(watched.process.rank)
 
     def _judge(self, watched: _Watched, end: Exit) -> None:
         info = watched.info
@@ -508,7 +527,7 @@ class Group:
             watched.process.send_signal(signal.SIGKILL)
             watched.process.await_end(ABANDON_SECONDS)
             watched.process.close()
-            watched.ended = True
+            self._leave_out(watched)
             self._run._desk.close(watched.process.rank)
         self._selector.close()
 

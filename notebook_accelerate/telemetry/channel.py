@@ -79,45 +79,46 @@ class Decoder:
         Raises:
             ChannelClosedError: The bytes are not frames of this protocol.
         """
-        self._buffer += data
+        buffer = self._buffer
+        buffer += data
         found: list[Stamped] = []
-        start = 0
-        while (end := self._frame_end(start)) is not None:
-            json_length, _ = _HEADER.unpack_from(self._buffer, start)
+        start, size = 0, len(buffer)
+        while size - start >= _HEADER.size:
+            json_length, payload_length = _HEADER.unpack_from(buffer, start)
+            if json_length > MAX_JSON_BYTES:
+                raise ChannelClosedError(
+                    f"a frame of {json_length} bytes of JSON came; at most {MAX_JSON_BYTES} are allowed"
+                )
             body = start + _HEADER.size
-            text, payload = self._buffer[body : body + json_length], bytes(self._buffer[body + json_length : end])
+            end = body + json_length + payload_length
+            if end > size:
+                break
             try:
-                found += _decode_frame(text, payload)
+                found += _decode_frame(buffer[body : body + json_length], bytes(buffer[body + json_length : end]))
             except (ValueError, TypeError) as error:
                 raise ChannelClosedError(f"a frame came that is not of this protocol: {error}") from error
             start = end
         if start:
-            del self._buffer[:start]
+            del buffer[:start]
         return found
 
-    def _frame_end(self, start: int) -> int | None:
-        if len(self._buffer) - start < _HEADER.size:
-            return None
-        json_length, payload_length = _HEADER.unpack_from(self._buffer, start)
-        if json_length > MAX_JSON_BYTES:
-            raise ChannelClosedError(
-                f"a frame of {json_length} bytes of JSON came; at most {MAX_JSON_BYTES} are allowed"
-            )
-        end = start + _HEADER.size + int(json_length) + int(payload_length)
-        return end if len(self._buffer) >= end else None
+
+_parse = json.JSONDecoder().decode
+"""Without looking for the encoding first: it is UTF-8."""
 
 
 def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
-    rows = json.loads(text)
+    rows = _parse(text.decode())
     found: list[Stamped] = []
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
         if kind is None:  # a newer peer: what is not known is skipped
             continue
-        arguments = dict(zip(kind.names(), values, strict=False))
         if "payload" in kind.__dataclass_fields__:
-            arguments["payload"] = payload
-        found.append(Stamped(stamp, kind(**arguments)))
+            arguments = dict(zip(kind.names(), values, strict=False))
+            found.append(Stamped(stamp, kind(**arguments, payload=payload)))
+        else:  # a newer peer may say more of it
+            found.append(Stamped(stamp, kind(*values[: len(kind.names())])))
     return found
 
 

@@ -302,8 +302,9 @@ class Store:
         step = self.last_step.get(record.rank, -1) if event.step is None else _whole(event.step)
         if step is not None:
             self.last_step[record.rank] = step
+        limit = self._limit()
         for name, value in event.values.items():
-            number = _number(value)
+            number = value if type(value) is float else _number(value)
             ranks = self._metrics.get(name)
             if step is None or number is None or (ranks is None and len(self._metrics) >= self._max_series):
                 self.dropped[record.rank] = self.dropped.get(record.rank, 0) + 1
@@ -314,9 +315,10 @@ class Store:
             if points is None:
                 points = ranks[record.rank] = _Points()
                 self._series_count += 1
+                limit = self._limit()
                 if len(ranks) == BAND_FROM + 1:
                     self._bands[name] = _band_of(ranks)
-            self._points_count += points.append(step, record.time, number, self._limit())
+            self._points_count += points.append(step, record.time, number, limit)
             if (band := self._bands.get(name)) is not None:
                 band.add(step, record.time, number)
         if self._points_count > max(MAX_TOTAL_POINTS, MIN_POINTS * self._series_count):
