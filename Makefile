@@ -23,12 +23,14 @@ DEEPSPEED_OPS := .build/torch-extensions/.ready
 DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.build/torch-extensions OMP_NUM_THREADS=1
 S3_VENV := .venv-s3
 S3_READY := $(S3_VENV)/.ready
+RAY_VENV := .venv-ray
+RAY_READY := $(RAY_VENV)/.ready
 XLA_VENV := .venv-xla
 XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-s3 test-xla test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-xla test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
@@ -43,6 +45,7 @@ help:
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
 	@echo "make test-s3        checkpoints in an S3 server on this machine; in an environment of its own"
+	@echo "make test-ray       ranks on Ray clusters of two and three nodes; in an environment of its own"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
 	@echo "make test-strategies  every strategy in every precision against plain torch (a quarter of an hour)"
 	@echo "make lint           ruff, mypy, import-linter"
@@ -127,6 +130,12 @@ $(KERNELS_BUILD)/%/.ready: $(READY)
 		--target $(@D) ipykernel==$* nest-asyncio==1.6.0
 	touch $@
 
+# Ray's environment is the development environment plus Ray.
+$(RAY_READY): $(READY) requirements/ray.txt
+	$(call over_development,$(RAY_VENV))
+	$(RAY_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/ray.txt
+	touch $@
+
 # torch_xla takes one version of torch only, so this environment shares nothing.
 $(XLA_READY): requirements/xla.txt
 	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
@@ -176,6 +185,9 @@ test-megatron: $(MEGATRON_READY)
 test-s3: $(S3_READY)
 	OMP_NUM_THREADS=1 $(S3_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-s3 tests/s3
 
+test-ray: $(RAY_READY)
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-ray -m "not benchmark" tests/ray
+
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
 
@@ -203,5 +215,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,6 +23,8 @@ GROUPS = {
     "faults": ["faults"],
     "deepspeed": ["deepspeed"],
     "megatron": ["megatron"],
+    "ray": ["ray"],
+    "s3": ["s3"],
     "notebook": ["notebook"],
     "distributed": ["distributed"],
     "unit": ["unit"],
@@ -31,7 +33,7 @@ GROUPS = {
     "devices": ["gpu", "xla", "clients"],
 }
 # Groups with an environment of their own: what make is asked for instead.
-OWN_ENVIRONMENT = {"deepspeed": "test-deepspeed", "megatron": "test-megatron"}
+OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("deepspeed", "megatron", "ray", "s3")}
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
 _NOTHING_COLLECTED = 5

@@ -1,0 +1,41 @@
+"""One cluster of two nodes for the whole group; `make test-ray` has the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ray_cluster import SHADOW, LocalCluster
+
+# Before anything imports Ray, here and in the kernels that are started from here.
+sys.path.insert(0, str(SHADOW))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(SHADOW), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+(Path(__file__).resolve().parents[2] / ".build").mkdir(exist_ok=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip where Ray is not installed; starting a node may take minutes on a busy machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
+            if importlib.util.find_spec("ray") is None:
+                item.add_marker(pytest.mark.skip(reason="Ray is not installed: make test-ray"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    """Three processors on the head, two on the other node."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port = int(probe.getsockname()[1])
+    found = LocalCluster(3, 2, client_port=port)
+    os.environ["RAY_ADDRESS"] = found.address
+    yield found
+    del os.environ["RAY_ADDRESS"]
+    found.close()

@@ -1,0 +1,156 @@
+"""A real Ray cluster on this machine, each node with a loopback address of its own.
+
+The cluster lives in a process that is nobody's child here, so that the workers it starts and ends are not taken for
+what a test has left behind. It ends with the process that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SHADOW = Path(__file__).resolve().parents[1] / "ray" / "shadow"
+"""Modules that make `import ray` quick."""
+STORE_BYTES = 150 << 20
+START_SECONDS = 600.0
+TRIES = 6
+"""Ray gives a node 30 seconds to start, which on a busy machine may not be enough."""
+
+
+class LocalCluster:
+    """A cluster of some nodes.
+
+    Args:
+        cpus: Processors of each node; the first is the head.
+        client_port: Port of the server for Ray's client; 0: none.
+    """
+
+    def __init__(self, *cpus: int, client_port: int = 0) -> None:
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        command = [sys.executable, "-m", "tests.support.ray_cluster", str(requests), str(answers)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(SHADOW), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        root = Path(__file__).resolve().parents[2]
+        subprocess.run(command, pass_fds=[requests, answers], env=environment, cwd=root, check=True)
+        os.close(requests)
+        os.close(answers)
+        self._text = b""
+        self.client = f"ray://127.0.0.2:{client_port}"
+        self.address = str(self.ask("head", cpus=cpus[0], client_port=client_port))
+        self.nodes = ["127.0.0.2", *(self.add_node(count) for count in cpus[1:])]
+
+    def add_node(self, cpus: int, **resources: float) -> str:
+        """Start another node and return its address."""
+        return str(self.ask("add", cpus=cpus, resources=resources))
+
+    def kill_node(self, address: str) -> None:
+        """Kill a node's raylet, and with it the node."""
+        self.ask("kill", address=address)
+
+    def close(self) -> None:
+        """End the cluster."""
+        with suppress(AssertionError):
+            self.ask("close")
+        os.close(self._requests)
+        os.close(self._answers)
+
+    def ask(self, what: str, **values: Any) -> object:
+        """Have the cluster's process do something."""
+        os.write(self._requests, json.dumps([what, values]).encode() + b"\n")
+        deadline = time.monotonic() + START_SECONDS
+        while b"\n" not in self._text:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"the Ray cluster did not {what} within {START_SECONDS:g} s"
+            data = os.read(self._answers, 1 << 16)
+            assert data, "the process of the Ray cluster has ended"
+            self._text += data
+        line, _, self._text = self._text.partition(b"\n")
+        kind, answer = json.loads(line)
+        assert kind == "done", f"the Ray cluster could not {what}: {answer}"
+        return answer
+
+
+class _Server:
+    """The process that has the cluster."""
+
+    def __init__(self) -> None:
+        self.cluster: Any = None
+        self.nodes: dict[str, Any] = {}
+
+    def head(self, cpus: int, client_port: int) -> str:
+        from ray.cluster_utils import Cluster
+
+        arguments = {**_node(2, cpus, {}), "include_dashboard": False}
+        if client_port:
+            arguments["ray_client_server_port"] = client_port
+        self.cluster = _tried(lambda: Cluster(initialize_head=True, head_node_args=arguments))
+        return str(self.cluster.address)
+
+    def add(self, cpus: int, resources: dict[str, float]) -> str:
+        arguments = _node(len(self.nodes) + 3, cpus, resources)
+        self.nodes[arguments["node_ip_address"]] = _tried(lambda: self.cluster.add_node(**arguments))
+        return str(arguments["node_ip_address"])
+
+    def kill(self, address: str) -> None:
+        self.cluster.remove_node(self.nodes[address], allow_graceful=False)
+
+    def close(self) -> None:
+        if self.cluster is not None:
+            self.cluster.shutdown()
+
+
+def _node(number: int, cpus: int, resources: dict[str, float]) -> dict[str, Any]:
+    return {
+        "num_cpus": cpus,
+        "resources": resources,
+        "node_ip_address": f"127.0.0.{number}",
+        "object_store_memory": STORE_BYTES,
+        "include_log_monitor": False,
+    }
+
+
+def _tried(start: Callable[[], Any]) -> Any:
+    for left in reversed(range(TRIES)):
+        try:
+            return start()
+        except Exception:
+            if not left:
+                raise
+    raise AssertionError("the last try raises")
+
+
+def serve(requests: int, answers: int) -> None:
+    """Do what is asked until nobody asks any more."""
+    server = _Server()
+    try:
+        with os.fdopen(requests) as lines:
+            for line in lines:
+                what, values = json.loads(line)
+                try:
+                    answer = ["done", getattr(server, what)(**values)]
+                except Exception as error:  # noqa: BLE001 - told to who asked
+                    answer = ["failed", f"{type(error).__name__}: {error}"]
+                os.write(answers, json.dumps(answer).encode() + b"\n")
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    if os.fork() == 0:
+        os.setsid()
+        log = os.open(Path(__file__).resolve().parents[2] / ".build" / "ray-cluster.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        serve(int(sys.argv[1]), int(sys.argv[2]))
