@@ -9,6 +9,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.debug.session import Stacks
+from notebook_accelerate.launch.nodes import MANY
+from notebook_accelerate.launch.rank_rows import short_names
 from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.widgets.sections import state
 from notebook_accelerate.widgets.watching import duration
@@ -16,6 +18,7 @@ from notebook_accelerate.widgets.watching import duration
 if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis, RankPlace
     from notebook_accelerate.launch import Run
+    from notebook_accelerate.launch.run import RankInfo
 
 MAX_HISTORY = 50
 """Questions and answers that are kept."""
@@ -65,6 +68,8 @@ def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: f
     """Return the table of ranks: state, and the place where each was seen last."""
     places = {place.rank: place for place in found.places} if found is not None else {}
     seen = f" ({duration(max(0.0, now - found.time))} ago)" if found is not None else ""
+    if len(run.ranks) > MANY:
+        return _many_html(run, found, stopped, f"Place{seen}")
     rows = []
     for info in run.ranks:
         where = escape(place_text(places.get(info.rank), found)) or '<span class="na-muted">not looked at yet</span>'
@@ -73,6 +78,28 @@ def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: f
         cells = f"<th scope='row'>{info.rank}</th><td>{state(info.state)}{mark}</td><td>{step}</td><td>{where}</td>"
         rows.append(f"<tr>{cells}</tr>")
     head = "".join(f'<th scope="col">{name}</th>' for name in ("Rank", "State", "Step", f"Place{seen}"))
+    return f'<table class="na-table"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+
+
+def _many_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], place: str) -> str:
+    """Return the table of many ranks: those that are at one place in a row, the smallest groups first."""
+    places = {place.rank: place for place in found.places} if found is not None else {}
+    groups: dict[tuple[str, bool, str], list[RankInfo]] = {}
+    for info in run.ranks:
+        where = place_text(places.get(info.rank), found)
+        groups.setdefault((info.state, info.rank in stopped, where), []).append(info)
+    rows = []
+    for (status, held, where), members in sorted(groups.items(), key=lambda group: len(group[1])):
+        steps = sorted({info.last_step for info in members if info.last_step is not None})
+        step = "–".join(dict.fromkeys(f"{steps[end]:,}" for end in (0, -1))) if steps else "–"
+        mark = ' <span class="na-muted">at a breakpoint</span>' if held else ""
+        spot = escape(where) or '<span class="na-muted">not looked at yet</span>'
+        who = escape(short_names(info.rank for info in members))
+        rows.append(
+            f"<tr><th scope='row'>{who}</th><td>{len(members):,}</td><td>{state(status)}{mark}</td><td>{step}</td>"
+            f"<td>{spot}</td></tr>"
+        )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Ranks", "How many", "State", "Step", place))
     return f'<table class="na-table"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
@@ -107,7 +134,10 @@ def text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> str:
     if found is not None:
         blocks += [found.text, repr(stacks_of(found))]
     else:
-        blocks.append("\n".join(f"rank {info.rank}: {info.state}" for info in run.ranks))
+        groups: dict[str, list[int]] = {}
+        for info in run.ranks:
+            groups.setdefault(info.state, []).append(info.rank)
+        blocks.append("\n".join(f"{rank_names(ranks)}: {status}" for status, ranks in groups.items()))
     return "\n\n".join(block for block in [*blocks, *(entry.text for entry in entries)] if block)
 
 

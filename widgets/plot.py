@@ -32,8 +32,8 @@ MAX_NEW_POINTS = 400
 BAND_RANKS = 16
 """Of more ranks than this the band is drawn: smallest, mean and largest. Single ranks are laid over it."""
 BAND_LABEL = "all ranks: mean and range"
-MAX_LAID_OVER = 8
-"""Ranks laid over a band: as many as there are colours."""
+MAX_LAID_OVER, MAX_STANDING_OUT = 8, 2
+"""Ranks laid over a band: as many as there are colours; and those that nobody asked for."""
 BAND = -1
 REFRESH_AGES = (0.4, 1.0, 2.0, 4.0, 8.0)
 REFRESH_SECONDS = 30.0
@@ -162,7 +162,7 @@ class Plot(anywidget.AnyWidget):
         Args:
             ranks: Those that stand out. Once drawn a rank stays, so that curves do not come and go.
         """
-        self._standing_out = tuple(dict.fromkeys([*self._standing_out, *ranks]))[: MAX_LAID_OVER // 2]
+        self._standing_out = tuple(dict.fromkeys([*self._standing_out, *ranks]))[:MAX_STANDING_OUT]
 
     def _choose(self) -> None:
         """Take over which ranks are to be laid over the bands."""

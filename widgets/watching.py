@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import step_time
+from notebook_accelerate.launch.rank_rows import step_time
 from notebook_accelerate.telemetry.naming import rank_names
 
 if TYPE_CHECKING:
@@ -315,9 +315,11 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int | None) -> str:
-    """Return bytes as "312 MiB" or "2.4 GiB"; "–" for None."""
+    """Return bytes as "312 MiB", "2.4 GiB" or "1.5 TiB"; "–" for None."""
     if count is None:
         return "–"
+    if count >= 2**40:
+        return f"{count / 2**40:.1f} TiB"
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 

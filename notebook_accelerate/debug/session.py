@@ -27,6 +27,7 @@ from notebook_accelerate.debug.protocol import (
 )
 from notebook_accelerate.errors import AskError, NotebookAccelerateError
 from notebook_accelerate.telemetry import FrameInfo
+from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.pickling import load_bytes
 
 ANSWER_SECONDS = 1.0
@@ -48,7 +49,7 @@ class Stacks(dict[int, tuple[FrameInfo, ...]]):
             folded.setdefault(frames, []).append(rank)
         lines: list[str] = []
         for frames, ranks in folded.items():
-            lines.append("rank" + ("s " if len(ranks) > 1 else " ") + ", ".join(map(str, ranks)) + ":")
+            lines.append(rank_names(ranks) + ":")
             for frame in frames:
                 lines.append(f"  {self._name_place(frame)}, in {frame.function}")
                 if frame.source:

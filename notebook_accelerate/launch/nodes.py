@@ -64,4 +64,9 @@ def states(ranks: Iterable[Placed]) -> str:
     return ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
 
 
-__all__ = ["MANY", "SHOWN_NODES", "SHOWN_RANKS", "Placed", "by_node", "node_name", "states"]
+def worst_state(state: str) -> int:
+    """Return what to sort states by, so that the worst comes first."""
+    return _STATES.index(state) if state in _STATES else len(_STATES)
+
+
+__all__ = ["MANY", "SHOWN_NODES", "SHOWN_RANKS", "Placed", "by_node", "node_name", "states", "worst_state"]

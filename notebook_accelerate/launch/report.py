@@ -15,9 +15,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain import said
-from notebook_accelerate.launch import curves, failures, mesh, messages, sharding
+from notebook_accelerate.launch import curves, failures, mesh, messages, rank_rows, sharding
 from notebook_accelerate.telemetry.naming import rank_names
-from notebook_accelerate.telemetry.steptime import PARTS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,29 +87,15 @@ class Report:
     def _tables(self) -> list[tuple[str, Rows]]:
         attempts = self._attempt_rows()
         return [
-            ("Ranks", self._rank_rows()),
+            *rank_rows.tables(self.run),
             ("Metrics", self._metric_rows()),
             (sharding.CAPTION, sharding.report_rows(sharding.holdings_of(self.run))),
-            ("Where the step's time went", step_time_rows(self.run.store, [info.rank for info in self.run.ranks])),
+            ("Where the step's time went", rank_rows.step_time_rows(self.run)),
             ("Profiler traces, for a viewer of Chrome traces", trace_rows(self.run.store)),
             ("Attempts", attempts if len(attempts) > 2 else []),
             ("Configuration", self._config_rows()),
             ("Environment", environment_rows(self.run)),
         ]
-
-    def _rank_rows(self) -> Rows:
-        rows = [["rank", "pid", "state", "last step", "peak memory", "exit"]]
-        for info in self.run.ranks:
-            peak = self.run.store.peak_memory.get(info.rank)
-            rows.append([
-                str(info.rank),
-                str(info.pid or ""),
-                info.state,
-                "" if info.last_step is None or info.last_step < 0 else str(info.last_step),
-                "" if peak is None else f"{peak / 2**20:,.0f} MiB",
-                info.exit,
-            ])  # fmt: skip
-        return rows
 
     def _metric_rows(self) -> Rows:
         rows = [["metric", "points", "first", "last", "min", "max", "curve"]]
@@ -132,10 +117,10 @@ class Report:
         return rows
 
     def _config_rows(self) -> Rows:
-        """What was asked for; of the variables for the ranks only the names, for a value may be a password."""
+        """What was asked for; of variables and of the rendezvous only the names, for a value may be a secret."""
         rows = [["setting", "value"]]
         for name, value in self.run.config.non_default().items():
-            rows.append([name, ", ".join(value) if name == "env" else said(value)])
+            rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else said(value)])
         return rows
 
     def error_lines(self, error: WorkerError) -> list[str]:
@@ -175,9 +160,9 @@ class Report:
 
     def _curves_html(self) -> str:
         store, metrics = self.run.store, self.run.metrics
-        names = store.metric_names()
+        names, failed = store.metric_names(), [failure.rank for failure in self.run.failures]
         shown = [
-            curves.image(name, curves.tracks_of(store, name), curves.description(metrics[name]))
+            curves.image(name, curves.tracks_of(store, name, failed), curves.description(metrics[name]))
             for name in names[:MAX_CURVES]
         ]
         more = len(names) - len(shown)
@@ -191,18 +176,6 @@ class Report:
         return self.text
 
 
-def step_time_rows(store: Store, ranks: Sequence[int]) -> Rows:
-    """Return, per rank, milliseconds per step and the share of each part; only the head where nothing was measured."""
-    rows = [["rank", "ms per step", *PARTS]]
-    for rank in ranks:
-        seconds, steps = step_time(store, rank)
-        total = sum(seconds.values())
-        if steps and total > 0:
-            shares = [f"{100 * seconds.get(part, 0.0) / total:.0f} %" for part in PARTS]
-            rows.append([str(rank), f"{1000 * total / steps:.1f}", *shares])
-    return rows
-
-
 def trace_rows(store: Store) -> Rows:
     """Return, per trace that a profiler has written, its rank, path and size; only the head where there is none."""
     return [["rank", "trace", "size"], *([str(rank), path, file_size(size)] for rank, path, size in store.traces())]
@@ -213,13 +186,6 @@ def file_size(count: int) -> str:
     if count < 2**10:
         return f"{count} B"
     return f"{count / 2**10:,.0f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
-
-
-def step_time(store: Store, rank: int) -> tuple[dict[str, float], int]:
-    """Return the seconds by part of the rank's latest steps, and how many steps they were."""
-    events = store.step_times(rank)
-    parts = {part: sum(float(event.parts.get(part, 0.0)) for event in events) for part in PARTS}
-    return parts, sum(event.steps for event in events)
 
 
 @functools.cache

@@ -115,8 +115,8 @@ def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
         if kind is None:  # a newer peer: what is not known is skipped
             continue
         if "payload" in kind.__dataclass_fields__:
-            arguments = dict(zip(kind.names(), values, strict=False))
-            found.append(Stamped(stamp, kind(**arguments, payload=payload)))
+            arguments = {**dict(zip(kind.names(), values, strict=False)), "payload": payload}
+            found.append(Stamped(stamp, kind(**arguments)))
         else:  # a newer peer may say more of it
             found.append(Stamped(stamp, kind(*values[: len(kind.names())])))
     return found

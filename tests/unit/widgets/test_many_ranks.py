@@ -1,0 +1,245 @@
+"""Hundreds of ranks in a panel and a report: few lines, the worst first, and small messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.nodes import MANY, SHOWN_RANKS
+from notebook_accelerate.telemetry import (
+    ExceptionInfo,
+    FrameInfo,
+    LogEvent,
+    MetricEvent,
+    ProgressEvent,
+    RankFailure,
+    ResourceEvent,
+    StepTimeEvent,
+)
+from notebook_accelerate.telemetry.steptime import PARTS
+from notebook_accelerate.widgets.plot import BAND_LABEL, chosen_ranks
+from notebook_accelerate.widgets.rank_table import FOLDED_SECONDS
+from notebook_accelerate.widgets.run_panel import RunPanel
+from tests.support.runs import START, Clock, end, feed, make_run
+
+RANKS, EACH = 512, 8
+EVIL = "<script>alert('&')</script>"
+
+
+class _Panel:
+    def __init__(self, ranks: int = RANKS, each: int = EACH) -> None:
+        self.run, self.clock = make_run(ranks), Clock()
+        for info in self.run.ranks:
+            info.node = info.rank // each
+            info.host = f"worker-{info.node}" if info.node else ""
+        self.step = 0
+        self.panel = RunPanel(self.run, self.clock)
+
+    def turn(
+        self, seconds: float = 1.0, steps: int = 10, late: tuple[int, ...] = (), slow: tuple[int, ...] = ()
+    ) -> None:
+        """Let all ranks go some steps, and render."""
+        self.step += steps
+        self.clock.turn(seconds)
+        for info in self.run.ranks:
+            own = 0.2 if info.rank in slow else 0.1
+            step = self.step - 500 if info.rank in late else self.step
+            parts = dict(zip(PARTS, (own / 2, 0.1, 0.3 - own, 0.01, own / 2), strict=True))
+            feed(
+                self.run, MetricEvent({"loss": 1.0 + info.rank}, step), ProgressEvent(step, 10_000, "step"),
+                StepTimeEvent(parts, step, 1, own), ResourceEvent(90.0, 1 << 30, 80.0, 2 << 30),
+                rank=info.rank, at=self.clock.now,
+            )  # fmt: skip
+        self.render()
+
+    def render(self) -> None:
+        self.panel.binding.touch()
+        assert self.panel.binding.tick()
+
+    def parts(self) -> dict[str, list[list[str]]]:
+        """Return the rows of each part of the table, as a view would have them that was just opened."""
+        self.panel.rank_table._asked = True
+        self.clock.turn(1.0)
+        self.render()
+        return {part["key"]: part["whole"] for part in self.panel.rank_table.full["parts"]}
+
+    def close(self) -> None:
+        self.panel.close()
+
+
+def test_nodes_stand_first_then_the_ranks_that_stand_out_and_the_others_behind_a_fold() -> None:
+    one = _Panel()
+    one.step = 1000
+    for _ in range(4):
+        one.turn(late=(300,), slow=(9, 41))
+    parts = one.parts()
+    assert [row[1] for row in parts["nodes"][:3]] == ["node 1 · worker-1", "node 5 · worker-5", "node 37 · worker-37"]
+    assert [row[2:4] for row in parts["nodes"][:3]] == [["late", f"rank {rank} late"] for rank in (9, 41, 300)]
+    assert parts["nodes"][3][1] == "node 0 · this machine"
+    assert parts["nodes"][3][4] == "8 running"
+    assert len(parts["nodes"]) + len(parts["more-nodes"]) == RANKS // EACH
+    assert [row[1] for row in parts["outstanding"]] == ["300", "9", "41"]
+    assert len(parts["others"]) == RANKS - 3
+    verdict = one.panel._ranks.value
+    assert "Ranks 9, 41 hold the others up: up to 200 ms of their own work per step" in verdict
+    assert "Rank 300 is 500 steps behind." in verdict
+    slowest = parts["nodes"][2]
+    assert slowest[5:7] == ["540", "500"], "the slowest step, and how far that is behind"
+    assert slowest[10] == "8.0 GiB", "memory of all its ranks"
+    one.close()
+
+
+def test_failed_ranks_are_the_worst_and_no_more_are_listed_than_fit() -> None:
+    one = _Panel()
+    one.turn()
+    for info in one.run.ranks[100:200]:
+        info.state, info.exit = "failed", "exit 1"
+    parts = one.parts()
+    assert [row[1] for row in parts["outstanding"]] == [str(rank) for rank in range(100, 100 + SHOWN_RANKS)]
+    titles = {part["key"]: part["title"] for part in one.panel.rank_table.full["parts"]}
+    assert titles["outstanding"] == f"The first {SHOWN_RANKS} of 100 ranks that stand out"
+    assert parts["nodes"][0][2:5] == ["dead", "", "4 failed, 4 running"]
+    one.close()
+
+
+def _bytes(message: Any) -> int:
+    return len(json.dumps(message))
+
+
+def test_an_update_in_which_few_ranks_have_changed_is_small() -> None:
+    one = _Panel()
+    for _ in range(12):  # the last one is long after every view was opened
+        one.turn(FOLDED_SECONDS, steps=0)
+    table = one.panel.rank_table
+    whole, seq = _bytes(table.full), table._seq
+    feed(one.run, MetricEvent({"loss": 5.0}, one.step + 1), rank=77, at=one.clock.now)
+    one.clock.turn(1.5)
+    one.render()
+    assert table._seq == seq + 1
+    changed = [row for part in table.delta["parts"] for row in part.get("cells", ())]
+    print(f"\nthe whole table of {RANKS} ranks: {whole:,} bytes; a change of one rank: {_bytes(table.delta):,}")
+    assert _bytes(table.delta) < whole / 20
+    assert [row for row in changed if row[0] == "n9"], "rank 77 is on node 9"
+    assert "rows" not in json.dumps(table.delta)
+    one.close()
+
+
+def test_a_table_that_follows_the_deltas_is_the_whole_table() -> None:
+    one = _Panel(ranks=40)
+    for _ in range(12):
+        one.turn()
+    shown = one.parts()
+    for turn in range(10):
+        seq = one.panel.rank_table._seq
+        one.turn(6.0, late=(turn,) if turn % 3 else (), slow=(20, 21) if turn % 2 else ())
+        assert one.panel.rank_table._seq == seq + 1
+        message = one.panel.rank_table.delta
+        for part in message["parts"]:
+            if "whole" in part:
+                shown[part["key"]] = part["whole"]
+                continue
+            rows = {row[0]: row for row in [*shown[part["key"]], *part.get("rows", ())]}
+            for key, *pairs in part.get("cells", ()):
+                for place, text in zip(pairs[::2], pairs[1::2], strict=True):
+                    rows[key] = [*rows[key][: place + 1], text, *rows[key][place + 2 :]]
+            shown[part["key"]] = [rows[key] for key in part.get("order", [row[0] for row in shown[part["key"]]])]
+        for key in message["gone"]:
+            del shown[key]
+        table = one.panel.rank_table._known.items()
+        known = {key: [[name, *values] for name, values in rows.items()] for key, rows in table}
+        assert json.loads(json.dumps(known)) == json.loads(json.dumps(shown))
+    one.close()
+
+
+def test_curves_are_bands_with_chosen_ranks_laid_over() -> None:
+    one = _Panel()
+    for _ in range(3):
+        one.turn()
+    entries = {(name, label): (count, *rest) for name, label, count, *rest in one.panel.plot.full["series"]}
+    assert set(entries) == {("loss", BAND_LABEL)}
+    one.panel.plot.chosen = "3, 500-501, 9999, nonsense"
+    one.turn()
+    labels = [label for _, label, *_ in one.panel.plot.full["series"]]
+    assert labels == [BAND_LABEL, "rank 3", "rank 500", "rank 501"]
+    seq = one.panel.plot._seq
+    one.clock.turn(0.3)
+    feed(one.run, MetricEvent({"loss": 7.0}, one.step), rank=3, at=one.clock.now)
+    one.render()
+    assert one.panel.plot._seq == seq + 1
+    (band, rank) = one.panel.plot.delta["series"]
+    assert band[:3] == ("loss", BAND_LABEL, 1)
+    assert band[3] == one.step, "what was known from this step on is replaced"
+    assert rank == ("loss", "rank 3", 1)
+    one.close()
+
+
+def test_what_is_typed_as_ranks_is_read_leniently() -> None:
+    assert chosen_ranks("0, 5-7") == (0, 5, 6, 7)
+    assert chosen_ranks("5 – 7; 2 2") == (5, 6, 7, 2)
+    assert chosen_ranks("all, -, 3x") == ()
+    assert len(chosen_ranks("0-1000000000")) < 20
+
+
+def test_a_panel_of_many_ranks_sends_little_of_what_they_write() -> None:
+    one = _Panel()
+    for info in one.run.ranks:
+        feed(one.run, LogEvent("stdout", "\n".join(f"{EVIL} {n}" for n in range(500))), rank=info.rank)
+    one.turn()
+    assert len(one.panel.logs.full["lines"]) <= 8_000
+    assert one.panel.logs.full["nodes"]["15"] == 1
+    assert one.panel.logs.full["skipped"]["0"] > 400
+    one.close()
+
+
+def test_the_step_times_show_the_mean_the_slowest_ranks_and_the_slowest_nodes() -> None:
+    one = _Panel()
+    one.turn(slow=(77,))
+    html = one.panel._times.value
+    assert html.count('class="na-stack"') == 1 + 8 + 8
+    assert html.index("mean of 512 ranks") < html.index("rank 77") < html.index("node 9 · worker-9")
+    assert "use by node" in one.panel._strip.value
+    assert one.panel._strip.value.count('<span class="na-meter">') == RANKS // EACH
+    one.close()
+
+
+def _failed(run: Run) -> None:
+    frames = (FrameInfo("train.py", 7, "train", "loss = model(x)"),)
+    chain = (ExceptionInfo("ValueError", EVIL, frames),)
+    end(run, "failed", tuple(RankFailure(rank, "exception", START, EVIL, chain) for rank in range(256)))
+
+
+def test_the_report_of_many_ranks_is_short() -> None:
+    one = _Panel()
+    one.turn()
+    _failed(one.run)
+    for info in one.run.ranks:
+        info.exit = "exit 1" if info.rank < 256 else "SIGINT"
+    text, html = one.panel.text, one.panel.html
+    assert re.search(r"node 63 · worker-63 +504–511 +8 failed", text)
+    assert "0–255" in text
+    assert "ranks 0–255 failed" in text
+    assert len(text.splitlines()) < 200
+    assert "The 512 ranks, those alike together" in html
+    assert EVIL not in html
+    assert "mean, range" not in html, "words of a picture are inside the picture"
+    print(f"\nthe report of {RANKS} ranks: {len(html):,} bytes of HTML, {len(text):,} of text")
+    assert len(html) < 150_000
+    one.close()
+
+
+def test_few_ranks_on_two_machines_stand_under_their_nodes() -> None:
+    one = _Panel(ranks=MANY, each=8)
+    one.step = 1000
+    one.turn(late=(12,))
+    one.turn(late=(12,))
+    one.turn(late=(12,))
+    one.turn(late=(12,))
+    html = one.panel._ranks.value
+    assert html.count('class="na-node"') == 2
+    assert html.index("node 0 · this machine") < html.index("node 1 · worker-1") < html.index("rank 12 late")
+    assert html.count("<tr") == 1 + 2 + MANY
+    assert one.panel.rank_table.layout.display == "none"
+    assert "node" in one.panel.text
+    one.close()
