@@ -19,7 +19,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies import deepspeed_arguments, deepspeed_files, deepspeed_holdings, deepspeed_start
-from notebook_accelerate.strategies.base import NOTHING, Strategy
+from notebook_accelerate.strategies.base import NOTHING
 from notebook_accelerate.strategies.deepspeed_arguments import (
     Parts,
     map_pytorch_optim_to_deepspeed,
@@ -32,6 +32,7 @@ from notebook_accelerate.strategies.deepspeed_wrappers import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
+from notebook_accelerate.strategies.engines import EngineStrategy
 from notebook_accelerate.strategies.modules import compile_regions_deepspeed
 from notebook_accelerate.strategies.setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
@@ -60,7 +61,7 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     return state.deepspeed_plugin
 
 
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(EngineStrategy):
     """DeepSpeed's ZeRO in all its stages, on one engine for each Accelerator.
 
     Attributes:
@@ -69,14 +70,14 @@ class DeepSpeedStrategy(Strategy):
     """
 
     name: ClassVar[str] = "deepspeed"
+    library: ClassVar[str] = "DeepSpeed"
     checkpoint_layout: ClassVar[str] = "deepspeed"
+    engine: DeepSpeedEngineWrapper | None
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.engine: DeepSpeedEngineWrapper | None = None
         self._filled: dict[str, Any] = {}
         self._held = False
-        setup.scaler = None  # the engine scales losses
         deepspeed_start.start(setup.state)
         if setup.state.mixed_precision == "fp8":
             warn_once("mixed_precision='fp8' with DeepSpeed: its engine computes in bf16, and no layer in fp8")
@@ -163,9 +164,6 @@ class DeepSpeedStrategy(Strategy):
             "models given, or others too. DeepSpeed takes one model and its optimizer, made from that very model's "
             "parameters, together: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
         )
-
-    def _knows(self, optimizer: Any) -> bool:
-        return any(optimizer is kept for kept in self.optimizers)
 
     def _batch_size(self, loader: Any) -> int | None:
         """Return the samples of a rank in one batch of a loader, prepared or not; None where it does not tell."""
@@ -355,49 +353,16 @@ class DeepSpeedStrategy(Strategy):
         finally:
             self._held = before
 
-    def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> AbstractContextManager[Any]:
-        """Warn that engines cannot be joined: a rank without a batch would miss the others' exchange.
-
-        Args:
-            joinables: Not used.
-            even_batches: Not used.
-
-        Returns:
-            A context manager that does nothing.
-        """
-        warn_once(
-            "join_uneven_inputs has no effect with DeepSpeed: every rank must run every batch; keep even_batches=True"
-        )
-        return NOTHING
-
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Take the step with gradients scaled to a norm of at most `max_norm`; every rank must call this.
-
-        DeepSpeed clips inside its step, so the step is taken here; `optimizer.step()` then has nothing left to do.
-
-        Args:
-            parameters: Not used: all of the engine's count.
-            max_norm: The largest norm allowed; a number in the configuration holds in its place.
-            norm_type: 2, which is the norm that DeepSpeed knows.
-
-        Returns:
-            The norm before clipping; that of the last step, where no window is complete.
-
-        Raises:
-            ValueError: Another norm is asked for.
-        """
-        if self.engine is None:
-            return super().clip_grad_norm(parameters, max_norm, norm_type)
-        if norm_type != 2:
-            raise ValueError(f"norm_type={norm_type} is not allowed with DeepSpeed, which clips by the 2-norm")
+    def _held_norm(self) -> tuple[float | None, str]:
+        assert self.engine is not None
         held = self.engine.clipping
-        if held is not None and not math.isinf(max_norm) and max_norm != held:
-            warn_once(
-                f"clip_grad_norm_ is called with {max_norm}, and gradient_clipping={held} of the DeepSpeed "
-                "configuration holds; write 'auto' there to have what the code says"
-            )
+        return held, (
+            f"gradient_clipping={held} of the DeepSpeed configuration holds; write 'auto' there to have what the code "
+            "says"
+        )
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        assert self.engine is not None
         whole = None if hasattr(self.engine.engine.optimizer, "_global_grad_norm") else self._norm_of_whole()
         self.engine.clip(max_norm)
         norm = self.engine.get_global_grad_norm() if whole is None else whole
@@ -408,18 +373,6 @@ class DeepSpeedStrategy(Strategy):
         assert self.engine is not None
         gradients = [p.grad for p in self.engine.engine.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
-
-    def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """Raise an error: DeepSpeed does not clip single gradients.
-
-        Args:
-            parameters: Not used.
-            clip_value: Not used.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("DeepSpeed cannot clip single gradients; call accelerator.clip_grad_norm_ instead")
 
     def sharding(self) -> Holdings:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""

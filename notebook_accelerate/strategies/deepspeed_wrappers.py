@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.scheduler import AcceleratedScheduler
+from notebook_accelerate.strategies.engines import EngineOptimizer, EngineScheduler
 
 
 class DeepSpeedEngineWrapper:
@@ -76,30 +74,10 @@ class DeepSpeedEngineWrapper:
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 
-class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """An engine's optimizer: it steps through the engine, which also clears the gradients.
+class DeepSpeedOptimizerWrapper(EngineOptimizer):
+    """An engine's optimizer: it steps through the engine's wrapper, which also clears the gradients."""
 
-    Args:
-        optimizer: The engine's optimizer.
-        engine: The engine's wrapper; None: nothing is done by `step`.
-    """
-
-    def __init__(self, optimizer: Any, engine: DeepSpeedEngineWrapper | None = None) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
-        self.engine = engine
-
-    def _take_step(self, closure: Callable[[], float] | None) -> Any:
-        if closure is not None:
-            raise ValueError("DeepSpeed's optimizers take no closure: call optimizer.step()")
-        if self.engine is not None:
-            self.engine.step()
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine clears gradients after its step.
-
-        Args:
-            set_to_none: Not used.
-        """
+    library = "DeepSpeed"
 
     @property
     def step_was_skipped(self) -> bool:
@@ -107,26 +85,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         return bool(getattr(self.optimizer, "overflow", False))
 
 
-class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """An engine's schedule: the engine moves it at each of its steps, and saves it with itself.
-
-    Args:
-        scheduler: The engine's schedule.
-        optimizers: The prepared optimizer, or optimizers.
-    """
-
-    saved_by_strategy = True
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine moves the schedule.
-
-        Args:
-            args: Not used.
-            kwargs: Not used.
-        """
+class DeepSpeedSchedulerWrapper(EngineScheduler):
+    """An engine's schedule: the engine moves it at each of its steps, and saves it with itself."""
 
 
 __all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]

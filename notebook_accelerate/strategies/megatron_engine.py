@@ -7,7 +7,7 @@ backward, and exchanges gradients. The step is taken by the optimizer, or by the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies import megatron_start
+from notebook_accelerate.strategies.engines import EngineOptimizer, EngineScheduler
 from notebook_accelerate.strategies.megatron_steps import TRAIN_STEPS, AbstractTrainStep
 
 
@@ -259,57 +258,19 @@ def _micro_batches(batch: dict[str, Any], samples: int, count: int) -> Iterator[
         }
 
 
-class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """Megatron's optimizer: it steps through the engine, which also clears the gradients.
+class MegatronLMOptimizerWrapper(EngineOptimizer):
+    """Megatron's optimizer: it steps through the engine, which also clears the gradients before each window."""
 
-    Args:
-        optimizer: Megatron's optimizer.
-        engine: The engine; None: nothing is done by `step`.
-    """
-
-    def __init__(self, optimizer: Any, engine: MegatronEngine | None = None) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
-        self.engine = engine
-
-    def _take_step(self, closure: Callable[[], float] | None) -> Any:
-        if closure is not None:
-            raise ValueError("Megatron-LM's optimizers take no closure: call optimizer.step()")
-        if self.engine is not None:
-            self.engine.step()
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine clears gradients before each window.
-
-        Args:
-            set_to_none: Not used.
-        """
+    library = "Megatron-LM"
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was left out because gradients held infinities."""
-        return self.engine is not None and self.engine.skipped
+        return self.engine is not None and bool(self.engine.skipped)
 
 
-class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """Megatron's schedule: the engine moves it at each of its steps, and saves it with itself.
-
-    Args:
-        scheduler: Megatron's schedule.
-        optimizers: The prepared optimizer, or optimizers.
-    """
-
-    saved_by_strategy = True
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine moves the schedule.
-
-        Args:
-            args: Not used.
-            kwargs: Not used.
-        """
+class MegatronLMSchedulerWrapper(EngineScheduler):
+    """Megatron's schedule: the engine moves it at each of its steps, and saves it with itself."""
 
     def get_last_lr(self) -> Any:
         """Return the learning rates now in use, one per parameter group.

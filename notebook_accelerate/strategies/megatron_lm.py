@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +17,8 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies import megatron_files, megatron_holdings, megatron_models, megatron_start
-from notebook_accelerate.strategies.base import NOTHING, Strategy, kind_of
+from notebook_accelerate.strategies.base import NOTHING, kind_of
+from notebook_accelerate.strategies.engines import EngineStrategy
 from notebook_accelerate.strategies.megatron_data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -128,7 +128,7 @@ def megatron_lm_prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
     return accelerator.prepare_data_loader(dataloader)
 
 
-class MegatronLMStrategy(Strategy):
+class MegatronLMStrategy(EngineStrategy):
     """Layers split over `tp_degree` ranks, stages over `pp_degree`, data over the rest.
 
     The model given says by its configuration which one is made; a window of accumulation is `num_micro_batches`
@@ -140,7 +140,9 @@ class MegatronLMStrategy(Strategy):
     """
 
     name: ClassVar[str] = "megatron_lm"
+    library: ClassVar[str] = "Megatron-LM"
     checkpoint_layout: ClassVar[str] = "megatron"
+    engine: MegatronEngine | None
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -148,9 +150,7 @@ class MegatronLMStrategy(Strategy):
             raise ValueError(
                 f"megatron_lm_plugin is a {type(setup.state.megatron_lm_plugin).__name__}; pass a MegatronLMPlugin"
             )
-        self.engine: MegatronEngine | None = None
         self.plugin.set_mixed_precision(setup.state.mixed_precision)
-        setup.scaler = None  # the engine scales losses
         self._agree_on_steps()
         megatron_lm_initialize(setup)
         self._groups = megatron_start.check_degrees(self.plugin, setup.state.num_processes)
@@ -224,9 +224,6 @@ class MegatronLMStrategy(Strategy):
             raise ValueError(
                 "this Accelerator trains a model by Megatron-LM already; let it go first: accelerator.free_memory()"
             )
-
-    def _knows(self, optimizer: Any) -> bool:
-        return any(optimizer is kept for kept in self.optimizers)
 
     def _read(self, objects: Sequence[Any], places: dict[str, list[int]], model: int) -> None:
         """Take shape, precision and settings over from the objects given."""
@@ -379,60 +376,16 @@ class MegatronLMStrategy(Strategy):
         """
         return NOTHING
 
-    def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> AbstractContextManager[Any]:
-        """Warn that engines cannot be joined: a rank without a batch would miss the others' exchange.
-
-        Args:
-            joinables: Not used.
-            even_batches: Not used.
-        """
-        warn_once(
-            "join_uneven_inputs has no effect with Megatron-LM: every rank must run every batch; keep even_batches=True"
+    def _held_norm(self) -> tuple[float | None, str]:
+        held = self.plugin.gradient_clipping if self.plugin._clipping_given else None
+        return held, (
+            f"MegatronLMPlugin(gradient_clipping={held}) holds; leave it out of the plugin to have what the code says"
         )
-        return NOTHING
 
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Take the step with gradients scaled to a norm of at most `max_norm`; every rank must call this.
-
-        Megatron-LM clips inside its step, so the step is taken here; `optimizer.step()` then has nothing left to do.
-
-        Args:
-            parameters: Not used: all of the model's count.
-            max_norm: The largest norm allowed; a `gradient_clipping` given to the plugin holds in its place.
-            norm_type: 2, which is the norm that Megatron-LM knows.
-
-        Returns:
-            The norm before clipping, over all ranks.
-
-        Raises:
-            ValueError: Another norm is asked for.
-        """
-        if self.engine is None:
-            return super().clip_grad_norm(parameters, max_norm, norm_type)
-        if norm_type != 2:
-            raise ValueError(f"norm_type={norm_type} is not allowed with Megatron-LM, which clips by the 2-norm")
-        held = self.plugin.gradient_clipping
-        if self.plugin._clipping_given and not math.isinf(max_norm) and max_norm != held:
-            warn_once(
-                f"clip_grad_norm_ is called with {max_norm}, and MegatronLMPlugin(gradient_clipping={held}) holds; "
-                "leave it out of the plugin to have what the code says"
-            )
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        assert self.engine is not None
         self.engine.clip(max_norm)
         return torch.tensor(self.engine.grad_norm, dtype=torch.float32)
-
-    def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """Raise an error: Megatron-LM does not clip single gradients.
-
-        Args:
-            parameters: Not used.
-            clip_value: Not used.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("Megatron-LM cannot clip single gradients; call accelerator.clip_grad_norm_ instead")
 
     def sharding(self) -> Holdings:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
