@@ -1,0 +1,311 @@
+"""Runs on a cluster of two nodes, as the user sees them: results, output, failures, stops, resources."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import notebook_accelerate
+from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, RunStoppedError, WorkerError, notebook_launcher
+from notebook_accelerate.telemetry import MetricEvent, emit
+from tests.support.ray_cluster import LocalCluster
+
+SPREAD = RayCluster(strategy="SPREAD")
+
+
+def until(condition: Any, seconds: float = 120.0) -> None:
+    """Wait for something that a run brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def mapped_at(address: int) -> str:
+    """Return device and inode of the file that is mapped at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, _, _, device, inode, *_ = line.split()
+        begin, _, end = area.partition("-")
+        if int(begin, 16) <= address < int(end, 16):
+            return f"{device} {inode}"
+    raise LookupError("no mapping there")
+
+
+def train(big: torch.Tensor) -> dict[str, Any]:
+    """Reduce over all ranks, print, log, and say where this rank is."""
+    from notebook_accelerate import Accelerator
+
+    accelerator = Accelerator()
+    print(f"hello from {accelerator.process_index}")
+    for step in range(5):
+        emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
+        time.sleep(0.5)
+    variables = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+    return {
+        "sum": int(accelerator.reduce(torch.ones(1))),
+        "file": mapped_at(big.data_ptr()),
+        "total": float(big.sum()),
+        "environment": [os.environ[name] for name in variables],
+        "breakpoint": os.environ.get("PYTHONBREAKPOINT", ""),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+    }
+
+
+def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixture[str]) -> None:
+    big = torch.ones(1 << 20)
+    run = notebook_launcher(train, (big,), 3, on=SPREAD, config=LaunchConfig(panel=True))
+
+    results = run.results
+    assert [result["sum"] for result in results] == [3, 3, 3]
+    assert [result["total"] for result in results] == [float(1 << 20)] * 3
+    nodes = [info.node for info in run.ranks]
+    assert sorted(set(nodes)) == [0, 1]
+    assert nodes == sorted(nodes), "the ranks of a node follow each other"
+    assert {info.host.rpartition(", ")[2] for info in run.ranks} == set(cluster.nodes)
+    alone = next(info.rank for info in run.ranks if nodes.count(info.node) == 1)
+    local_ranks = [result["environment"][1] for result in results]
+    assert local_ranks[alone] == "0"
+    assert sorted(rank for index, rank in enumerate(local_ranks) if index != alone) == ["0", "1"]
+    master = run.ranks[0].host.rpartition(", ")[2]
+    for rank, result in enumerate(results):
+        assert result["environment"][0] == str(rank)
+        assert result["environment"][2] == str(nodes.count(nodes[rank]))
+        assert result["environment"][3:] == [str(nodes[rank]), master, "lo"]
+        assert (result["breakpoint"], result["threads"]) == ("", 1)
+    # The tensors came to each node once: its ranks map one file, the other node's rank another.
+    files = [result["file"] for result in results]
+    assert len(set(files)) == 2
+    assert files.count(files[alone]) == 1
+
+    assert [info.pid for info in run.ranks] == [result["pid"] for result in results]
+    assert [info.exit for info in run.ranks] == ["exit 0"] * 3
+    assert len(run.metrics["loss"].rank(2).values) == 5
+    assert run.logs(rank=1) == ["hello from 1"]
+    assert all(run.store.resources[rank].memory_bytes > 0 for rank in range(3)), "sampled on each node"
+    out = capfd.readouterr().out
+    assert "3 processes on a Ray cluster · ray (as asked: on=RayCluster(...))" in out
+    for rank in range(3):
+        assert f"[rank {rank}] hello from {rank}" in out
+
+
+def test_big_tensors_stay_apart_between_ranks(cluster: LocalCluster) -> None:
+    def spoil(shared: torch.Tensor) -> float:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            shared.fill_(7.0)
+        dist.barrier()
+        return float(shared.mean())
+
+    run = notebook_launcher(spoil, (torch.zeros(1 << 18),), 2, on=RayCluster(strategy="STRICT_PACK"))
+    assert run.results == (7.0, 0.0)
+
+
+def test_the_first_failure_at_its_line(cluster: LocalCluster) -> None:
+    class CustomError(Exception):
+        pass
+
+    def fail() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise CustomError("only here")
+        dist.barrier()
+
+    with pytest.raises(WorkerError, match="rank 1") as caught:
+        notebook_launcher(fail, (), 2, on=SPREAD)
+    first = caught.value.failures[0]
+    assert first.rank == 1
+    assert type(caught.value.__cause__).__name__ == "CustomError"
+    assert first.chain[-1].frames[-1].line.strip() == 'raise CustomError("only here")'
+    assert [info.state for info in caught.value.run.ranks][1] == "failed"  # type: ignore[union-attr]
+
+
+def test_stop_ends_every_rank(cluster: LocalCluster) -> None:
+    def forever() -> None:
+        import subprocess
+
+        subprocess.Popen(["sleep", "600"])
+        print("on my way")
+        time.sleep(600)
+
+    run = notebook_launcher(forever, (), 2, on=SPREAD, block=False)
+    until(lambda: all("on my way" in run.logs(rank=rank) for rank in (0, 1)))
+    pids = [int(info.pid or 0) for info in run.ranks]
+    children = [child.pid for pid in pids for child in psutil.Process(pid).children()]
+    assert len(children) == 2
+    run.stop()
+    assert run.status == "stopped"
+    assert [info.state for info in run.ranks] == ["stopped", "stopped"]
+    until(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *children]))
+
+
+def test_questions_and_diagnosis(cluster: LocalCluster) -> None:
+    def stuck() -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        secret = dist.get_rank() * 10
+        if secret == 0:
+            dist.barrier()
+        while secret:
+            time.sleep(0.1)
+
+    run = notebook_launcher(stuck, (), 2, on=SPREAD, block=False)
+    try:
+        until(lambda: run.status == "running" and run.ask("secret", ranks=[1]).get(1) == 10)
+        until(lambda: any(place.rank == 0 and place.waiting for place in run.diagnose().places))
+        assert "barrier" in run.diagnose().text
+        assert "time.sleep(0.1)" in str(run.stacks())
+        # A rank that cannot answer: its host looks at it from outside.
+        os.kill(int(run.ranks[1].pid or 0), signal.SIGSTOP)
+        assert len(run.diagnose().places) == 2
+    finally:
+        os.kill(int(run.ranks[1].pid or 0), signal.SIGCONT)
+        run.stop(grace=1.0)
+
+
+def test_a_killed_actor_is_told_and_the_group_starts_again(cluster: LocalCluster) -> None:
+    def fragile() -> str:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGKILL)  # the actor
+            time.sleep(60)
+        return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    run = notebook_launcher(fragile, (), 2, on=SPREAD, max_restarts=1)
+    assert run.results == ("1", "1")
+    assert re.search(r"rank 1: node 1 \(.*127\.0\.0\.\d\) was lost", run.attempts[0].outcome)
+
+
+def test_a_cluster_too_small_refuses(cluster: LocalCluster) -> None:
+    on = RayCluster(when_full="refuse")
+    with pytest.raises(LaunchError, match="too small or too busy: 50 ranks with CPU 1 each are asked for") as caught:
+        notebook_launcher(print, (), 50, on=on)
+    for part in ("there are CPU 5 on 2 nodes", "127.0.0.2 (CPU 3)", "127.0.0.3 (CPU 2)", "free now are CPU", "wait="):
+        assert part in str(caught.value)
+    with pytest.raises(LaunchError, match="placed STRICT_SPREAD"):
+        notebook_launcher(print, (), 3, on=RayCluster(when_full="refuse", strategy="STRICT_SPREAD"))
+    with pytest.raises(LaunchError, match="had no room within 1 s"):
+        notebook_launcher(print, (), 2, on=RayCluster(resources={"unicorn": 1}, wait=1))
+
+
+def test_waiting_for_room_can_be_stopped(cluster: LocalCluster) -> None:
+    caught: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            notebook_launcher(print, (), 2, on=RayCluster(resources={"unicorn": 1}), block=False)
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            caught.append(error)
+
+    before = notebook_accelerate.runs()
+    thread = threading.Thread(target=launch)
+    thread.start()
+    until(lambda: any(run.notes for run in notebook_accelerate.runs() if run not in before))
+    run = notebook_accelerate.runs()[-1]
+    assert "waiting for the Ray cluster: 2 ranks with CPU 1, unicorn 1 each are asked for" in run.notes[0]
+    run.stop()
+    thread.join(60)
+    assert run.status == "stopped"
+    assert isinstance(caught[0], RunStoppedError)
+
+
+def test_versions_are_compared_before_the_function_is_sent(cluster: LocalCluster, tmp_path: Path) -> None:
+    for name in ("torch-9.9.9.dist-info",):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    on = RayCluster(runtime_env={"env_vars": {"PYTHONPATH": path}})
+    with pytest.raises(LaunchError, match=r"has torch 9\.9\.9; the notebook has .*so the function was not sent|so the"):
+        notebook_launcher(print, (), 2, on=on)
+
+
+def test_a_runtime_environment_reaches_the_ranks(cluster: LocalCluster) -> None:
+    on = RayCluster(runtime_env={"env_vars": {"FROM_RUNTIME_ENV": "here"}}, cpus=2, resources=None)
+    run = notebook_launcher(
+        lambda: (os.environ["FROM_RUNTIME_ENV"], os.environ["MINE"], torch.get_num_threads()), (), 1, on=on,
+        env={"MINE": "too"},
+    )  # fmt: skip
+    assert run.results == (("here", "too", 2),)
+
+
+def test_no_cluster_at_an_address() -> None:
+    on = RayCluster(address="127.0.0.9:9", start_timeout=5)
+    with pytest.raises(LaunchError, match=r"the Ray cluster at 127\.0\.0\.9:9"):
+        notebook_launcher(print, (), 1, on=on)
+
+
+def test_from_outside_through_rays_client(cluster: LocalCluster) -> None:
+    def work(big: torch.Tensor) -> tuple[int, float]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print("x" * 200_000)
+        return int(total), float(big.sum())
+
+    run = notebook_launcher(work, (torch.ones(1 << 20),), 2, on=cluster.client)
+    assert run.results == ((2, float(1 << 20)), (2, float(1 << 20)))
+    assert [len(run.logs(rank=rank)[0]) for rank in (0, 1)] == [200_000, 200_000]
+
+
+def test_a_node_that_dies_is_named_and_the_ranks_start_again_on_the_others(cluster: LocalCluster) -> None:
+    third = cluster.add_node(1)
+
+    def patient(flag: str) -> str:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        print("here")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            while not Path(flag).exists():
+                time.sleep(0.1)
+            dist.barrier()
+            time.sleep(120)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}: {int(total)}"
+
+    run = notebook_launcher(patient, ("/nowhere",), 3, on=RayCluster(strategy="SPREAD"), max_restarts=1, block=False)
+    try:
+        until(lambda: all("here" in run.logs(rank=rank) for rank in range(3)))
+        assert {info.host.rpartition(", ")[2] for info in run.ranks} == {*cluster.nodes, third}
+        lost = next(info for info in run.ranks if info.host.endswith(third))
+        lost_host = lost.host
+        cluster.kill_node(third)
+        assert run.wait(300)
+    finally:
+        run.stop(grace=1.0)
+    assert run.results == ("attempt 1: 3",) * 3
+    assert f"rank {lost.rank}: node {lost.node} ({lost_host}) was lost" in run.attempts[0].outcome
+    assert third not in str([info.host for info in run.ranks])
+
+
+def test_a_node_joins_while_the_launch_waits_for_it(cluster: LocalCluster) -> None:
+    found: list[Any] = []
+    on = RayCluster(resources={"late": 1}, strategy="STRICT_PACK")
+    thread = threading.Thread(
+        target=lambda: found.append(notebook_launcher(lambda: os.environ["NODE_RANK"], (), 2, on=on))
+    )
+    before = notebook_accelerate.runs()
+    thread.start()
+    until(lambda: any(run.notes for run in notebook_accelerate.runs() if run not in before))
+    address = cluster.add_node(2, late=2)
+    thread.join(300)
+    run = found[0]
+    assert run.results == ("0", "0")
+    assert {info.host.rpartition(", ")[2] for info in run.ranks} == {address}
+    cluster.kill_node(address)

@@ -1,0 +1,132 @@
+"""Launching on Ray, as far as it goes without Ray; the rest is `make test-ray`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_launcher
+from notebook_accelerate.hardware import HardwareInfo
+from notebook_accelerate.launch import KernelFacts, ambient, plan
+from notebook_accelerate.launch.backends.ray_actor import Place, at_home, interface_of
+from notebook_accelerate.launch.backends.ray_driver import cause, joined, mismatches, unreachable
+from notebook_accelerate.launch.worker import WorkerOrder
+from notebook_accelerate.widgets.cell_code import launch_cell
+
+MACHINE = HardwareInfo(
+    accelerator="cpu", count=0, cpu_count=4, memory_bytes=1 << 30, host="jupyter", loopback="lo"
+)  # fmt: skip
+
+
+def test_the_plan_says_where_and_never_is_inline() -> None:
+    facts = KernelFacts(fork_hazard="something", environment={"OMP_NUM_THREADS": "3"})
+    planned = plan(LaunchConfig(num_processes=8, on="ray"), MACHINE, facts)
+    assert planned.start_method == "ray"
+    assert planned.sentence().startswith("8 processes on a Ray cluster · ray (as asked: on='ray')")
+    assert (planned.world_size, planned.loopback, planned.port) == (8, "", 0)
+    one = plan(LaunchConfig(on=RayCluster(cpus=4, gpus=0)), MACHINE, facts)
+    assert (one.start_method, one.num_processes, one.threads, one.accelerator) == ("ray", 1, 4, "cpu")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_line_to_type_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = r"Ray, which is not installed; pip install 'notebook-accelerate\[ray\]'"
+    with pytest.raises(LaunchError, match=words):
+        notebook_launcher(print, num_processes=2, on="ray")
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_ON", "ray://head:10001")
+    with pytest.raises(LaunchError, match=words):
+        notebook_launcher(print)
+    monkeypatch.setenv("NOTEBOOK_ACCELERATE_ON", "mars")
+    with pytest.raises(ValueError, match="on='mars' is not allowed"):
+        notebook_launcher(print)
+
+
+def test_the_cell_of_a_launch_on_a_cluster() -> None:
+    assert launch_cell("train", "", LaunchConfig(num_processes=8, on="ray")) == (
+        'from notebook_accelerate import notebook_launcher\n\nrun = notebook_launcher(train, num_processes=8, on="ray")'
+    )
+    config = LaunchConfig(on=RayCluster(cpus=2, strategy="SPREAD"), cpu=True)
+    cell = launch_cell("train", "", config)
+    assert cell.startswith("from notebook_accelerate import LaunchConfig, RayCluster, notebook_launcher\n")
+    assert 'on=RayCluster(cpus=2.0, strategy="SPREAD")' in cell
+    compile(cell, "cell", "exec")
+
+
+def facts(node: str, **versions: str) -> dict[str, object]:
+    return {"node": node, "host": "host", "address": node, "versions": versions}
+
+
+def test_versions_that_go_together() -> None:
+    ours = {"python": "3.11.7", "torch": "2.13.0+cpu", "notebook_accelerate": "0.1.0"}
+    same = facts("10.0.0.1", python="3.11.9", torch="2.13.0+cu128", notebook_accelerate="0.1.0")
+    assert mismatches(ours, [same, same]) == ""
+    other = facts("10.0.0.2", python="3.12.1", torch="2.12.0", notebook_accelerate="")
+    text = mismatches(ours, [same, other, other])
+    assert text.count("10.0.0.2") == 3
+    assert "10.0.0.1)" not in text
+    for part in ("has python 3.12.1; the notebook has 3.11.7", "has torch 2.12.0", "has no notebook_accelerate"):
+        assert part in text
+
+
+def test_each_rank_sees_its_own_device_at_its_local_rank() -> None:
+    one = [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert joined(one) == {"CUDA_VISIBLE_DEVICES": "3,1"}
+    two = [{"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "1,3"}]
+    assert joined(two) == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert joined([{}, {}]) == {}
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == interface_of("127.0.0.7") == "lo"
+    assert interface_of("203.0.113.77") == ""
+
+
+def test_an_order_fits_the_machine_it_comes_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")
+    monkeypatch.setenv("ONLY_HERE", "1")
+    order = WorkerOrder(0, {}, 1, ambient.capture(), cwd="/nowhere", sys_path=["/nowhere", str(tmp_path), *sys.path])
+    at_home(order)
+    assert order.base_environment is not None
+    assert "PYTHONBREAKPOINT" not in order.base_environment
+    assert order.base_environment["ONLY_HERE"] == "1"
+    assert order.cwd is None
+    assert order.sys_path == [*sys.path, str(tmp_path)]
+
+
+def test_actors_of_a_node_share_one_file() -> None:
+    first, second = Place(), Place()
+    process, descriptor = first.receive(bytearray(b"payload"))
+    assert second.share(process, descriptor)
+    assert os.fstat(second._payload).st_ino == os.fstat(first._payload).st_ino
+    assert os.pread(second._payload, 100, 0) == b"payload"
+    assert not Place().share(process, 1 << 20)
+    for place in (first, second):
+        os.close(place._payload)
+
+
+def test_a_tunnel_carries_both_ways_and_ends() -> None:
+    place = Place()
+    place.open_tunnel()
+    assert place._inner is not None
+    place.push(b"down")
+    assert place._inner.recv(10) == b"down"
+    place._inner.sendall(b"up")
+    assert place.pull() == b"up"
+    place.push(b"")
+    assert place._inner.recv(10) == b""
+    place._inner.close()
+    assert place.pull() == b""
+    assert place._outer is not None
+    place._outer.close()
+
+
+def test_errors_of_ray_in_a_sentence() -> None:
+    died = RuntimeError("The actor died unexpectedly.\n\tclass_name: Rank\n\tThe node has died: address: 10.0.0.7, x")
+    assert cause(died) == "the Ray node at 10.0.0.7 has died"
+    assert "ray start --head" in unreachable("auto", ConnectionError("Could not find any running Ray instance"))
+    assert "could not be reached: ConnectionError: no route" in unreachable("a:1", ConnectionError("no route\nmore"))
+    assert unreachable("a:1", RuntimeError("Version mismatch: The cluster\n was")).startswith("the notebook's Ray")
