@@ -206,9 +206,11 @@ lint: $(SETUP)
 	$(PY) -m mypy
 	PYTHONPATH=. $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-bench: $(if $(filter strategies zero,$(ROWS)),$(BENCH_DEEPSPEED_READY),$(BENCH_READY))
-	OMP_NUM_THREADS=1 $(if $(filter strategies zero,$(ROWS)),$(BENCH_DEEPSPEED_VENV),$(BENCH_VENV))/bin/python \
-		-m tests.benchmarks $(ROWS)
+# The environment that the rows need.
+BENCH := $(if $(filter strategies zero,$(ROWS)),$(BENCH_DEEPSPEED_VENV),$(if $(filter ray,$(ROWS)),$(RAY_VENV),$(BENCH_VENV)))
+
+bench: $(BENCH)/.ready
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m tests.benchmarks $(ROWS)
 
 lab: $(SETUP)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt

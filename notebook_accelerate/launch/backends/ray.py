@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ class DriverProcess:
             start_new_session=True,
         )
         theirs.close()
-        self._reasons: dict[int, str] = {}
+        self._come: deque[Event] = deque()
         self._open: set[int] = set()
 
     def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[Event], None]) -> Any:
@@ -94,21 +95,23 @@ class DriverProcess:
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            try:
-                found = self.channel.receive(LOOK_SECONDS)
-            except ChannelClosedError:
-                raise LaunchError(f"{what} failed: the driver process ended{self.last_words()}") from None
-            for _, event in found:
-                if isinstance(event, RefusedEvent):
-                    raise LaunchError(event.text)
-                if isinstance(event, ActorEndedEvent):
-                    raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
-                if isinstance(event, kind):
-                    return event
-                waiting(event)
-            if not found:
-                waiting(NoteEvent(""))
+            if not self._come:
+                self._come += self._heard(LOOK_SECONDS, what)
+            event = self._come.popleft() if self._come else NoteEvent("")
+            if isinstance(event, kind):
+                return event
+            if isinstance(event, RefusedEvent):
+                raise LaunchError(event.text)
+            if isinstance(event, ActorEndedEvent):
+                raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
+            waiting(event)
         raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self.last_words()}")
+
+    def _heard(self, seconds: float, what: str) -> list[Event]:
+        try:
+            return [event for _, event in self.channel.receive(seconds)]
+        except ChannelClosedError:
+            raise LaunchError(f"{what} failed: the driver process ended{self.last_words()}") from None
 
     def look(self) -> None:
         """Take in what the driver has said in passing.
@@ -116,27 +119,25 @@ class DriverProcess:
         Raises:
             LaunchError: It has ended, or an actor has.
         """
-        try:
-            for _, event in self.channel.receive(0):
-                if isinstance(event, ActorEndedEvent):
-                    self._reasons[event.rank] = event.reason
-        except ChannelClosedError:
-            raise LaunchError(f"the driver process ended{self.last_words()}") from None
-        for rank, reason in self._reasons.items():
-            if reason:
-                raise LaunchError(f"rank {rank} could not be started on Ray: {reason}")
+        self._come += self._heard(0.0, "starting the ranks")
+        for event in self._come:
+            if isinstance(event, RefusedEvent):
+                raise LaunchError(event.text)
+            if isinstance(event, ActorEndedEvent) and event.reason:
+                raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
 
     def why(self, rank: int) -> str:
         """Return why a rank's actor has ended, as far as Ray says so soon; "" where it does not."""
         deadline = time.monotonic() + REASON_SECONDS
-        try:
-            while rank not in self._reasons and (left := deadline - time.monotonic()) > 0:
-                for _, event in self.channel.receive(left):
-                    if isinstance(event, ActorEndedEvent):
-                        self._reasons[event.rank] = event.reason
-        except ChannelClosedError:
-            self._reasons.setdefault(rank, f"this kernel's driver on the Ray cluster ended{self.last_words()}")
-        return self._reasons.get(rank, "")
+        while not (found := self._told_of(rank)) and (left := deadline - time.monotonic()) > 0:
+            try:
+                self._come += self._heard(left, "the run on Ray")
+            except LaunchError as error:
+                return str(error)
+        return found[0].reason if found else ""
+
+    def _told_of(self, rank: int) -> list[ActorEndedEvent]:
+        return [event for event in self._come if isinstance(event, ActorEndedEvent) and event.rank == rank]
 
     def opened(self, rank: int) -> None:
         """A link to a rank's actor is in use."""

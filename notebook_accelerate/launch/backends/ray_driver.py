@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -83,6 +84,7 @@ class Driver:
     def __init__(self, channel: Channel, payload: int) -> None:
         self._channel, self._payload = channel, payload
         self._order: PlaceOrder
+        self._come: deque[Event] = deque()
         self._group: Any = None
         self._actors: list[Any] = []
         self._places: list[dict[str, Any]] = []
@@ -105,9 +107,9 @@ class Driver:
             self._leave()
 
     def _next(self) -> Event:
-        while True:
-            if found := self._channel.receive():
-                return found[0].event
+        while not self._come:
+            self._come += [event for _, event in self._channel.receive()]
+        return self._come.popleft()
 
     # ---- the cluster
 

@@ -28,6 +28,8 @@ STATUS = struct.Struct("!qq")
 """What the server writes when a rank has ended: its wait status, its peak resident memory in KiB."""
 GUARD = 1 << 31
 """Set in a request's length: it is no length but a process group to end, or no longer to end, with the kernel."""
+AIDE = 1 << 30
+"""Set in a request's length: no rank is wanted, but a process that calls the function that the request names."""
 START_SECONDS = 120.0
 """How long the server may take to import torch."""
 
@@ -61,8 +63,13 @@ class Zygote:
         """Whether it runs and is this process's own."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def fork(self, order: bytes, descriptors: list[int]) -> int:
+    def fork(self, order: bytes, descriptors: list[int], kind: int = 0) -> int:
         """Have the server fork a rank and return the rank's process id.
+
+        Args:
+            order: The rank's, pickled; or with `AIDE` "module:function", to be called with the first descriptor.
+            descriptors: Channel, standard output and error, payload, and where the server writes how it ended.
+            kind: `AIDE` for a process that outlives the server, to say goodbye for a kernel that has died.
 
         Raises:
             LaunchError: The server is gone.
@@ -70,7 +77,7 @@ class Zygote:
         with self._lock:
             try:
                 self._control.settimeout(START_SECONDS)
-                socket.send_fds(self._control, [LENGTH.pack(len(order))], descriptors)
+                socket.send_fds(self._control, [LENGTH.pack(len(order) | kind)], descriptors)
                 self._control.sendall(order)
                 answer = self._control.recv(LENGTH.size, socket.MSG_WAITALL)
             except OSError as error:

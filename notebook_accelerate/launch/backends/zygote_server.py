@@ -10,13 +10,14 @@ import pickle
 import selectors
 import signal
 import socket
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from notebook_accelerate.launch import worker
-from notebook_accelerate.launch.backends.zygote import GUARD, LENGTH, STATUS
+from notebook_accelerate.launch.backends.zygote import AIDE, GUARD, LENGTH, STATUS
 from notebook_accelerate.launch.payload import loader
 
 PRELOADED = (
@@ -41,6 +42,7 @@ HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
 class _Child:
     pid: int
     status: int
+    aide: bool = False
 
 
 class _Server:
@@ -79,20 +81,24 @@ class _Server:
         if length & GUARD:
             self._guarded ^= {length - GUARD}
             return True
-        body = self._control.recv(length, socket.MSG_WAITALL)
+        aide = bool(length & AIDE)
+        body = self._control.recv(length & ~AIDE, socket.MSG_WAITALL)
         channel, stdout, stderr, payload, status = descriptors
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._become_rank()
             os.close(status)
+            if aide:
+                os.close(payload)
+                be_aide(body.decode(), channel, stdout, stderr)
             wiring = worker.Wiring(channel, stdout, stderr, parent)
             worker.main(pickle.loads(body), wiring, loader(payload), inherited=None)
         with suppress(OSError):
             os.setpgid(pid, pid)
         for descriptor in (channel, stdout, stderr, payload):
             os.close(descriptor)
-        self._children[pid] = _Child(pid, status)
+        self._children[pid] = _Child(pid, status, aide)
         self._control.sendall(LENGTH.pack(pid))
         return True
 
@@ -113,9 +119,33 @@ class _Server:
                 del self._children[pid]
 
     def _end_all(self) -> None:
-        for pid in (*self._children, *self._guarded):
+        ranks = [pid for pid, child in self._children.items() if not child.aide]
+        for pid in (*ranks, *self._guarded):
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+
+
+def be_aide(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
+    """Be a process that helps the kernel: call a function with the descriptor of its channel.
+
+    Args:
+        target: "module:function".
+        channel: Passed on.
+        stdout: Becomes standard output.
+        stderr: Becomes standard error.
+    """
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for wire, place in ((stdout, 1), (stderr, 2)):
+            os.dup2(wire, place)
+            os.close(wire)
+        module, _, name = target.partition(":")
+        getattr(importlib.import_module(module), name)(channel)
+    except BaseException:  # noqa: BLE001 - the last line of a process: nothing above it could handle anything
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(1)
 
 
 def gather_into_huge_pages() -> None:

@@ -1,0 +1,119 @@
+"""A launch on a Ray cluster of two nodes on this machine, against one without: `make bench ROWS=ray`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from tests.benchmarks.bench import Figure, alternate, compared, row
+from tests.benchmarks.debugging import SIZES, train
+from tests.support.ray_cluster import SHADOW, LocalCluster
+
+REPEATS = 3
+LINES, LOGS = 20_000, 20_000
+PEER = "peer: the same ranks as local processes (spawn)"
+
+
+@row("ray", "ray")
+def on_ray() -> Iterator[Figure]:
+    """Start, step time and logging."""
+    if importlib.util.find_spec("ray") is None:
+        yield Figure(what="launching on Ray", unit="s", ours=None, note="Ray is not installed: make bench ROWS=ray")
+        return
+    with cluster():
+        sides = {"ray": partial(launch, on="ray"), "local": partial(launch, start_method="spawn")}
+        yield from starting(**sides)
+        yield from stepping(**sides)
+        yield from logging(**sides)
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Have a cluster of two nodes with a processor each."""
+    sys.path.insert(0, str(SHADOW))
+    found = LocalCluster(1, 1)
+    os.environ["RAY_ADDRESS"] = found.address
+    try:
+        yield
+    finally:
+        del os.environ["RAY_ADDRESS"]
+        found.close()
+
+
+def launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Launch two ranks."""
+    from notebook_accelerate import notebook_launcher
+
+    env = {"ACCELERATE_USE_CPU": "1"}
+    return notebook_launcher(function, arguments, num_processes=2, use_port=0, panel=False, env=env, **options)
+
+
+def starting(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
+    """From the call to the function's first line on the last rank, and to the return."""
+
+    def first_line(side: Callable[..., Any]) -> float:
+        begin = time.time()
+        return max(side(time.time).results) - begin
+
+    def whole(side: Callable[..., Any]) -> float:
+        begin = time.time()
+        side(int)
+        return time.time() - begin
+
+    for what, measure, limit in (("to the first line", first_line, 15), ("to the return, nothing to do", whole, 20)):
+        ours, peer = alternate(REPEATS, partial(measure, ray), partial(measure, local))
+        yield compared(f"2 ranks on 2 nodes: {what}", ours, peer, unit="s", limit=limit, note=PEER)
+
+
+def stepping(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
+    """A training step, which Ray has no part in."""
+
+    def step(side: Callable[..., Any]) -> float:
+        return float(side(train, SIZES["10 ms"], False).results[0])
+
+    ours, peer = alternate(REPEATS, partial(step, ray), partial(step, local))
+    yield compared("a step of 10 ms, 2 ranks, DDP", ours, peer, unit="ms", scale=1e3, ratio=1.1, note=PEER)
+
+
+def logging(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
+    """What a logged number costs the rank, and how fast what ranks write arrives."""
+
+    def call(side: Callable[..., Any]) -> float:
+        return float(side(emits).results[0])
+
+    def line(side: Callable[..., Any]) -> float:
+        run = side(prints)
+        assert len(run.logs(rank=0)) > 0
+        return float((run.ended - max(run.results)) / (2 * LINES))
+
+    ours, peer = alternate(REPEATS, partial(call, ray), partial(call, local))
+    yield compared("a number logged, in the rank", ours, peer, unit="µs", scale=1e6, limit=10, note=PEER)
+    ours, peer = alternate(REPEATS, partial(line, ray), partial(line, local))
+    yield compared(
+        f"a line of {2 * LINES:,}, from the first print to the end of the run", ours, peer, unit="µs", scale=1e6,
+        limit=100, note=PEER,
+    )  # fmt: skip
+
+
+def emits() -> float:
+    """In a rank: log; return the seconds for one number."""
+    from notebook_accelerate.telemetry import MetricEvent, emit
+
+    begin = time.perf_counter()
+    for step in range(LOGS):
+        emit(MetricEvent({"loss": 0.5}, step))
+    return (time.perf_counter() - begin) / LOGS
+
+
+def prints() -> float:
+    """In a rank: print; return when it began."""
+    begin = time.time()
+    for number in range(LINES):
+        print(f"line {number}")
+    return begin
