@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.2
 REASON_SECONDS = 5.0
 """How long a link that broke waits for Ray to say why."""
-LEAVE_SECONDS = 10.0
+LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
 CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
 """Variables of the kernel that ranks elsewhere get too, by the beginning of their names."""
 NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON")
@@ -88,7 +88,7 @@ class DriverProcess:
             kind: The event that is waited for.
             seconds: How long.
             what: What takes so long, for the error.
-            waiting: Called with other events, and with None each time nothing has come; may raise.
+            waiting: Called with other events, and with an empty note where none has come for a moment; may raise.
 
         Raises:
             LaunchError: The driver refuses, has ended, or took too long.
@@ -149,14 +149,17 @@ class DriverProcess:
         if not self._open:
             self.end()
 
-    def end(self) -> None:
-        """Have the driver give everything back, and see it end."""
+    def end(self, seconds: float = LEAVE_SECONDS) -> None:
+        """Have the driver give everything back, and see it end; it is killed when that takes longer than ``seconds``.
+
+        Its end, too, gives everything back, as soon as the cluster notices.
+        """
         if self._process.returncode is not None:
             return
         with suppress(ChannelClosedError):
             self.channel.send(LeaveOrder())
         try:
-            self._process.wait(LEAVE_SECONDS)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -244,7 +247,7 @@ class RayBackend(PickledBackend):
         except BaseException:
             for link in links:
                 link.channel.close()
-            driver.end()
+            driver.end(GIVE_UP_SECONDS)
             raise
 
     def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, PlacedEvent]:
@@ -338,12 +341,14 @@ class _opened:  # noqa: N801 - a context manager, used as a function
 
 
 def address_of(cluster: RayCluster) -> str:
-    """Return the address the driver connects to: that of the notebook's own ``ray.init()``, where there was one."""
+    """Return what the driver connects to: for "auto" the notebook's own ``ray.init()``, or what RAY_ADDRESS says."""
+    if cluster.address != "auto":
+        return cluster.address
     ray: Any = sys.modules.get("ray")
-    if cluster.address == "auto" and ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
+    if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
         with suppress(Exception):  # connected through Ray's client, which has no such address
             return str(ray.get_runtime_context().gcs_address)
-    return cluster.address
+    return os.environ.get("RAY_ADDRESS") or "auto"
 
 
 __all__ = ["RayBackend", "address_of"]

@@ -138,6 +138,7 @@ class Driver:
         told = 0.0
         deadline = time.monotonic() + max(order.wait, REFUSE_SECONDS)
         while not self._group.wait(LOOK_SECONDS):
+            self._see_whether_wanted()
             now = time.monotonic()
             stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in NO_ROOM
             if stuck and now >= deadline:
@@ -146,6 +147,11 @@ class Driver:
                 told = now
                 self._channel.send(NoteEvent(f"waiting for the Ray cluster: {self._room()}"))
         self._channel.send(TakenEvent())
+
+    def _see_whether_wanted(self) -> None:
+        self._come += [event for _, event in self._channel.receive(0.0)]
+        if any(isinstance(event, LeaveOrder) for event in self._come):
+            raise LaunchError("the kernel no longer waits")
 
     def _bundle(self) -> dict[str, float]:
         """Return what one rank takes."""
@@ -434,7 +440,9 @@ def unreachable(address: str, error: Exception) -> str:
             "no Ray cluster was found. Start one with `ray start --head` (or ray.init() in the notebook), set the "
             "variable RAY_ADDRESS, or pass on='ray://host:10001'"
         )
-    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {text.splitlines()[0]}"
+    first = text.splitlines()[0] if text else ""
+    hint = "" if address.startswith("ray://") else "; a machine that is no node of it passes on='ray://host:10001'"
+    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {first}{hint}"
 
 
 _PLACE = re.compile(r"address: ([\w.:]+)")
