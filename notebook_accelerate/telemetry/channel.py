@@ -103,22 +103,26 @@ class Decoder:
         return found
 
 
-_parse = json.JSONDecoder().decode
-"""Without looking for the encoding first: it is UTF-8."""
+_parse = json.JSONDecoder().raw_decode
+"""Without looking for an encoding and for white space first: it is UTF-8, and there is none."""
 
 
 def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
-    rows = _parse(text.decode())
+    told = text.decode()
+    rows, end = _parse(told)
+    if end != len(told):
+        raise ValueError("something follows its JSON")
     found: list[Stamped] = []
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
         if kind is None:  # a newer peer: what is not known is skipped
             continue
+        names = kind.field_names or kind.names()
         if "payload" in kind.__dataclass_fields__:
-            arguments = {**dict(zip(kind.names(), values, strict=False)), "payload": payload}
+            arguments = {**dict(zip(names, values, strict=False)), "payload": payload}
             found.append(Stamped(stamp, kind(**arguments)))
         else:  # a newer peer may say more of it
-            found.append(Stamped(stamp, kind(*values[: len(kind.names())])))
+            found.append(Stamped(stamp, kind(*values[: len(names)])))
     return found
 
 

@@ -91,13 +91,14 @@ class _Points:
 
     def append(self, step: int, time: float, value: float, limit: int) -> int:
         """Keep a point; return by how much the number of points has changed."""
-        before = len(self.values)
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
-        if before + 1 >= limit:
-            self._thin()
-        return len(self.values) - before
+        count = len(self.values)
+        if count < limit:
+            return 1
+        self._thin()
+        return len(self.values) - count + 1
 
     def thin_to(self, limit: int) -> None:
         """Thin until there are no more than ``limit`` points."""
@@ -233,6 +234,7 @@ class Store:
         self._bands: dict[str, Band] = {}
         self._series_count = 0
         self._points_count = 0
+        self._most_points = max_points
         self._logs: dict[int, deque[LogLine]] = {}
         self._log_bytes: dict[int, int] = {}
         self._log_count: dict[int, int] = {}
@@ -302,7 +304,7 @@ class Store:
         step = self.last_step.get(record.rank, -1) if event.step is None else _whole(event.step)
         if step is not None:
             self.last_step[record.rank] = step
-        limit = self._limit()
+        limit = self._most_points
         for name, value in event.values.items():
             number = value if type(value) is float else _number(value)
             ranks = self._metrics.get(name)
@@ -315,13 +317,13 @@ class Store:
             if points is None:
                 points = ranks[record.rank] = _Points()
                 self._series_count += 1
-                limit = self._limit()
+                limit = self._most_points = self._limit()
                 if len(ranks) == BAND_FROM + 1:
                     self._bands[name] = _band_of(ranks)
             self._points_count += points.append(step, record.time, number, limit)
             if (band := self._bands.get(name)) is not None:
                 band.add(step, record.time, number)
-        if self._points_count > max(MAX_TOTAL_POINTS, MIN_POINTS * self._series_count):
+        if self._points_count > MAX_TOTAL_POINTS and self._points_count > MIN_POINTS * self._series_count:
             self._thin_all()
 
     def _limit(self) -> int:

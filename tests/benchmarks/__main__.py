@@ -10,7 +10,9 @@ from tests.benchmarks import (  # noqa: F401
     checkpoints,
     debugging,
     launch,
+    on_ray,
     panels,
+    scale,
     strategies,
     training,
 )
