@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -243,10 +245,11 @@ class RemotePath:
 
     def _filesystem(self) -> tuple[Any, str]:
         """Return fsspec's file system and the path in it; asked each time, since a forked process needs its own."""
-        import fsspec.core
-
         try:
-            fs, path = fsspec.core.url_to_fs(str(self))
+            with _same_randomness():
+                import fsspec.core
+
+                fs, path = fsspec.core.url_to_fs(str(self))
         except ImportError as error:
             package = _PACKAGES.get(self.protocol)
             line = f"pip install {package}" if package else str(error)
@@ -267,7 +270,8 @@ class RemotePath:
         fs, path = self._filesystem()
         try:
             fs.invalidate_cache()
-            yield fs, path
+            with _same_randomness():
+                yield fs, path
         except CheckpointError:
             raise
         except Exception as error:
@@ -293,6 +297,21 @@ class RemotePath:
         else:
             text += f"{raised}."
         return CheckpointError(text)
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Give Python's random numbers back to the training: packages of stores draw some, while imported and to wait.
+
+    In another thread than the training's it would take back what the training has drawn.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    state = random.getstate() if here else None
+    try:
+        yield
+    finally:
+        if state is not None:
+            random.setstate(state)
 
 
 AnyPath = Path | RemotePath

@@ -27,6 +27,7 @@ from notebook_accelerate.launch import ports
 _PRELOAD = [
     "pytest",
     "deepspeed",  # where it is installed
+    "s3fs",  # the same
     "numpy",
     "torch",
     "torch.distributed",
