@@ -7,15 +7,14 @@ import platform
 import secrets
 import signal
 import socket
-import subprocess
 import tempfile
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.backends.base import Ends
-from notebook_accelerate.launch.backends.pickled import interpreter_command
 from notebook_accelerate.launch.rendezvous import messages as say
+from notebook_accelerate.launch.rendezvous.aide import start
 from notebook_accelerate.launch.rendezvous.nodes import Node
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -42,17 +41,8 @@ class Meeting:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the child
         self.channel, theirs = Channel.pair()
         Ends.kernel_side.add(self.channel.fileno())
-        call = f"from notebook_accelerate.launch.rendezvous.child import main; main({theirs.fileno()})"
         with theirs:
-            self._process = subprocess.Popen(
-                interpreter_command(call),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            )
+            self._process = start(theirs.fileno(), self._log.fileno())
         self.channel.send(_order(config, plan))
 
     @property
@@ -84,12 +74,11 @@ class Meeting:
         """
         if leave:
             self.send(say.LeaveOrder("it was stopped"))
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LEAVE_SECONDS if leave else END_SECONDS)
-        if self._process.poll() is None:
+        if not self._process.ended(LEAVE_SECONDS if leave else END_SECONDS):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.ended(END_SECONDS)
+        self._process.close()
         Ends.kernel_side.discard(self.channel.fileno())
         self.channel.close()
         self._log.close()
