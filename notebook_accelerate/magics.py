@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch import LaunchConfig
 from notebook_accelerate.launch.warm import CellResult, WarmRanks
 
@@ -33,6 +34,7 @@ def _ranks_parser() -> _Parser:
     parser.add_argument("-o", "--output", type=_names, default=[])
     parser.add_argument("-s", "--start-method", default="auto")
     parser.add_argument("-p", "--mixed-precision", default="no")
+    parser.add_argument("--on", default=None)
     return parser
 
 
@@ -48,8 +50,9 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on every warm rank, starting the ranks at first use.
 
-        ``%%ranks [-n N] [-i a,b] [-o c] [-s START_METHOD] [-p PRECISION]``: ``-i`` sends variables of the kernel,
-        ``-o`` brings variables back, as a list with one value per rank.
+        ``%%ranks [-n N] [-i a,b] [-o c] [-s START_METHOD] [-p PRECISION] [--on WHERE]``: ``-i`` sends variables of the
+        kernel, ``-o`` brings variables back, as a list with one value per rank, and ``--on`` starts the ranks on a
+        cluster: ray, ray://host:port, or the name of a variable with a ``RayCluster``.
         """
         options = _ranks_parser().parse_args(shlex.split(line))
         group = self._group(options)
@@ -109,9 +112,15 @@ class RankMagics(Magics):
             start_method=options.start_method,
             mixed_precision=options.mixed_precision,
             block=False,
+            on=self._place(options.on),
         )
         self.group = WarmRanks(config)
         return self.group
+
+    def _place(self, name: str | None) -> str | RayCluster | None:
+        shell: Any = self.shell
+        value = shell.user_ns.get(name)
+        return value if isinstance(value, RayCluster) else name
 
     def _running(self) -> WarmRanks:
         if self.group is None or not self.group.alive:

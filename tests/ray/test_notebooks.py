@@ -63,10 +63,14 @@ def test_the_example_of_clusters(kernel: Kernel) -> None:
 
 def test_warm_ranks_and_breakpoints(kernel: Kernel) -> None:
     kernel.check("%load_ext notebook_accelerate")
-    kernel.check("%%ranks -n 2\nx = int(os.environ['RANK']) * 10\nprint('warm', x)")
+    kernel.check("%%ranks -n 2\nimport os\nx = int(os.environ['RANK']) * 10", timeout=300)
     cell = kernel.run("%%ranks\nx + 1", timeout=120)
     assert "[rank 0] 1" in cell.expect_ok().stdout
     assert "[rank 1] 11" in cell.stdout
+    kernel.check("%rank_stop")
+    kernel.check("from notebook_accelerate import RayCluster\nmine = RayCluster(strategy='STRICT_PACK')")
+    cell = kernel.check("%%ranks -n 2 --on mine\nos.environ['NODE_RANK']", timeout=300)
+    assert "[rank 1] '0'" in cell.stdout
     kernel.check("%rank_stop")
     assert set(kernel.value(ON_RAY)) == {"ray"}
 
