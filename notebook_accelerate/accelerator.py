@@ -762,16 +762,21 @@ class Accelerator(AcceleratorViews):
             yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Adapt a loader to DeepSpeed's sequence parallelism; the layout of this Accelerator has none.
+        """Make a loader hand out pieces of sequences, for DeepSpeed's sequence parallelism; every rank must call this.
+
+        Loaders that are prepared together with the model do so already. Batches have input_ids, position_ids and
+        labels; pieces have shift_labels in place of labels. The loss of a sequence is that of its pieces, each weighted
+        with its labels that are not -100, gathered over `accelerator.torch_device_mesh["sp"].get_group()` by
+        `torch.distributed.nn.functional.all_gather`.
 
         Args:
             dl: The prepared loader.
-            model: The prepared model.
+            model: The prepared model; not used, the loader's device is this rank's.
 
         Returns:
-            The loader.
+            The loader of pieces; without such a layout, or where it hands out pieces already, the loader itself.
         """
-        return dl
+        return self.strategy.sequence_loader(dl)
 
 
 def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:

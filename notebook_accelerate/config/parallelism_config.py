@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # From the outermost to the innermost: ranks that differ in the last dimension are neighbours, and talk the most.
-_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 _HANDLERS = {
     "tp": TorchTensorParallelConfig,
@@ -30,7 +30,7 @@ _HANDLERS = {
 class ParallelismConfig:
     """The degrees of each way to be parallel; their product is the number of ranks.
 
-    Ranks are numbered with tp innermost, then sp, cp, dp_shard, and dp_replicate outermost.
+    Ranks are numbered with tp innermost, then sp, cp, dp_shard, dp_replicate, and pp outermost.
     """
 
     dp_replicate_size: int | None = None
@@ -50,6 +50,8 @@ class ParallelismConfig:
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int | None = None
+    """Over how many ranks a model's layers are shared out by `prepare_pippy`, for inference; default: 1."""
 
     def __post_init__(self) -> None:
         self._mesh: DeviceMesh | None = None
@@ -73,6 +75,14 @@ class ParallelismConfig:
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences; set one of them to 1"
+            )
+        others = self._active("dp_shard", "cp", "sp", "tp")
+        if self.pp_enabled and others:
+            sizes = " and ".join(f"{name}_size={self._degree(name)}" for name in others)
+            raise ValueError(
+                f"pp_size={self.pp_size} shares whole layers out, and {sizes} would split them or their inputs; "
+                "combine pp_size with dp_replicate_size only, or train by MegatronLMPlugin(tp_degree=..., "
+                "pp_degree=...)"
             )
         if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
@@ -113,8 +123,8 @@ class ParallelismConfig:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many ranks work on the same data: tp times cp times sp."""
-        return self._degree("tp") * self._degree("cp") * self._degree("sp")
+        """How many ranks work on the same data: tp times cp times sp times pp."""
+        return self._degree("tp") * self._degree("cp") * self._degree("sp") * self._degree("pp")
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -141,6 +151,11 @@ class ParallelismConfig:
         """Whether sequences are split by sequence parallelism."""
         return self._degree("sp") > 1
 
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether layers are shared out."""
+        return self._degree("pp") > 1
+
     # -- dimensions of the mesh ---------------------------------------------------------------------------------------
 
     @property
@@ -151,7 +166,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The dimensions along which ranks work on the same data."""
-        return self._active("tp", "cp", "sp")
+        return self._active("tp", "cp", "sp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:

@@ -12,6 +12,7 @@ from notebook_accelerate.data_loader.samplers import (
     SkipBatchSampler,
     get_sampler,
 )
+from notebook_accelerate.data_loader.sequences import SequenceLoader
 from notebook_accelerate.data_loader.shard import DataLoaderShard
 from notebook_accelerate.data_loader.skip import SkipDataLoader, skip_first_batches
 
@@ -23,6 +24,7 @@ __all__ = [
     "DataLoaderStateMixin",
     "IterableDatasetShard",
     "SeedableRandomSampler",
+    "SequenceLoader",
     "SkipBatchSampler",
     "SkipDataLoader",
     "get_sampler",

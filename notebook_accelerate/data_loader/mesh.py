@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 # Ranks that differ in these dimensions only work on the same samples: they share a model, a sequence or a pipeline.
-MODEL_DIMENSIONS = frozenset({"tp", "cp", "sp", "pp", "ep"})
+# Those along "sp" share sequences too, but each reads some of them, and they are put together afterwards.
+MODEL_DIMENSIONS = frozenset({"tp", "cp", "pp", "ep"})
 
 
 def data_parallel_place(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from notebook_accelerate.data_loader.base import DataLoaderAdapter, DataLoaderSt
 from notebook_accelerate.data_loader.dispatch import DataLoaderDispatcher
 from notebook_accelerate.data_loader.prepare import carried
 from notebook_accelerate.data_loader.samplers import SkipBatchSampler, index_source
+from notebook_accelerate.data_loader.sequences import SequenceLoader
 from notebook_accelerate.state import GradientState
 
 
@@ -61,6 +62,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise ValueError(f"skip_first_batches takes a DataLoader; got {type(dataloader).__name__}.")
     if num_batches < 0:
         raise ValueError(f"num_batches is {num_batches}; it may be 0 or more.")
+    if isinstance(dataloader, SequenceLoader):
+        return dataloader.skipping(skip_first_batches, num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
         return _skipping_by_reading(dataloader, num_batches)
     rounds = 1

@@ -76,10 +76,10 @@ def arrange(slots: Slots) -> Slots:
         return {}
     layout.check_world_size(slots["num_processes"])
     if layout.sp_enabled:
-        raise ValueError(
-            f"sp_size={layout.sp_size}: DeepSpeed's sequence parallelism is not available in this version; split "
-            f"sequences by ParallelismConfig(cp_size={layout.sp_size})"
-        )
+        return _share_sequences(layout, slots)
+    if layout.pp_enabled:
+        return _share_layers(layout, slots)
+    _refuse_engines(layout, slots)
     fsdp = slots.get("fsdp_plugin")
     shards = layout.dp_shard_enabled or layout.cp_enabled
     if shards and fsdp is None:
@@ -98,3 +98,46 @@ def arrange(slots: Slots) -> Slots:
             )
     mesh = layout.get_device_mesh(slots["device"].type)
     return {"parallelism_config": layout, "device_mesh": mesh, "fsdp_plugin": fsdp}
+
+
+def _refuse_engines(layout: ParallelismConfig, slots: Slots) -> None:
+    """Refuse degrees beside a plugin whose engine arranges the ranks itself."""
+    given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
+    if given and layout.total_size > 1:
+        name = given[0].removesuffix("s")
+        instead = {
+            "deepspeed_plugin": "DeepSpeedPlugin(zero_stage=3) shards over all ranks",
+            "megatron_lm_plugin": "MegatronLMPlugin(tp_degree=..., pp_degree=...) has degrees of its own",
+        }[name]
+        raise ValueError(
+            f"{layout!r} and {name} contradict each other: {instead}; leave {name} or parallelism_config out"
+        )
+
+
+def _share_sequences(layout: ParallelismConfig, slots: Slots) -> Slots:
+    """Arrange ranks of which some share sequences; the others, as many as there are sequences, are DeepSpeed's."""
+    if layout.tp_enabled:
+        raise ValueError(
+            f"sp_size={layout.sp_size} with tp_size={layout.tp_size}: DeepSpeed's sequence parallelism takes models "
+            "whose tensors are whole; set tp_size=1"
+        )
+    given = [name for name in ("fsdp_plugin", "megatron_lm_plugin") if slots.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"sp_size={layout.sp_size} is computed by DeepSpeed, and {given[0]} contradicts it; leave {given[0]} out, "
+            f"or split sequences by ParallelismConfig(cp_size={layout.sp_size}), which FSDP 2 computes"
+        )
+    mesh = layout.get_device_mesh(slots["device"].type)
+    plugins = slots.get("deepspeed_plugins") or _deepspeed()
+    return {"parallelism_config": layout, "device_mesh": mesh, "deepspeed_plugins": plugins}
+
+
+def _share_layers(layout: ParallelismConfig, slots: Slots) -> Slots:
+    """Arrange ranks of which some have a model's layers between them, for inference."""
+    given = [name for name in ("fsdp_plugin", "deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"pp_size={layout.pp_size} shares layers out by prepare_pippy, and {given[0].removesuffix('s')} is against "
+            f"that; leave one out, or train a pipeline by MegatronLMPlugin(pp_degree={layout.pp_size}) alone"
+        )
+    return {"parallelism_config": layout, "device_mesh": layout.get_device_mesh(slots["device"].type)}

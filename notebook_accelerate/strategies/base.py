@@ -354,6 +354,17 @@ class Strategy:
         """
         return NOTHING
 
+    def sequence_loader(self, loader: Any) -> Any:
+        """Make a loader hand out pieces of sequences, where ranks share sequences that each has read.
+
+        Args:
+            loader: A prepared loader.
+
+        Returns:
+            The loader of pieces; here ranks share none, and it is the loader itself.
+        """
+        return loader
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the scale of the loss, once per step, in precisions that scale it.
 

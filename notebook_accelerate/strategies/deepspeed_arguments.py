@@ -45,6 +45,8 @@ class Parts:
     """Number of ranks."""
     split_batches: bool
     """Whether ranks share each batch of a loader."""
+    sequence_ranks: int = 1
+    """How many ranks compute on a batch together, each on a piece of its sequences."""
 
 
 def part_kind(item: Any) -> str:
@@ -303,7 +305,8 @@ def _known_sizes(parts: Parts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
         micro = known[_MICRO] = _batch_size(parts.batch_sizes, plugin.is_train_batch_min)
     if micro is not None and not plugin.get_value("sequence_parallel_size"):
         steps = plugin.get_value(_STEPS)
-        known["train_batch_size"] = micro * parts.world_size * (parts.steps if steps == AUTO else steps)
+        batches = parts.world_size // parts.sequence_ranks
+        known["train_batch_size"] = micro * batches * (parts.steps if steps == AUTO else steps)
     return known
 
 

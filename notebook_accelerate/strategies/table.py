@@ -29,6 +29,11 @@ def _fsdp(setup: Setup) -> Strategy:
 
 
 def _deepspeed(setup: Setup) -> Strategy:
+    layout = setup.state.parallelism_config
+    if layout is not None and layout.sp_enabled:
+        from notebook_accelerate.strategies.ulysses import UlyssesStrategy
+
+        return UlyssesStrategy(setup)
     from notebook_accelerate.strategies.deepspeed import DeepSpeedStrategy
 
     return DeepSpeedStrategy(setup)
@@ -46,6 +51,12 @@ def _megatron_lm(setup: Setup) -> Strategy:
     return MegatronLMStrategy(setup)
 
 
+def _pipeline(setup: Setup) -> Strategy:
+    from notebook_accelerate.strategies.pipeline import PipelineStrategy
+
+    return PipelineStrategy(setup)
+
+
 def _tensor_parallel(setup: Setup) -> Strategy:
     from notebook_accelerate.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -57,11 +68,13 @@ STRATEGIES: dict[str, StrategyFactory] = {
     **{kind.value: DDPStrategy for kind in DistributedType if kind.value.startswith("MULTI_")},
     DistributedType.FSDP.value: _fsdp,
     "TP": _tensor_parallel,
+    "PP": _pipeline,
     DistributedType.DEEPSPEED.value: _deepspeed,
     DistributedType.XLA.value: _xla,
     DistributedType.MEGATRON_LM.value: _megatron_lm,
 }
-"""What makes a strategy, by `DistributedType`, or TP: Accelerate names no type for ranks that only split tensors."""
+"""What makes a strategy, by `DistributedType`, or TP and PP: Accelerate names no type for ranks that only split tensors
+or share layers out."""
 
 
 def register_strategy(kind: str, factory: StrategyFactory) -> None:
@@ -88,8 +101,8 @@ def make_strategy(setup: Setup) -> Strategy:
     """
     kind = str(getattr(setup.state.distributed_type, "value", setup.state.distributed_type))
     layout = setup.state.parallelism_config
-    if kind.startswith("MULTI_") and layout is not None and layout.tp_enabled:
-        kind = "TP"
+    if kind.startswith("MULTI_") and layout is not None:
+        kind = "TP" if layout.tp_enabled else "PP" if layout.pp_enabled else kind
     if kind not in STRATEGIES:
         raise ValueError(f"no strategy for distributed_type={kind!r}; there are {', '.join(STRATEGIES)}")
     return STRATEGIES[kind](setup)

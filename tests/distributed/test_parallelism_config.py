@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -50,6 +51,38 @@ def test_four_ranks() -> None:
         assert found["dp"] == [0, 1, 2, 3]
 
 
+def shards_of_split_tensors() -> dict[str, Any]:
+    return {**arranged(dp_shard_size=2, tp_size=2), **places()}
+
+
+def shards_and_split_sequences() -> dict[str, Any]:
+    return {**arranged(dp_shard_size=2, cp_size=2), **places()}
+
+
+def places() -> dict[str, Any]:
+    accelerator = Accelerator()
+    mesh = accelerator.torch_device_mesh
+    return {
+        "tensors": accelerator.tensor_parallel_rank,
+        "sequences": accelerator.context_parallel_rank,
+        "shards": mesh["dp_shard_cp"].mesh.tolist(),
+        "composable": accelerator.is_composable_parallelism_enabled,
+    }
+
+
+def test_combinations_on_four_ranks() -> None:
+    for rank, found in enumerate(run_ranks(shards_of_split_tensors, world_size=4)):
+        assert found["names"] == ("dp_shard", "tp")
+        assert found["coordinate"] == (found["shard"], found["tensors"]) == divmod(rank, 2)
+        assert found["dp"] == found["shards"] == [rank % 2, rank % 2 + 2]
+        assert found["composable"]
+    for rank, found in enumerate(run_ranks(shards_and_split_sequences, world_size=4)):
+        assert found["names"] == ("dp_shard", "cp")
+        assert found["coordinate"] == (found["shard"], found["sequences"]) == divmod(rank, 2)
+        assert found["dp"] == [rank % 2, rank % 2 + 2]
+        assert found["shards"] == [0, 1, 2, 3]
+
+
 def too_many() -> None:
     arranged(dp_shard_size=2, dp_replicate_size=2)
 
@@ -68,12 +101,21 @@ def with_nothing_to_shard() -> None:
     Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2), fsdp_plugin=plugin)
 
 
-def with_split_sequences() -> None:
-    Accelerator(parallelism_config=ParallelismConfig(sp_size=2))
+def with_split_sequences(**more: Any) -> None:
+    Accelerator(parallelism_config=ParallelismConfig(sp_size=2), **more)
 
 
-def test_sequences_that_deepspeed_would_split() -> None:
-    with pytest.raises(RankError, match=r"sp_size=2: .* is not available .*ParallelismConfig\(cp_size=2\)"):
+def with_split_sequences_and_shards() -> None:
+    with_split_sequences(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
+def with_split_sequences_and_tensors() -> None:
+    Accelerator(parallelism_config=ParallelismConfig(sp_size=2, tp_size=2))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_sequences_are_split_by_deepspeed() -> None:
+    with pytest.raises(RankError, match=r"DeepSpeed, which is not installed: pip install 'deepspeed>=0\.16'"):
         run_ranks(with_split_sequences)
 
 
@@ -82,3 +124,7 @@ def test_plugins_that_contradict_the_layout() -> None:
         run_ranks(with_the_first_version)
     with pytest.raises(RankError, match="set dp_shard_size above 1"):
         run_ranks(with_nothing_to_shard)
+    with pytest.raises(RankError, match=r"sp_size=2 is computed by DeepSpeed, and fsdp_plugin .*\(cp_size=2\)"):
+        run_ranks(with_split_sequences_and_shards)
+    with pytest.raises(RankError, match=r"sp_size=2 with tp_size=2: .*; set tp_size=1"):
+        run_ranks(with_split_sequences_and_tensors, world_size=4)

@@ -1,0 +1,290 @@
+"""Sequences that ranks share by DeepSpeed (Ulysses): losses, gradients and checkpoints are those of whole sequences."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from notebook_accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, ParallelismConfig
+from notebook_accelerate.utils import DeepSpeedSequenceParallelConfig
+from tests.support.ranks import RankError, run_ranks
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None or importlib.util.find_spec("transformers") is None,
+        reason="DeepSpeed and transformers are not installed: make test-deepspeed",
+    ),
+]
+WORDS, LENGTH, ROWS, CLIP = 32, 8, 2, 0.5
+SECONDS = 400
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Sequences whose first labels do not count: how many do differs between pieces and between sequences."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.words = torch.randint(0, WORDS, (count, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.words[index].clone()
+        labels[: 1 + index % 7] = -100
+        return {"input_ids": self.words[index], "labels": labels, "position_ids": torch.arange(LENGTH)}
+
+
+def llama(seed: int = 0, attention: str = "sdpa", heads: int = 4) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": heads,
+        "attn_implementation": attention,
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape))
+
+
+def plain(count: int, window: int = 1, heads: int = 4) -> dict[str, Any]:
+    """Train on whole sequences, in plain torch; `window` batches make a step."""
+    model = llama(heads=heads)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses, norms = [], []
+    for index, batch in enumerate(DataLoader(Sentences(count), batch_size=ROWS)):
+        loss = model(**batch).loss
+        (loss / window).backward()
+        losses.append(loss.item())
+        if (index + 1) % window == 0:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": model.state_dict()}
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor], group: Any) -> torch.Tensor:
+    """Return the loss of whole sequences from this rank's piece, as DeepSpeed's documentation says."""
+    targets = batch["shift_labels"]
+    scores = model(**batch).logits
+    loss = model.module.loss_function(logits=scores, labels=None, shift_labels=targets, vocab_size=WORDS)
+    losses = gathered(loss, group)
+    counts = gathered((targets != -100).sum(), group)
+    whole: torch.Tensor = sum(piece * count for piece, count in zip(losses, counts, strict=True) if count > 0)
+    return whole / sum(counts)
+
+
+def gathered(value: torch.Tensor, group: Any) -> Sequence[torch.Tensor]:
+    if group.size() == torch.distributed.get_world_size():
+        return functional.all_gather(value, group=group)  # type: ignore[no-untyped-call,no-any-return]
+    # On gloo the backward of the above takes ranks of the group for ranks of the world (torch 2.13).
+    values: torch.Tensor = all_gather_tensor_autograd(value.reshape(1), 0, group)
+    return list(values.unbind())
+
+
+def accelerator_of(zero: dict[str, Any], window: int = 1, **degrees: Any) -> Accelerator:
+    how = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    layout = ParallelismConfig(**{"sp_size": 2, **degrees}, sp_backend="deepspeed", sp_handler=how)
+    plugin = DeepSpeedPlugin({"zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True}})
+    return Accelerator(parallelism_config=layout, deepspeed_plugin=plugin, gradient_accumulation_steps=window)
+
+
+def split(
+    zero: dict[str, Any],
+    count: int,
+    window: int = 1,
+    heads: int = 4,
+    degrees: dict[str, int] | None = None,
+    folder: str | None = None,
+    save_at: int | None = None,
+) -> dict[str, Any]:
+    """Train on pieces; save before the piece `save_at`, or go on from `folder` after half of the pieces."""
+    accelerator = accelerator_of(zero, window, **(degrees or {}))
+    model = llama(accelerator.process_index, heads=heads)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = DataLoader(Sentences(count), batch_size=ROWS)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found: dict[str, Any] = {"length": len(loader), "losses": [], "norms": [], "ends": [], "shapes": set()}
+    if folder is not None and save_at is None:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, len(loader) // 2)
+    group = accelerator.torch_device_mesh["sp"].get_group()
+    for index, batch in enumerate(loader):
+        if folder is not None and index == save_at:
+            accelerator.save_state(folder)
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch, group)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["ends"].append(accelerator.gradient_state.end_of_dataloader)
+        found["shapes"].add(tuple(batch["input_ids"].shape))
+    return {**found, "weights": accelerator.get_state_dict(model)}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reduce_scatter": False}],
+    ids=str,
+)
+def test_training_is_that_of_whole_sequences(zero: dict[str, Any]) -> None:
+    found = run_ranks(split, zero, 24, timeout=SECONDS)
+    expected = plain(24)
+    assert_equal(found[0], expected)
+    for rank in found:
+        assert rank["losses"] == found[0]["losses"]
+        assert rank["length"] == len(rank["losses"]) == 12  # both ranks' batches
+        assert rank["ends"] == [False] * 11 + [True]
+        assert rank["shapes"] == {(ROWS, LENGTH // 2)}
+    assert expected["losses"][0] != pytest.approx(expected["losses"][-1], rel=1e-3)
+
+
+def test_windows_and_shared_heads() -> None:
+    found = run_ranks(split, {"stage": 2}, 24, 3, 1, timeout=SECONDS)[0]
+    assert_equal(found, plain(24, 3, 1))
+
+
+def test_two_sequences_on_four_ranks() -> None:
+    # Pairs of ranks go through different batches: together they make a step of two.
+    found = run_ranks(split, {"stage": 2}, 32, 1, 4, {"dp_replicate_size": 2}, world_size=4, timeout=SECONDS)
+    batches = list(DataLoader(Sentences(32), batch_size=ROWS))
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+    for first in (0, 1, 4, 5, 8, 9, 12, 13):
+        for batch in (batches[first], batches[first + 2]):
+            (model(**batch).loss / 2).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found[0]["norms"] == pytest.approx(norms, rel=1e-4)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(found[0]["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resuming(stage: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    whole = run_ranks(split, {"stage": stage}, 24, 1, 4, None, folder, 6, timeout=SECONDS)[0]
+    rest = run_ranks(split, {"stage": stage}, 24, 1, 4, None, folder, timeout=SECONDS)[0]
+    assert rest["losses"] == whole["losses"][6:]
+    assert rest["norms"] == whole["norms"][6:]
+    for name, weight in whole["weights"].items():
+        assert torch.equal(rest["weights"][name], weight), name
+
+
+def beside() -> dict[str, Any]:
+    """Evaluate: on pieces, on whole sequences, and by another model; then give everything back."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    accelerator = accelerator_of({"stage": 2})
+    model = llama()
+    raw, whole = llama(), next(iter(DataLoader(Sentences(4), batch_size=ROWS)))
+    loader = DataLoader(Sentences(8), batch_size=ROWS)
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    group = accelerator.torch_device_mesh["sp"].get_group()
+    model.eval()
+    with torch.no_grad():
+        pieces = [loss_of(model, batch, group).item() for batch in loader]
+        own = accelerator.prepare(DataLoader(Sentences(8), batch_size=ROWS))
+        mine = [model(**batch).loss.item() for batch in own]
+        model.train()
+        other = raw(**whole).loss.item()
+    again = accelerator.deepspeed_ulysses_dl_adapter(own, model)
+    found = {
+        "pieces": pieces,
+        "mine": mine,
+        "other": other,
+        "length": (len(own), len(again)),
+        "same": accelerator.deepspeed_ulysses_dl_adapter(again, model) is again,
+    }
+    accelerator.free_memory()
+    found["back"] = ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+    model = llama()
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model.eval()
+    with torch.no_grad():
+        found["second"] = [loss_of(model, batch, group).item() for batch in loader]
+    return found
+
+
+def test_what_is_not_split() -> None:
+    batches = list(DataLoader(Sentences(8), batch_size=ROWS))
+    with torch.no_grad():
+        losses = [llama()(**batch).loss.item() for batch in batches]
+    for rank, found in enumerate(run_ranks(beside, timeout=SECONDS)):
+        assert found["pieces"] == pytest.approx(losses, rel=1e-5)
+        assert found["mine"] == pytest.approx(losses[rank::2], rel=1e-5)
+        assert found["other"] == pytest.approx(losses[0], rel=1e-5)
+        assert found["length"] == (2, 4)
+        assert found["same"]
+        assert found["back"]
+        assert found["second"] == pytest.approx(losses, rel=1e-5)
+
+
+def implied() -> tuple[str, Any]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=2))
+    return accelerator.distributed_type.value, accelerator.deepspeed_plugin.zero_stage
+
+
+def test_the_layout_implies_deepspeed() -> None:
+    assert run_ranks(implied, timeout=SECONDS) == [("DEEPSPEED", 2)] * 2
+
+
+def refused(reason: str) -> None:
+    accelerator = accelerator_of({"stage": 2})
+    model: Any = llama(attention="eager" if reason == "attention" else "sdpa")
+    if reason == "model":
+        model = torch.nn.Linear(2, 2)
+    if reason == "uneven":
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    count = 7 if reason == "rows" else 8
+    rows = DataLoader(Sentences(count), batch_size=ROWS, collate_fn=bare if reason == "places" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, loader = accelerator.prepare(model, optimizer, rows)
+    if reason == "rows":
+        loader = accelerator.deepspeed_ulysses_dl_adapter(DataLoader(Sentences(3 * 4), batch_size=3), model)
+    next(iter(loader))
+
+
+def bare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.stack([sample["input_ids"] for sample in samples])}
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("model", r"Linear has no config with hidden_size, .* such as LlamaForCausalLM"),
+        ("attention", r"computes its attention by 'eager'; load it with attn_implementation='sdpa'"),
+        ("uneven", r"even_batches=True"),
+        ("rows", r"a batch has 3 sequences, and DeepSpeed's attention was made for 2"),
+        ("places", r"a batch has input_ids, and no position_ids, labels"),
+    ],
+)
+def test_mistakes(reason: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(refused, reason, timeout=SECONDS)
