@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
 from notebook_accelerate.collectives import broadcast_object_list, ignorant_find_batch_size
-from notebook_accelerate.state import PartialState
+from notebook_accelerate.state import AcceleratorState, PartialState
 
 
 def prepare_pippy(
@@ -31,6 +31,9 @@ def prepare_pippy(
 
     A batch is cut into chunks, and while one rank computes a chunk, the rank before it computes the next (GPipe,
     https://arxiv.org/abs/1811.06965). Rank 0 passes the batch, of any number of rows; what others pass is ignored.
+
+    With `ParallelismConfig(pp_size=...)` only the ranks along that dimension share the layers out: there are as many
+    pipelines as replicas, each with a first rank that passes its batch.
 
     Args:
         model: The model, on the CPU. `torch.export` traces it, so its forward must not branch on values.
@@ -50,18 +53,19 @@ def prepare_pippy(
         ValueError: The example has no batch dimension, an output has none, the model has fewer parts than there are
             ranks, or split points are too many, too few or unknown.
     """
-    state = PartialState()
+    line = _line()
+    parts = len(line.ranks)
     model.hf_split_points = []  # type: ignore[assignment]
-    if state.num_processes == 1:
+    if parts == 1:
         return model
     traced = _traced(model, example_args, example_kwargs)
     if split_points is None or split_points == "auto":
         whole = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
-        split_points = traced.balanced_points(state.num_processes, set(whole))
-    _check_points(model, split_points, state.num_processes)
-    stage = traced.stage(split_points, num_chunks or state.num_processes, state)
+        split_points = traced.balanced_points(parts, set(whole))
+    _check_points(model, split_points, parts)
+    stage = traced.stage(split_points, num_chunks or parts, line)
     model.hf_split_points = list(split_points)  # type: ignore[assignment]
-    model.forward = _Forward(stage, num_chunks or state.num_processes, bool(gather_output))
+    model.forward = _Forward(stage, num_chunks or parts, bool(gather_output))
     return model
 
 
@@ -97,9 +101,9 @@ def build_pipeline(
     Raises:
         ValueError: As for `prepare_pippy`.
     """
-    state = PartialState()
-    _check_points(model, split_points, state.num_processes)
-    return _traced(model, args, kwargs).stage(split_points, num_chunks, state)
+    line = _line()
+    _check_points(model, split_points, len(line.ranks))
+    return _traced(model, args, kwargs).stage(split_points, num_chunks, line)
 
 
 def generate_device_map(
@@ -152,21 +156,20 @@ def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *ar
         ValueError: Rank 0 passed no tensor with a batch dimension, or other values that are no tensors than at the
             tracing.
     """
-    state = PartialState()
-    if state.num_processes == 1:
+    if not isinstance(forward, _Stage):
         return forward(*args, **kwargs)
-    assert isinstance(forward, _Stage)
-    rows = find_pippy_batch_size(args, kwargs) if state.is_main_process else None
+    rows = find_pippy_batch_size(args, kwargs) if forward.line.is_first else None
     problem = None
-    if state.is_main_process:
-        problem = "rank 0 must pass a batch: no tensor in it has a batch dimension" if rows is None else None
+    if forward.line.is_first:
+        first = forward.line.ranks[0]
+        problem = f"rank {first} must pass a batch: no tensor in it has a batch dimension" if rows is None else None
         problem = problem or forward.mismatch(args, kwargs)
-    told: list[Any] = broadcast_object_list([rows, problem])
+    told = forward.line.told([rows, problem])
     if told[1] is not None:
         raise ValueError(told[1])
     outputs = forward.run(args, kwargs, told[0], num_chunks)
     if gather_output:
-        outputs = forward.shared(outputs, told[0], state)
+        outputs = forward.shared(outputs, told[0])
     return None if outputs is None else forward.rebuilt(outputs)
 
 
@@ -182,6 +185,38 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
         if found is not None:
             return found
     return None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The ranks that have a model's layers between them, in the order of the layers."""
+
+    ranks: tuple[int, ...]
+    place: int
+    """This rank's number among them."""
+    group: Any
+    """Their process group; None: all ranks."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether batches begin on this rank."""
+        return self.place == 0
+
+    def told(self, values: list[Any]) -> list[Any]:
+        """Return the first rank's values, on all ranks of the line."""
+        if self.group is None:
+            return list(broadcast_object_list(values))
+        dist.broadcast_object_list(values, src=self.ranks[0], group=self.group)
+        return values
+
+
+def _line() -> _Line:
+    mesh = AcceleratorState._shared_state.get("device_mesh")
+    if mesh is None or "pp" not in (mesh.mesh_dim_names or ()):
+        state = PartialState()
+        return _Line(tuple(range(state.num_processes)), state.process_index, None)
+    own = mesh["pp"]
+    return _Line(tuple(own.mesh.tolist()), own.get_local_rank(), own.get_group())
 
 
 @dataclass(frozen=True)
@@ -281,18 +316,19 @@ class _Traced:
             )
         return [called[at] for at in _cuts([sizes[name] for name in called], parts)]
 
-    def stage(self, points: Sequence[str], chunks: int, state: Any) -> _Stage:
+    def stage(self, points: Sequence[str], chunks: int, line: _Line) -> _Stage:
         """Build the part of this rank."""
         from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
         cut = {f"model.{name}": SplitPoint.BEGINNING for name in points}
         pipe = pipeline(self._flat, mb_args=tuple(self._example), split_spec=cut)
-        if pipe.num_stages != state.num_processes:
+        if pipe.num_stages != len(line.ranks):
             raise ValueError(
                 f"split_points={list(points)} cut the model into {pipe.num_stages} parts, and there are "
-                f"{state.num_processes} ranks: name modules that the forward calls one after the other"
+                f"{len(line.ranks)} ranks: name modules that the forward calls one after the other"
             )
-        built = pipe.build_stage(state.process_index, device=state.device)
+        device = PartialState().device
+        built = pipe.build_stage(line.place, device=device, group=line.group)
         return _Stage(
             ScheduleGPipe(built, chunks),
             self._form,
@@ -300,7 +336,8 @@ class _Traced:
             self._rows,
             self._output_form,
             [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in self._outputs],
-            state.device,
+            device,
+            line,
         )
 
 
@@ -316,7 +353,9 @@ class _Stage:
         output_form: _Form,
         output_kinds: Sequence[tuple[tuple[int, ...], torch.dtype]],
         device: torch.device,
+        line: _Line,
     ) -> None:
+        self.line = line
         self._schedule, self._form, self._batched, self._rows = schedule, form, batched, rows
         self._output_form, self._output_kinds, self._device = output_form, output_kinds, device
 
@@ -340,7 +379,7 @@ class _Stage:
         window = chunks * self._rows
         found: list[Sequence[torch.Tensor]] = []
         for start in range(0, rows, window):
-            if dist.get_rank() == 0:
+            if self.line.is_first:
                 own = [t[start : start + window] if b else t for t, b in zip(tensors, self._batched, strict=True)]
                 outputs = self._schedule.step(*[t.to(self._device) for t in _chunked(own, self._batched, window)])
             else:
@@ -351,14 +390,14 @@ class _Stage:
             return None
         return [torch.cat(parts)[:rows] for parts in zip(*found, strict=True)]
 
-    def shared(self, outputs: list[torch.Tensor] | None, rows: int, state: Any) -> list[torch.Tensor]:
+    def shared(self, outputs: list[torch.Tensor] | None, rows: int) -> list[torch.Tensor]:
         """Give every rank the outputs of the last one."""
         if outputs is None:
             outputs = [
                 torch.empty((rows, *shape), dtype=dtype, device=self._device) for shape, dtype in self._output_kinds
             ]
         for tensor in outputs:
-            dist.broadcast(tensor, src=state.num_processes - 1)
+            dist.broadcast(tensor, src=self.line.ranks[-1], group=self.line.group)
         return outputs
 
     def rebuilt(self, outputs: Sequence[torch.Tensor]) -> Any:

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from notebook_accelerate import PartialState, prepare_pippy
+from notebook_accelerate import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PartialState,
+    prepare_pippy,
+)
 from notebook_accelerate.inference import build_pipeline, pippy_forward
 from tests.support.ranks import RankError, run_ranks
 
@@ -97,6 +104,50 @@ def built() -> Any:
 
 def test_a_pipeline_by_hand() -> None:
     run_ranks(built)
+
+
+def lines() -> dict[str, Any]:
+    """Two pipelines of two ranks, each on batches of its own."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, dp_replicate_size=2))
+    rows: Any = torch.arange(28).reshape(4, 7)
+    loader = accelerator.prepare(DataLoader(rows, batch_size=1))
+    model = prepare_pippy(made(), example_args=(torch.zeros(1, 7, dtype=torch.long),), gather_output=True)
+    seen = []
+    for tokens in loader:
+        seen.append(tokens.tolist())
+        torch.testing.assert_close(model(tokens)["logits"], made()(tokens)["logits"])
+    return {
+        "seen": seen,
+        "place": accelerator.pipeline_parallel_rank,
+        "names": accelerator.torch_device_mesh.mesh_dim_names,
+    }
+
+
+def test_replicas_of_a_pipeline() -> None:
+    found = run_ranks(lines, world_size=4)
+    rows = torch.arange(28).reshape(4, 1, 7).tolist()
+    assert [rank["place"] for rank in found] == [0, 0, 1, 1]
+    assert found[0]["names"] == ("pp", "dp_replicate")
+    for rank, each in enumerate(found):
+        assert each["seen"] == rows[rank % 2 :: 2]
+
+
+def trained() -> None:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))
+    model = made()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+
+def sharded() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    Accelerator(parallelism_config=ParallelismConfig(pp_size=2), fsdp_plugin=plugin)
+
+
+def test_pipelines_are_not_trained() -> None:
+    with pytest.raises(RankError, match=r"for inference .*, and SGD trains; .*MegatronLMPlugin\(pp_degree=2\)"):
+        run_ranks(trained)
+    with pytest.raises(RankError, match=r"pp_size=2 shares layers out by prepare_pippy, and fsdp_plugin is against"):
+        run_ranks(sharded)
 
 
 def test_three_ranks_and_balanced_parts() -> None:
