@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, ParallelismConfig
+from tests.parity.strategies.scripts import held
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -66,6 +69,70 @@ def test_losses_are_those_of_whole_sequences(how: str) -> None:
     first = batches()[0][:, :-1]
     assert results[0]["seen"][0] == torch.cat([first[:, :2], first[:, 6:]], 1).tolist()
     assert results[1]["seen"][0] == first[:, 2:6].tolist()
+
+
+def sharded_and_split(folder: str | None, goes_on: bool) -> dict[str, Any]:
+    """Two shards read different batches, of which two ranks each have half; save halfway, or go on from there."""
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
+    model = net()
+    for parameter in model.parameters():
+        parameter.data += accelerator.process_index  # the strategy makes the ranks start equal
+    words = torch.stack(batches()).flatten(0, 1)
+    loader = DataLoader(TensorDataset(words), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.05), loader)
+    if goes_on:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, 2)
+    losses, norms, seen = [], [], []
+    for index, (own,) in enumerate(loader):
+        if folder is not None and not goes_on and index == 2:
+            accelerator.save_state(folder)
+        inputs, targets = own[:, :-1].clone(), own[:, 1:].clone()
+        seen.append(own.tolist())
+        with accelerator.maybe_context_parallel([inputs, targets], [1, 1], {inputs, targets}):
+            loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            accelerator.backward(loss)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    mesh = accelerator.torch_device_mesh
+    return {
+        "losses": losses,
+        "norms": norms,
+        "seen": seen,
+        "place": (accelerator.data_parallel_shard_rank, accelerator.context_parallel_rank),
+        "names": mesh.mesh_dim_names,
+        "elements": sum(held(parameter) for parameter in model.parameters()),
+        "weights": accelerator.get_state_dict(model),
+    }
+
+
+def test_shards_and_split_sequences_on_four_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    results = run_ranks(sharded_and_split, folder, False, world_size=4)
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    losses, norms = [], []
+    for words in batches():
+        loss = nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for rank, found in enumerate(results):
+        assert found["losses"] == pytest.approx(losses, rel=1e-5)
+        assert found["norms"] == pytest.approx(norms, rel=1e-4)
+        assert found["names"] == ("dp_shard", "cp")
+        assert found["place"] == divmod(rank, 2)
+        assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]  # equal within a pair
+        assert found["elements"] <= whole / 4 + 32  # shards are of both dimensions; odd rows are padded
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(results[0]["weights"][name], weight)
+    resumed = run_ranks(sharded_and_split, folder, True, world_size=4)[0]
+    assert resumed["losses"] == results[0]["losses"][2:]
 
 
 class Attention(nn.Module):
