@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.launch.backends.base import ProcessBackend
 from notebook_accelerate.launch.payload import cell_sources, dump, dump_bytes
 
@@ -31,7 +32,7 @@ class PickledBackend(ProcessBackend):
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
         """Fill in what a forked rank would have inherited."""
-        order.base_environment = dict(os.environ)
+        order.base_environment = inheritable()
         order.cwd = _working_directory()
         order.sys_path = list(sys.path)
         order.sources = self._sources

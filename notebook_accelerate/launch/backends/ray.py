@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
+from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.backends.base import Ends, Hearing, RankProcess
 from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
@@ -76,6 +77,7 @@ class DriverProcess:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
+            env=inheritable(),
         )
         theirs.close()
         self._come: deque[Event] = deque()

@@ -37,6 +37,7 @@ from notebook_accelerate.launch.backends.ray_protocol import (
 from notebook_accelerate.telemetry import Channel, Event
 
 LOOK_SECONDS = 0.5
+NODE_SECONDS = 2.0
 REFUSE_SECONDS = 3.0
 """What an attempt before has given back may take so long to be free again."""
 TELL_SECONDS = 10.0
@@ -227,6 +228,7 @@ class Driver:
             devices = [around[placed.index(mate)]["devices"] for mate in mates]
             self._places.append(
                 {
+                    "id": facts[index]["node"],
                     "node": nodes.index(facts[index]["node"]),
                     "host": f"{facts[index]['host']}, {facts[index]['address']}",
                     "address": facts[index]["address"],
@@ -288,9 +290,22 @@ class Driver:
         try:
             ray.get(serving)
         except Exception as error:  # noqa: BLE001 - whatever ended it is what the kernel wants to know
-            reason = cause(error)
+            reason = self._death_of_node(rank) or cause(error)
         with suppress(ChannelClosedError):
             self._channel.send(ActorEndedEvent(rank, reason))
+
+    def _death_of_node(self, rank: int) -> str:
+        """Return that a rank's node has died, if the cluster says so soon: an actor is missed before its node is."""
+        import ray
+
+        place = self._places[rank]
+        deadline = time.monotonic() + NODE_SECONDS
+        with suppress(Exception):  # a cluster that has gone says nothing
+            while time.monotonic() < deadline:
+                if place["id"] not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+                    return f"the Ray node at {place['address']} has died"
+                time.sleep(LOOK_SECONDS / 5)
+        return ""
 
     def _leave(self) -> None:
         """Give everything back."""
@@ -457,8 +472,10 @@ def cause(error: BaseException) -> str:
         return f"the Ray node{' at ' + found.group(1) if found else ''} has died"
     if "RuntimeEnvSetupError" in type(error).__name__:
         return f"the runtime environment could not be set up: {' '.join(lines)[:500]}"
-    if "ray.kill" in text or "killed by" in text:
-        return "its actor was killed"
+    if "ray.kill" in text:
+        return "its actor was killed by ray.kill"
+    if "worker process has died" in text or "is unavailable" in text:
+        return "its actor's process has died: killed, or ended by Ray (out of memory, pre-empted)"
     telling = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid:", "namespace", "ip:"))]
     return " ".join(telling)[:500] or type(error).__name__
 

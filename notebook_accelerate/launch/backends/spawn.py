@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.backends.base import Ends, OwnChild, RankProcess, pidfd_of
 from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
@@ -29,7 +30,9 @@ class SpawnBackend(PickledBackend):
             f"rank_main({channel}, {ends.rank_stdout}, {ends.rank_stderr}, {self._payload}, {os.getpid()})"
         )
         try:
-            process = subprocess.Popen(interpreter_command(call), pass_fds=wires, stdin=subprocess.PIPE, bufsize=0)
+            process = subprocess.Popen(
+                interpreter_command(call), pass_fds=wires, stdin=subprocess.PIPE, bufsize=0, env=inheritable()
+            )
         except OSError as error:
             ends.close_rank_side()
             ends.close_kernel_side()

@@ -16,6 +16,7 @@ import threading
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
+from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.backends.base import Ends, Exit, LocalRank, RankProcess
 from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
@@ -51,6 +52,7 @@ class Zygote:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
+            env=inheritable(),
         )
         theirs.close()
 
