@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from notebook_accelerate.launch.backends.base import Exit
-from notebook_accelerate.launch.payload import load_bytes
+from notebook_accelerate.launch.payload import is_cell, load_bytes
 from notebook_accelerate.telemetry import FailureEvent, RankFailure
 from notebook_accelerate.telemetry.sampler import machine_memory
 
@@ -132,8 +132,12 @@ def _same(first: RankFailure, other: RankFailure) -> bool:
 
 
 def places(failure: RankFailure) -> tuple[tuple[str, int], ...]:
-    """Return where a failure happened: file and line of each frame of its last exception."""
-    return tuple((frame.filename, frame.lineno) for frame in failure.chain[-1].frames) if failure.chain else ()
+    """Return where a failure happened: file and line of each frame of its last exception.
+
+    A cell has another file in every notebook that runs it: there the function stands for it.
+    """
+    frames = failure.chain[-1].frames if failure.chain else ()
+    return tuple((frame.function if is_cell(frame.filename) else frame.filename, frame.lineno) for frame in frames)
 
 
 def grouped(failures: list[RankFailure]) -> list[list[RankFailure]]:

@@ -107,7 +107,7 @@ attempt(lambda: threading.Lock())
 attempt(threading.Lock(), start_method="zygote")
 attempt(lambda: 1, num_processes=1)
 attempt(lambda: 1 / 0, num_processes=1)
-attempt(lambda: 1, num_nodes=2, use_port=1)
+attempt(lambda: 1, num_nodes=2, use_port=29733, rdzv_conf={"join_timeout": 1})
 """,
         timeout=60,
     )

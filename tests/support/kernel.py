@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -179,6 +179,7 @@ class Kernel:
         answer: Called with the prompt of each input request; what it returns is sent. Without it a request for
             input raises in the cell, as in a front end that allows none.
         timeout: Seconds to wait for a kernel to start, and the default for a cell.
+        prefix: Command in front of the kernel's own, which it must replace itself by: ("ip", "netns", "exec", ...).
     """
 
     def __init__(
@@ -187,8 +188,9 @@ class Kernel:
         cwd: Path | None = None,
         answer: Callable[[str], str] | None = None,
         timeout: float = 60.0,
+        prefix: Sequence[str] = (),
     ) -> None:
-        self.answer = answer
+        self.answer, self._prefix = answer, prefix
         self.timeout = timeout
         self.cells: dict[str, Cell] = {}
         self._homes: dict[str, Cell] = {}
@@ -331,7 +333,7 @@ class Kernel:
         """Build a manager with a kernel spec of its own, so that a user's spec named python3 is not picked up."""
         spec = self.folder / "kernels" / "python3"
         spec.mkdir(parents=True)
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [*self._prefix, sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "test", "language": "python"}))
         specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
         return KernelManager(

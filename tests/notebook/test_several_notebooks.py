@@ -1,0 +1,306 @@
+"""Several kernels run one cell together: they meet through torch's rendezvous, and end together."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import children, rank_pids, said, wait_gone
+from tests.support.notebooks import LIMIT, Notebooks, free_port, notebooks
+
+pytestmark = [pytest.mark.notebook, pytest.mark.slow, pytest.mark.timeout(600)]
+HOST = platform.node()
+SECRET = {"secret": "hush"}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Notebooks]:
+    """Return two kernels."""
+    with notebooks(2) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare what a launch may not change in the kernels before and after a test that uses the pair."""
+    if "pair" not in request.fixturenames:
+        yield
+        return
+    pair = request.getfixturevalue("pair")
+    before = pair.values("look()")
+    yield
+    assert pair.changed(before) == [{}, {}]
+    assert not any(look["elastic"] for look in before)
+    assert [children(kernel) for kernel in pair.kernels] == [[], []]
+
+
+def test_notebooks_with_different_numbers_of_ranks(pair: Notebooks) -> None:
+    first, second = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2"))
+    first.expect_ok()
+    second.expect_ok()
+    assert f"all 2 notebooks have joined: rank 0 on node 0 ({HOST}), here; ranks 1-2 on node 1 ({HOST})" in first.stdout
+    assert "[rank 0] sum 3.0 of 3 here 1" in first.stdout
+    assert "[rank 1]" not in first.stdout
+    assert "[rank 2] sum 3.0 of 3 here 2" in second.stdout
+    assert pair.values("run.results") == [[3.0], [3.0, 3.0]]
+    assert pair.values("[info.rank for info in run.ranks]") == [[0], [1, 2]]
+
+
+def test_the_first_notebook_prints_the_others_line(pair: Notebooks) -> None:
+    first, second = pair.finish(pair.launch("meet", *["num_processes=1"] * 2, rdzv_conf={**SECRET, "join_timeout": 99}))
+    line = next(line for line in first.stdout.splitlines() if "in the other notebooks:" in line)
+    assert "notebook_launcher(meet, args, num_processes=1, num_nodes=2, node_rank=1, master_addr='127.0.0.1'" in line
+    assert line.endswith("rdzv_conf={'join_timeout': 99, 'secret': <the same>})")
+    assert "in the other notebooks" not in second.stdout
+    assert "hush" not in first.stdout + second.stdout
+    assert not any("hush" in text for text in pair.values("run.report().text + run.report().html"))
+
+
+def test_c10d_counts_from_the_notebook_that_came_first(pair: Notebooks) -> None:
+    cells = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", rdzv_backend="c10d"))
+    assert [cell.ok for cell in cells] == [True, True], [cell.error for cell in cells]
+    ranks = pair.values("[info.rank for info in run.ranks]")
+    assert sorted(ranks[0] + ranks[1]) == [0, 1, 2]
+    first = 0 if 0 in ranks[0] else 1
+    assert "in the other notebooks: " in cells[first].stdout
+    assert "rdzv_backend='c10d'" in cells[first].stdout
+    assert "in the other notebooks: " not in cells[1 - first].stdout
+
+
+def test_with_a_secret_the_first_shows_all(pair: Notebooks) -> None:
+    code = """
+from notebook_accelerate import Accelerator
+def logged():
+    accelerator = Accelerator(cpu=True)
+    accelerator.log({"loss": 1.0}, step=3)
+    print("logged by", rank())
+    print("to stderr", file=sys.stderr)
+    accelerator.wait_for_everyone()
+    return rank() * 10
+"""
+    for kernel in pair.kernels:
+        kernel.check(code, LIMIT)
+    first, second = pair.finish(pair.launch("logged", "num_processes=2", "num_processes=2", rdzv_conf=SECRET))
+    first.expect_ok()
+    second.expect_ok()
+    assert [f"[rank {rank}] logged by {rank}" in first.stdout for rank in range(4)] == [True] * 4
+    assert [f"[rank {rank}] logged by {rank}" in second.stdout for rank in range(4)] == [False, False, True, True]
+    assert first.stderr.count("to stderr") == 4
+    assert pair.values("run.results") == [[0, 10, 20, 30], [20, 30]]
+    shown = "[[i.rank, i.node, i.host, i.state, i.exit, i.last_step is not None] for i in run.ranks]"
+    every = [[rank, rank // 2, "" if rank < 2 else HOST, "succeeded", "exit 0"] for rank in range(4)]
+    found = pair.values(shown)
+    assert [row[:5] for row in found[0]] == every
+    assert [row[:5] for row in found[1]] == [[2, 1, "", "succeeded", "exit 0"], [3, 1, "", "succeeded", "exit 0"]]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_notebook_that_never_joins_is_named(pair: Notebooks, backend: str) -> None:
+    options = {"num_nodes": 2, "rdzv_backend": backend, "rdzv_conf": {"join_timeout": 3}}
+    (cell,) = pair.finish(pair.launch("meet", "num_processes=2", **options))
+    missing = "node 1 did not join" if backend == "static" else "1 notebook did not join"
+    assert f"LaunchError: {missing} within 3 s" in said(cell)
+    assert "1 of 2 notebooks have joined" in said(cell)
+    assert backend == "static" or f"({HOST})" in said(cell)
+
+
+def test_the_first_notebook_never_comes(pair: Notebooks) -> None:
+    port = free_port()
+    cell = pair.kernels[1].run(
+        f"launch(meet, num_nodes=2, node_rank=1, use_port={port}, rdzv_conf={{'join_timeout': 3}})", LIMIT
+    )
+    assert "LaunchError: node 0 did not join within 3 s" in said(cell)
+    assert f"nobody answers at 127.0.0.1:{port}" in said(cell)
+
+
+def test_two_notebooks_with_one_node_rank(pair: Notebooks) -> None:
+    port = free_port()
+    options = f"num_nodes=3, node_rank=1, use_port={port}, rdzv_conf={{'join_timeout': 400}}"
+    cells = pair.submit(*[f"run = launch(meet, {options}, block=False)"] * 2)
+    pair.finish(cells)
+    with notebooks(1) as host:
+        (cell,) = host.submit(f"launch(meet, num_nodes=3, use_port={port}, rdzv_conf={{'join_timeout': 400}})")
+        host.finish([cell])
+        assert f"two notebooks say node_rank=1: {HOST} (kernel " in said(cell)
+    assert pair.values("run.wait(60)") == [True, True]
+    assert all("two notebooks say node_rank=1" in text for text in pair.values("str(run.error)"))
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str) -> None:
+    port = free_port()
+    common = f"num_nodes=2, use_port={port}, rdzv_backend={backend!r}"
+    settings = [{"secret": "hush", "join_timeout": 12}, {"secret": "wrong", "join_timeout": 60}]
+    first = pair.kernels[0].submit(f"launch(meet, {common}, rdzv_conf={settings[0]})")
+    pair.kernels[0].wait_for(lambda: "1 of 2 notebooks" in first.stdout, LIMIT)
+    place = "node_rank=1, " if backend == "static" else ""
+    second = pair.kernels[1].run(f"launch(meet, {place}{common}, rdzv_conf={settings[1]})", LIMIT)
+    assert "LaunchError: the other notebooks have another secret" in said(second)
+    third = pair.kernels[1].run(f"launch(meet, {place}{common})", LIMIT)
+    assert "LaunchError: the run has a secret; pass it here too" in said(third)
+    pair.kernels[0].finish(first, LIMIT)
+    assert "did not join within 12 s" in said(first)
+
+
+@pytest.mark.parametrize(("failing", "conf"), [(0, SECRET), (2, SECRET), (0, {}), (2, {})])
+def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(
+    pair: Notebooks, failing: int, conf: dict[str, str]
+) -> None:
+    cells = pair.finish(pair.launch(f"meet, {failing}", "num_processes=1", "num_processes=2", rdzv_conf=conf))
+    owner = 0 if failing == 0 else 1
+    for index, cell in enumerate(cells):
+        assert "KeyError: 'bad batch'" in said(cell)
+        assert f"rank {failing} failed" in said(cell)
+        name = "Cell In[2]" if index == owner else f"Cell In[2] of node {owner}"
+        assert f"{name}, line 8" in said(cell)
+        assert 'raise KeyError("bad batch")' in said(cell)
+    assert pair.values("run.status if 'run' in dir() else ''")  # the kernels live on
+    assert pair.values("notebook_accelerate.runs()[-1].status") == ["failed", "failed"]
+
+
+@pytest.mark.parametrize(("stopping", "conf"), [(0, SECRET), (1, SECRET), (1, {})])
+def test_a_stop_in_one_notebook_ends_all(pair: Notebooks, stopping: int, conf: dict[str, str]) -> None:
+    cells = pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=2", rdzv_conf=conf, block=False)
+    pair.finish(cells)
+    pair.wait_until_all_print(cells, "sum 3.0", [1, 2])
+    pids = [pid for kernel in pair.kernels for pid in rank_pids(kernel)]
+    pair.kernels[stopping].check("run.stop()", LIMIT)
+    other = 1 - stopping
+    assert pair.kernels[other].value("run.wait(60)", LIMIT)
+    wait_gone(list(set(pids)), 20)
+    assert pair.values("run.status") == ["stopped", "stopped"]
+    assert pair.values("type(run.error).__name__") == ["RunStoppedError", "RunStoppedError"]
+    assert f"node {stopping} ({HOST}): it was stopped" in pair.values("str(run.error)")[other]
+    assert f"node {stopping} ({HOST}): it was stopped" in cells[other].stdout
+
+
+def test_the_stop_button_works_while_waiting(pair: Notebooks) -> None:
+    (cell,) = pair.launch("meet", "num_processes=1", num_nodes=2)
+    kernel = pair.kernels[0]
+    kernel.wait_for(lambda: "1 of 2 notebooks have joined; waiting for node 1" in cell.stdout, LIMIT)
+    kernel.interrupt()
+    kernel.finish(cell, LIMIT)
+    assert cell.error is not None
+    assert cell.error.ename == "RunInterrupted" or "KeyboardInterrupt" in said(cell)
+    assert kernel.value("notebook_accelerate.runs()[-1].status") == "stopped"
+
+
+def test_all_start_again_together(pair: Notebooks) -> None:
+    for kernel in pair.kernels:
+        kernel.check("def again():\n    return meet(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else -1)")
+    cells = pair.finish(pair.launch("again", "num_processes=1", "num_processes=1", max_restarts=1, rdzv_conf=SECRET))
+    for cell in cells:
+        cell.expect_ok()
+        assert "attempt 1 failed (rank 1: KeyError: 'bad batch'" in cell.stderr
+    assert pair.values("run.results") == [[1.0, 1.0], [1.0]]
+    assert pair.values("len(run.attempts)") == [2, 2]
+
+
+def test_a_lost_notebook_stops_the_others() -> None:
+    with notebooks(2) as found:
+        for conf in ({}, SECRET):
+            with notebooks(1) as victim:
+                three = Notebooks([*found.kernels, *victim.kernels])
+                cells = three.launch("meet, -1, 600.0", *["num_processes=1"] * 3, rdzv_conf=conf)
+                three.wait_until_all_print(cells, "sum 3.0", [3 if conf else 1, 1, 1])
+                os.kill(victim.kernels[0].pid, 9)
+                for kernel, cell in zip(found.kernels, cells, strict=False):
+                    kernel.finish(cell, LIMIT)
+                    assert f"node 2 ({HOST}) was lost: its kernel ended" in said(cell)
+                    assert "WorkerDiedError" in said(cell)
+        assert [children(kernel) for kernel in found.kernels] == [[], []]
+
+
+def test_the_first_notebook_is_lost() -> None:
+    with notebooks(1) as left, notebooks(1) as victim:
+        two = Notebooks([*victim.kernels, *left.kernels])
+        cells = two.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1")
+        two.wait_until_all_print(cells, "sum 1.0", [1, 1])
+        os.kill(victim.kernels[0].pid, 9)
+        left.finish(cells[1:])
+        assert f"node 0 ({HOST}) was lost" in said(cells[1])
+
+
+TRAIN = """
+from notebook_accelerate import Accelerator
+from notebook_accelerate.utils import ProjectConfiguration, set_seed
+
+class Progress:
+    def __init__(self): self.step, self.losses = 0, []
+    def state_dict(self): return {"step": self.step, "losses": self.losses}
+    def load_state_dict(self, state): self.step, self.losses = state["step"], state["losses"]
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(12, 4, generator=generator) for _ in range(8)]
+
+def train(folder, pause):
+    naming = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(project_config=naming, cpu=True)
+    set_seed(7)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        accelerator.load_state(elastic=True)
+    for batch in data()[progress.step:]:
+        share = batch.chunk(accelerator.num_processes)[accelerator.process_index]
+        loss = model(share).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.step += 1
+        progress.losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        accelerator.save_state()
+        print("step", progress.step, "of", accelerator.num_processes, flush=True)
+        if progress.step == 4 and accelerator.num_processes == 3:
+            time.sleep(pause)
+    return progress.losses
+"""
+PLAIN = """
+torch.manual_seed(7)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+expected = []
+for batch in data():
+    loss = model(batch).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    expected.append(loss.item())
+"""
+
+
+def test_those_left_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    with notebooks(2) as found, notebooks(1) as victim:
+        three = Notebooks([*found.kernels, *victim.kernels])
+        for kernel in three.kernels:
+            kernel.check(TRAIN, LIMIT)
+        port = free_port()
+        options = (
+            f"num_nodes=3, num_processes=1, use_port={port}, rdzv_backend='c10d', min_nodes=2, max_restarts=1, "
+            f"rdzv_conf={{'secret': 'hush', 'last_call_timeout': 100}}"
+        )
+        call = f"run = launch(train, {str(tmp_path)!r}, 600.0, {options})"
+        begun = [found.kernels[0].submit(call)]
+        found.kernels[0].wait_for(lambda: "1 of 3 notebooks" in begun[0].stdout, LIMIT)  # it hosts the store
+        begun += [kernel.submit(call) for kernel in three.kernels[1:]]
+        three.wait_until_all_print(begun, "step 4 of 3", [3, 1, 1])
+        os.kill(victim.kernels[0].pid, 9)
+        found.finish(begun[:2])
+        for cell in begun[:2]:
+            cell.expect_ok()
+            assert "was lost: its kernel ended); starting again" in cell.stderr
+            assert "step 5 of 2" in cell.stdout
+            assert "step 4 of 2" not in cell.stdout
+        found.kernels[0].check(PLAIN, LIMIT)
+        expected = found.kernels[0].value("expected")
+        results = found.values("run.results")
+        assert [len(each) for each in results] == [2, 1]
+        for losses in results[0] + results[1]:
+            assert losses == pytest.approx(expected, rel=1e-5)
+        assert found.values("run.plan.world_size") == [2, 2]

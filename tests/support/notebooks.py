@@ -1,0 +1,137 @@
+"""Several kernels that run one cell together, as notebooks on several machines would."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support import launching
+from tests.support.kernel import Cell, Kernel
+
+LIMIT = 150.0
+"""Seconds for what takes a few on a machine with nothing else to do."""
+LOOK = """
+import gc
+def look():
+    gc.collect()
+    return {
+        "threads": sorted(t.name for t in threading.enumerate() if not t.name.startswith("Thread-")),  # ipykernel's
+        "sockets": len([name for name in os.listdir("/proc/self/fd") if fd_is_socket(name)]),
+        "environment": dict(os.environ),
+        "handlers": [str(signal.getsignal(s)) for s in (2, 15, 1, 17, 10)],
+        "elastic": "torch.distributed.elastic.rendezvous.dynamic_rendezvous" in sys.modules,
+        "group": dist.is_initialized(),
+    }
+def fd_is_socket(name):
+    try:
+        return os.readlink("/proc/self/fd/" + name).startswith("socket:")
+    except OSError:
+        return False
+"""
+"""A cell after which `look()` tells what a launch may not change in a kernel."""
+SETUP = (
+    """
+import re
+def meet(fail=-1, pause=0.0):
+    group()
+    value = torch.tensor([float(rank())])
+    dist.all_reduce(value)
+    print("sum", value.item(), "of", os.environ["WORLD_SIZE"], "here", os.environ["LOCAL_WORLD_SIZE"])
+    if rank() == fail:
+        raise KeyError("bad batch")
+    time.sleep(pause)
+    dist.barrier()
+    return value.item()
+"""
+    + LOOK
+)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Notebooks:
+    """Kernels in the order of their nodes."""
+
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        self.kernels = list(kernels)
+
+    def submit(self, *calls: str) -> list[Cell]:
+        """Send each kernel its cell."""
+        return [kernel.submit(call) for kernel, call in zip(self.kernels, calls, strict=False)]
+
+    def launch(self, function: str, *own: str, **options: Any) -> list[Cell]:
+        """Send each kernel a launch of `function`, a name with arguments behind it.
+
+        Args:
+            function: As "meet, 1".
+            own: Further arguments of each notebook's launcher, as "num_processes=2"; as many as notebooks take part.
+            options: Arguments of all; `num_nodes` and a free port are there already.
+        """
+        given = {"num_nodes": len(own), "use_port": free_port(), "panel": True, **options}
+        common = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        static = given.get("rdzv_backend", "static") == "static"
+        places = [f", node_rank={index}" if static else "" for index in range(len(own))]
+        return self.submit(
+            *(f"run = launch({function}, {mine}, {common}{at})" for mine, at in zip(own, places, strict=True))
+        )
+
+    def finish(self, cells: Sequence[Cell], timeout: float = LIMIT) -> list[Cell]:
+        """Wait for the end of cells, each in its kernel."""
+        return [kernel.finish(cell, timeout) for kernel, cell in zip(self.kernels, cells, strict=False)]
+
+    def wait_until_all_print(self, cells: Sequence[Cell], text: str, counts: Sequence[int]) -> None:
+        """Wait until each cell shows `text` so many times."""
+        for kernel, cell, count in zip(self.kernels, cells, counts, strict=False):
+            kernel.wait_for(
+                lambda c=cell, n=count: c.stdout.count(text) >= n or c.error, LIMIT, f"{count} lines with {text!r}"
+            )
+            assert cell.stdout.count(text) >= count, (cell.stdout, cell.stderr, cell.error)
+
+    def changed(self, before: Sequence[dict[str, Any]], seconds: float = 20.0) -> list[dict[str, Any]]:
+        """Return what `look()` tells otherwise than `before`, for each kernel, after so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while True:
+            pairs = zip(before, self.values("look()"), strict=True)
+            found = [{name: (was[name], now[name]) for name in was if was[name] != now[name]} for was, now in pairs]
+            if not any(found) or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)  # ipykernel closes what it keeps for a thread that has ended a little later
+
+    def values(self, expression: str) -> list[Any]:
+        """Return the value of an expression in each kernel."""
+        return [kernel.value(expression, LIMIT) for kernel in self.kernels]
+
+
+@contextmanager
+def notebooks(count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[Notebooks]:
+    """Start kernels with `SETUP` run in each.
+
+    Args:
+        count: How many.
+        prefixes: For each, the command in front of its own.
+    """
+    kernels: list[Kernel] = []
+    try:
+        # One after the other: on a thread of its own, jupyter_client makes an event loop that nobody closes.
+        for prefix in prefixes or [()] * count:
+            kernels.append(Kernel(prefix=prefix, timeout=LIMIT))  # noqa: PERF401 - those that started are closed
+        found = Notebooks(kernels)
+        # zmq starts a thread with the first large message
+        for code in (launching.SETUP, SETUP, "launch(time.sleep, 1.0, panel=True)", "look()"):
+            for cell in found.finish(found.submit(*[code] * count)):
+                cell.expect_ok()
+        yield found
+    finally:
+        for kernel in kernels:
+            kernel.close()
+
+
+__all__ = ["LIMIT", "Notebooks", "free_port", "notebooks"]
