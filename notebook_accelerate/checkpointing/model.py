@@ -114,7 +114,9 @@ def save_model(
     if missing := [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]:
         raise ValueError(f"The model has no weights for {', '.join(missing[:5])}: load them before save_model.")
     make_folder(folder)
-    write_weights(state, folder, max_shard_size, safe_serialization)
+    # Layers may keep a place for an extra state that they leave empty: nothing to write.
+    filled = {name: value for name, value in state.items() if value is not None}
+    write_weights(filled, folder, max_shard_size, safe_serialization)
 
 
 def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> list[str]:

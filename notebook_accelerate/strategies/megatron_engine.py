@@ -157,6 +157,52 @@ class MegatronEngine(nn.Module):
             told = self._run(batch, forward_only=True)
         return self._average(told), told
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are, without what fills the vocabulary up."""
+        return int(getattr(self.args, "orig_vocab_size", 0) or self.args.padded_vocab_size)
+
+    def megatron_generate(
+        self,
+        inputs: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        num_beams: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        length_penalty: float | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Continue texts with a GPT; every rank must call this, those that hold one model with the same prompts.
+
+        Args:
+            inputs: Tokens, filled up on the right, of shape `[samples, tokens]`.
+            attention_mask: The same shape; 1 where there is a token; None: there is one everywhere.
+            max_length: How long samples get at most, the prompt included.
+            max_new_tokens: How many tokens are added at most to the longest prompt; one of the two is needed.
+            num_beams: Beam search with so many candidates, for one prompt; None: tokens are drawn.
+            temperature: Logits are divided by it; None: 1.
+            top_k: Draw from so many of the likeliest tokens; 1: always the likeliest.
+            top_p: Draw from the likeliest tokens that make up this probability.
+            length_penalty: The power of the length by which a candidate's log probability is divided; None: 1.
+            kwargs: `top_p_decay`, `top_p_bound`, `random_seed`, `add_BOS`, `bos_token_id`, `eos_token_id`.
+
+        Returns:
+            Prompts and what follows, of shape `[samples, tokens]`; what follows an end is ends.
+
+        Raises:
+            ValueError: The model is no GPT, or arguments contradict each other.
+        """
+        from notebook_accelerate.strategies.megatron_generate import megatron_generate
+
+        chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        options = {name: value for name, value in chosen.items() if value is not None} | kwargs
+        return megatron_generate(
+            self, inputs, attention_mask, max_length, max_new_tokens, num_beams, length_penalty, **options
+        )
+
     def _run(self, batch: dict[str, Any], forward_only: bool) -> list[dict[str, Any]]:
         batch = {name: item.to(self.device) if torch.is_tensor(item) else item for name, item in batch.items()}
         tensors = [item for item in batch.values() if torch.is_tensor(item) and item.dim()]

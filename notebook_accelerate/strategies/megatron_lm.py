@@ -16,7 +16,13 @@ from notebook_accelerate.config.megatron import MegatronLMPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
-from notebook_accelerate.strategies import megatron_files, megatron_holdings, megatron_models, megatron_start
+from notebook_accelerate.strategies import (
+    megatron_files,
+    megatron_holdings,
+    megatron_models,
+    megatron_parts,
+    megatron_start,
+)
 from notebook_accelerate.strategies.base import NOTHING, kind_of
 from notebook_accelerate.strategies.engines import EngineStrategy
 from notebook_accelerate.strategies.megatron_data import (
@@ -394,17 +400,18 @@ class MegatronLMStrategy(EngineStrategy):
     # -- states -------------------------------------------------------------------------------------------------------
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's whole state, where the degrees are 1.
+        """Return a model's whole state; every rank must call this.
 
         Args:
             model: A prepared model.
             unwrap: Leave out what `prepare` put around the model.
 
-        Raises:
-            ValueError: The ranks have parts of the model.
+        Returns:
+            The state dict, by the names that the model has on one rank; where ranks have parts of the model, in main
+            memory on rank 0, and nothing on other ranks.
         """
         if model is self.engine and self.engine is not None:
-            return megatron_files.whole_state(self.engine)
+            return megatron_parts.whole_state(self.engine)
         return super().model_state_dict(model, unwrap)
 
     def save_state(self, accelerator: Any, folder: Path, safe_serialization: bool = True, **options: Any) -> None:

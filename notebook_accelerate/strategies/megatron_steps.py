@@ -71,8 +71,13 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return parallel.vocab_parallel_cross_entropy(turned, labels.transpose(0, 1).contiguous()).transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def _whole_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Return logits over the whole vocabulary, without what fills it up."""
+def whole_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """Return logits over the whole vocabulary, without what fills it up; ranks that share tensors must call this.
+
+    Args:
+        logits: Shape `[..., vocabulary of this rank]`.
+        size: Tokens of the vocabulary.
+    """
     parallel: Any = import_module("megatron.core.tensor_parallel")
     return parallel.gather_from_tensor_model_parallel_region(logits.detach())[..., :size]  # type: ignore[no-any-return]
 
@@ -156,7 +161,7 @@ class _TokenTrainStep(_TrainStep):
 
     def _loss_of_logits(self, labels: torch.Tensor, loss_mask: torch.Tensor, logits: torch.Tensor) -> tuple[Any, ...]:
         *parts, told = self.loss_func(loss_mask, _cross_entropy(logits, labels))
-        return *parts, {**told, "logits": _whole_vocabulary(logits, self._vocabulary())}
+        return *parts, {**told, "logits": whole_vocabulary(logits, self._vocabulary())}
 
 
 class GPTTrainStep(_TokenTrainStep):

@@ -1,0 +1,172 @@
+"""Text from a GPT on megatron-core: what one rank says, ranks that share it say too."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from notebook_accelerate.strategies.megatron_generate import Sampling, choose
+from tests.megatron.trainings import WORDS, Case, place, prepared, steps
+from tests.support.ranks import RankError, run_ranks
+
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: make test-megatron"
+)
+PROMPTS = torch.tensor([[3, 1, 4, 1, 5], [2, 7, 0, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+
+
+def generated(case: Case, calls: list[dict[str, Any]]) -> list[list[list[int]]]:
+    """Train or load a GPT, and return what it says at each call."""
+    with place() as cpu:
+        accelerator, model, optimizer, loader = prepared(case, cpu)
+        if case.start:
+            accelerator.load_state(case.start, elastic=True)
+        elif case.kind == "gpt":
+            steps(case, accelerator, model, optimizer, loader)
+        model.train()
+        found = [model.megatron_generate(call.pop("inputs", PROMPTS), **call).tolist() for call in calls]
+        assert all(chunk.training for chunk in model.module)
+        accelerator.end_training()
+    return found
+
+
+def calls() -> list[dict[str, Any]]:
+    both = {"attention_mask": MASK}
+    return [
+        {**both, "max_new_tokens": 6, "top_k": 1},
+        {**both, "max_length": 9, "top_k": 5, "temperature": 0.9, "random_seed": 7},
+        {**both, "max_new_tokens": 4, "top_p": 0.8, "top_p_decay": 0.5, "top_p_bound": 0.1, "random_seed": 7},
+        {"inputs": PROMPTS[:1], "max_new_tokens": 5, "num_beams": 3, "length_penalty": 1.5, "eos_token_id": 9},
+        {**both, "max_new_tokens": 3, "top_k": 1, "add_BOS": True, "bos_token_id": 2},
+    ]
+
+
+@needs_megatron
+def test_ranks_that_share_a_model_say_what_one_says(tmp_path: Any) -> None:
+    folder = str(tmp_path / "checkpoint")
+    case = Case(save_after=5, save_to=folder)
+    (expected,) = run_ranks(generated, case, calls(), world_size=1)
+    greedy, drawn, nucleus, beam, begun = expected
+    for rows, length in ((greedy, 11), (drawn, 9), (nucleus, 9), (begun, 9)):
+        assert [len(row) for row in rows] == [length, length]
+        assert all(0 <= token < WORDS for row in rows for token in row)
+    assert greedy[0][:5] == PROMPTS[0].tolist()
+    assert greedy[1][:2] == PROMPTS[1, :2].tolist()
+    assert [row[0] for row in begun] == [2, 2]
+    assert beam[0][:5] == PROMPTS[0].tolist()
+    assert run_ranks(generated, Case(tp=2, pp=2, start=folder), calls(), world_size=4) == [expected] * 4
+
+
+def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
+    """Return greedy tokens, those by the model's own logits, and the scores of one and of several beams."""
+    from notebook_accelerate.strategies.megatron_generate import next_logits
+    from notebook_accelerate.strategies.megatron_parts import bare
+
+    with place() as cpu:
+        accelerator, model, optimizer, loader = prepared(case, cpu)
+        steps(case, accelerator, model, optimizer, loader)
+        found = model.megatron_generate(PROMPTS[:1], max_new_tokens=6, top_k=1)
+        whole, row = bare(model.module[0]).eval(), PROMPTS[:1]
+        for _ in range(6):
+            length = row.shape[1]
+            masked = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+            logits = whole(row, torch.arange(length)[None], masked)[:, -1, :WORDS]
+            row = torch.cat([row, logits.argmax(-1)[:, None]], 1)
+
+        def score(tokens: torch.Tensor) -> float:
+            total = 0.0
+            for at in range(5, tokens.shape[1]):
+                logits = next_logits(model, tokens[:, :at])
+                assert logits is not None
+                total += logits.float().log_softmax(-1)[0, tokens[0, at]].item()
+            return total
+
+        several = model.megatron_generate(PROMPTS[:1], max_new_tokens=6, num_beams=8)
+        result = found[0].tolist(), row[0].tolist(), score(found), score(several)
+        accelerator.end_training()
+        return result
+
+
+@needs_megatron
+def test_greedy_follows_the_logits_and_beams_find_nothing_worse() -> None:
+    ((found, expected, one, several),) = run_ranks(beside_the_logits, Case(), world_size=1)
+    assert found == expected
+    assert several >= one - 1e-5
+
+
+def ended(case: Case) -> tuple[list[list[int]], int]:
+    with place() as cpu:
+        accelerator, model, optimizer, loader = prepared(case, cpu)
+        steps(case, accelerator, model, optimizer, loader)
+        end = model.megatron_generate(PROMPTS, MASK, max_new_tokens=1, top_k=1)[0, 5].item()
+        found = model.megatron_generate(PROMPTS, MASK, max_new_tokens=8, top_k=1, eos_token_id=end)
+        accelerator.end_training()
+        return found.tolist(), end
+
+
+@needs_megatron
+def test_what_follows_an_end_is_ends() -> None:
+    ((rows, end),) = run_ranks(ended, Case(), world_size=1)
+    for row, prompt in zip(rows, (5, 2), strict=True):
+        new = row[prompt:]
+        if end in new:
+            assert set(new[new.index(end) :]) == {end}
+    assert rows[0][5] == end
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({}, "one of max_length"),
+    ({"max_length": 9, "max_new_tokens": 2}, "one of max_length"),
+    ({"max_length": 5}, "nothing to generate"),
+    ({"max_new_tokens": 2, "num_beams": 2, "attention_mask": MASK}, "one prompt without filling"),
+    ({"max_new_tokens": 2, "attention_mask": 1 - MASK}, "filled up on the right"),
+    ({"max_new_tokens": 2, "top_q": 3}, "knows no top_q"),
+    ({"max_new_tokens": 2, "add_BOS": True}, "bos_token_id="),
+]
+
+
+def refused(case: Case) -> list[str]:
+    with place() as cpu:
+        accelerator, model, _, _ = prepared(case, cpu)
+        said = []
+        for call, expected in MISTAKES:
+            with pytest.raises(ValueError, match=expected) as caught:
+                model.megatron_generate(PROMPTS, **call)
+            said.append(str(caught.value))
+        accelerator.end_training()
+        return said
+
+
+@needs_megatron
+def test_misuse_gets_a_sentence() -> None:
+    (found,) = run_ranks(refused, Case(), world_size=1)
+    assert len(set(found)) == len(MISTAKES) - 1
+
+
+@needs_megatron
+def test_other_models_say_nothing() -> None:
+    with pytest.raises(RankError, match="continues text with a GPT, and BertTrainStep"):
+        run_ranks(generated, Case(kind="bert"), [{"max_new_tokens": 2}], world_size=1)
+
+
+def test_tokens_are_drawn_from_those_asked_for() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(500, 1)
+    generator = torch.Generator().manual_seed(1)
+    assert set(choose(logits, Sampling(top_k=2), generator).tolist()) == {1, 2}
+    assert set(choose(logits, Sampling(top_p=0.6), generator).tolist()) == {1}
+    assert set(choose(logits, Sampling(top_p=0.7), generator).tolist()) == {1, 2}
+    assert set(choose(logits, Sampling(top_p=0.9, top_p_decay=0.1), generator, done=1).tolist()) == {1}
+    assert set(choose(logits, Sampling(), generator).tolist()) == {0, 1, 2, 3}
+    assert set(choose(logits, Sampling(top_k=1), None).tolist()) == {1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 1.5}, {"top_k": 2, "top_p": 0.5}], ids=str
+)
+def test_impossible_samplings(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Sampling(**options)
