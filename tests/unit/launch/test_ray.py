@@ -16,6 +16,7 @@ from notebook_accelerate.launch.backends.ray_actor import Place, at_home, interf
 from notebook_accelerate.launch.backends.ray_driver import cause, joined, mismatches, unreachable
 from notebook_accelerate.launch.worker import WorkerOrder
 from notebook_accelerate.widgets.cell_code import launch_cell
+from notebook_accelerate.widgets.config_panel import ConfigPanel
 
 MACHINE = HardwareInfo(
     accelerator="cpu", count=0, cpu_count=4, memory_bytes=1 << 30, host="jupyter", loopback="lo"
@@ -54,6 +55,22 @@ def test_the_cell_of_a_launch_on_a_cluster() -> None:
     assert cell.startswith("from notebook_accelerate import LaunchConfig, RayCluster, notebook_launcher\n")
     assert 'on=RayCluster(cpus=2.0, strategy="SPREAD")' in cell
     compile(cell, "cell", "exec")
+
+
+def test_the_config_panel_takes_a_cluster() -> None:
+    panel = ConfigPanel(machine=MACHINE, facts=lambda: KernelFacts(environment={}))
+    panel.change(on="ray", num_processes=4)
+    assert panel.sentence.startswith("4 processes on a Ray cluster, ray, ")
+    assert 'on="ray"' in panel.code
+    on = RayCluster(address="head:6379", gpus=1)
+    panel.change(on=on)
+    assert panel.config.on == on
+    assert panel.sentence.startswith("4 processes on the Ray cluster at head:6379")
+    assert "import RayCluster, notebook_launcher" in panel.code
+    assert "RayCluster" in panel.launch_form.html
+    panel.change(on=None)
+    assert panel.plan.start_method != "ray"
+    panel.close()
 
 
 def facts(node: str, **versions: str) -> dict[str, object]:
