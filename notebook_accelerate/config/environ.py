@@ -333,6 +333,7 @@ def _purged(function: Any) -> Any:
 
 
 __all__ = [
+    "KERNEL_ONLY",
     "as_text",
     "choice",
     "clear_environment",
@@ -340,6 +341,7 @@ __all__ = [
     "flag",
     "get_int_from_env",
     "ignored",
+    "inheritable",
     "integer",
     "parse_choice_from_env",
     "parse_flag",
@@ -350,6 +352,15 @@ __all__ = [
     "str_to_bool",
     "text",
 ]
+
+
+KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET",)
+"""Variables for the kernel alone: no process that it starts has them, so that no process those start has them."""
+
+
+def inheritable() -> dict[str, str]:
+    """Return this process's environment, less what is for the kernel alone."""
+    return {name: value for name, value in os.environ.items() if name not in KERNEL_ONLY}
 
 
 def worker_variables(*, mixed_precision: str, cpu: bool) -> dict[str, str]:

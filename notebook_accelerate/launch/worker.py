@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from notebook_accelerate.config import launched
+from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.debug.agent import DebugAgent
 from notebook_accelerate.launch import ambient, shared_state, tracebacks
 from notebook_accelerate.launch.agent import Agent
@@ -209,6 +210,8 @@ def take_on(order: WorkerOrder) -> None:
         os.environ.clear()
         os.environ.update(order.base_environment)
     os.environ.update(order.environment)
+    for name in KERNEL_ONLY:
+        os.environ.pop(name, None)
     if order.cwd is not None:
         with contextlib.suppress(OSError):  # a folder deleted under the kernel is the kernel's state too
             os.chdir(order.cwd)

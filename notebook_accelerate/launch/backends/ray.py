@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder
 
 LOOK_SECONDS = 0.2
-REASON_SECONDS = 5.0
+REASON_SECONDS = 15.0
 """How long a link that broke waits for Ray to say why."""
 LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
 CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")

@@ -18,7 +18,9 @@ from notebook_accelerate.telemetry import Channel
 
 GREETING_SECONDS = 10.0
 MAX_GREETINGS = 64
-"""Strangers that are spoken to at a time; more wait in the system's queue."""
+"""Strangers that are spoken to at a time; when more knock, the one that has been there longest is sent off."""
+MAX_REPORTS = 20
+"""Refused connections that are told of one by one; of more only how many there were."""
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 20_000))
 """A machine that has gone silent is noticed within twenty seconds."""
 
@@ -66,7 +68,9 @@ class Door:
         Ends.kernel_side.add(self._listener.fileno())
         self.address, self.port = address, int(self._listener.getsockname()[1])
         self._visitors: SimpleQueue[Visitor] = SimpleQueue()
-        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}
+        self._refused = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="notebook-accelerate-door", daemon=True)
         self._thread.start()
@@ -86,6 +90,14 @@ class Door:
         self._thread.join()
         Ends.kernel_side.discard(self._listener.fileno())
         self._listener.close()
+        while (visitor := self.next_visitor(0.0)) is not None:  # nobody expected it any more
+            visitor.channel.close()
+        with self._lock:
+            strangers, more = list(self._strangers), self._refused - MAX_REPORTS
+        for stranger in strangers:
+            _hang_up(stranger)
+        if more > 0:
+            self._report(f"{more} more connections were refused")
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -95,9 +107,17 @@ class Door:
                     continue
                 with suppress(OSError):
                     connection, address = self._listener.accept()
-                    self._greetings.acquire()
+                    self._make_room_for(connection)
                     name = "notebook-accelerate-greeting"
                     threading.Thread(target=self._greet, args=(connection, address[0]), name=name, daemon=True).start()
+
+    def _make_room_for(self, connection: socket.socket) -> None:
+        """Note a stranger; a host of the run is no stranger any more after milliseconds, so the oldest is none."""
+        with self._lock:
+            self._strangers[connection] = None
+            oldest = next(iter(self._strangers)) if len(self._strangers) > MAX_GREETINGS else None
+        if oldest is not None:
+            _hang_up(oldest)
 
     def _greet(self, connection: socket.socket, address: str) -> None:
         try:
@@ -109,11 +129,21 @@ class Door:
                 channel.close()
                 raise AuthenticationError("it did not say which machine it is")
         except (AuthenticationError, ChannelClosedError) as error:
-            self._report(f"a connection from {address} was refused: {error}")
+            self._refuse(f"a connection from {address} was refused: {error}")
             return
         finally:
-            self._greetings.release()
+            with self._lock:
+                self._strangers.pop(connection, None)
         self._visitors.put(Visitor(channel, hello, address))
+        if self._closing.is_set():
+            channel.close()
+
+    def _refuse(self, text: str) -> None:
+        with self._lock:
+            self._refused += 1
+            told = self._refused <= MAX_REPORTS and not self._closing.is_set()
+        if told:
+            self._report(text)
 
 
 def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = 30.0) -> Channel:
@@ -148,6 +178,12 @@ def first_event(channel: Channel, timeout: float) -> object:
             channel.put_back(found[1:])
             return found[0].event
     return None
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection under the thread that reads from it, which then closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def keep_alive(connection: socket.socket) -> None:

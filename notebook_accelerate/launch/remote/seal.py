@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import time
+from contextlib import suppress
 
 from notebook_accelerate.errors import AuthenticationError
 
@@ -49,6 +50,7 @@ class Sealed:
         self._ours, self._theirs = ours, theirs
         self._sent = self._come = 0
         self._buffer = bytearray()
+        self._broken = ""
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -68,18 +70,32 @@ class Sealed:
             BlockingIOError: No whole record is there yet.
             ConnectionError: A record that the other end did not send.
         """
+        if self._broken:
+            raise ConnectionError(self._broken)
         data = self._socket.recv(size, flags)
         if not data:
             return b""
         self._buffer += data
+        try:
+            found = self._records()
+        except ConnectionError as error:  # from here on nothing that comes is believed
+            self._broken = str(error)
+            self._buffer.clear()
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            raise
+        if not found:
+            raise BlockingIOError
+        return found
+
+    def _records(self) -> bytes:
+        """Return what is in the whole records that are there."""
         found = bytearray()
         start = 0
         while (end := self._record_end(start)) is not None:
             found += self._opened(start, end)
             start = end
         del self._buffer[:start]
-        if not found:
-            raise BlockingIOError
         return bytes(found)
 
     def _record_end(self, start: int) -> int | None:
@@ -135,9 +151,13 @@ def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: f
         theirs = hello[len(_MAGIC) :]
         # The roles and both nonces are part of every proof: none can be sent back, or used a second time.
         both = nonce + theirs if listens else theirs + nonce
-        connection.sendall(_proof(secret, _role(listens), both))
+        # Who called proves itself first: a stranger that knocks gets nothing to try guesses of the secret on.
+        if not listens:
+            connection.sendall(_proof(secret, _role(listens), both))
         if not hmac.compare_digest(_exactly(connection, 32, deadline), _proof(secret, _role(not listens), both)):
             raise AuthenticationError("it does not know the run's secret")
+        if listens:
+            connection.sendall(_proof(secret, _role(listens), both))
         connection.settimeout(None)
     except BaseException as error:
         connection.close()
