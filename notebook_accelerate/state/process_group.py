@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -46,9 +48,45 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     """
     if device.type == "cuda":
         kwargs.setdefault("device_id", device)
+    if not {"store", "init_method"} & set(kwargs) and _is_local(world):
+        kwargs["store"] = _loopback_store(world, kwargs.get("timeout") or DEFAULT_TIMEOUT)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
     if telemetry.current_sink() is not None:
-        _leave_timeout_to_kernel(kwargs.get("timeout") or timedelta(minutes=30))
+        _leave_timeout_to_kernel(kwargs.get("timeout") or DEFAULT_TIMEOUT)
+
+
+def _is_local(world: World) -> bool:
+    """Whether this is a launched rank of a world that is on this machine altogether."""
+    launched = telemetry.current_sink() is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    here = os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and "MASTER_PORT" in os.environ
+    return launched and here and world.local_size == world.size
+
+
+def _loopback_store(world: World, timeout: timedelta) -> Any:
+    """Return the store that torch would make of MASTER_ADDR and MASTER_PORT, but heard on loopback alone.
+
+    torch's own listens on all interfaces, whatever MASTER_ADDR is, and does what anybody who connects says.
+    """
+    port, listener = int(os.environ["MASTER_PORT"]), None
+    if world.rank == 0:
+        with suppress(OSError):  # a server of this process has it from the last group, and is shared
+            listener = _listen("127.0.0.1", port)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, world.size, world.rank == 0, timeout, multi_tenant=True,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )  # fmt: skip
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def start_group_of_one(backend: str) -> None:
@@ -72,6 +110,7 @@ def end_group_of_one() -> None:
         end_group()
 
 
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 NATIVE_TIMEOUT = timedelta(days=7)
 """Time limit of collectives inside torch, in a rank that a kernel watches."""
 
