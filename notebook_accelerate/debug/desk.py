@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,8 @@ class Desk:
     """One per run; safe from any thread but the supervisor's, which delivers the replies."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+        # Two notebooks may ask one rank, and each hears the answers to both.
+        self._numbers = itertools.count(secrets.randbelow(1 << 40))
         self._changed = threading.Condition()
         self._channels: dict[int, Sender] = {}
         self._looks: dict[int, Callable[[], Look]] = {}

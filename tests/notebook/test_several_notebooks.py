@@ -98,6 +98,20 @@ def logged():
     assert [row[:5] for row in found[1]] == [[2, 1, "", "succeeded", "exit 0"], [3, 1, "", "succeeded", "exit 0"]]
 
 
+def test_ranks_of_other_notebooks_are_asked_and_looked_at(pair: Notebooks) -> None:
+    options = {"rdzv_conf": SECRET, "block": False}
+    cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=2", **options))
+    pair.wait_until_all_print(cells, "sum 3.0", [3, 2])
+    asked = pair.values("{str(r): v for r, v in run.ask('fail * 10 + value.item()', timeout=60).items()}")
+    assert asked == [{"0": -7.0, "1": -7.0, "2": -7.0}, {"1": -7.0, "2": -7.0}]
+    stacks = pair.values("str(run.stacks())")
+    assert "in meet" in stacks[0]
+    assert "rank 0" in stacks[0] or "ranks 0" in stacks[0]
+    pair.kernels[0].check("run.stop()", LIMIT)
+    assert pair.kernels[1].value("run.wait(60)", LIMIT)
+    assert pair.values("run.status") == ["stopped", "stopped"]
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_a_notebook_that_never_joins_is_named(pair: Notebooks, backend: str) -> None:
     options = {"num_nodes": 2, "rdzv_backend": backend, "rdzv_conf": {"join_timeout": 3}}

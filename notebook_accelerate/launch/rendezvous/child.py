@@ -10,7 +10,9 @@ import contextlib
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -33,6 +35,8 @@ PARTING = 0.6
 FAREWELL = 5.0
 """Seconds that a store waits for the others to have read the last word."""
 
+SILENT = "the rendezvous, which it hosts, does not answer any more"
+
 
 class Child:
     """One notebook's part in a meeting.
@@ -47,6 +51,8 @@ class Child:
         self._seal = Seal(order.secret, order.run_id)
         self._node = Node.from_dict({**order.node, "torch": torch.__version__})
         self._phase: Callable[[], None] = self._idle
+        self._orders: deque[Event] = deque()
+        self._aside = ThreadPoolExecutor(1)
         self._said, self._hosted = "", False
         self._over = False
         self._arrival = 0
@@ -76,24 +82,46 @@ class Child:
     def run(self, orders: Sequence[Event]) -> None:
         """Serve until the kernel has no more use for this process, or is gone.
 
+        What asks the store runs on a thread beside: a machine that has gone without a word is waited for, for minutes.
+
         Args:
             orders: What has come already.
         """
-        for event in orders:
-            self._obey(event)
-        while not self._over:
-            try:
-                for _, event in self._channel.receive(TICK):
-                    self._obey(event)
-            except ChannelClosedError:
-                self._bereaved()
-                return
-            try:
+        self._orders.extend(orders)
+        try:
+            while not self._over:
+                step, began = self._aside.submit(self._step), time.monotonic()
+                self._hear()
+                while not step.done() and not self._overdue(began):
+                    self._hear()
+                if step.done():
+                    step.result()
+        except ChannelClosedError:
+            self._bereaved()
+
+    def _hear(self) -> None:
+        self._orders.extend(event for _, event in self._channel.receive(TICK))
+
+    def _overdue(self, began: float) -> bool:
+        """See whether the store has not answered for so long that whoever hosts it is taken for lost."""
+        limit = stores.keep_alive(self._order)[1]
+        if self._connection is None or self._hosting or time.monotonic() - began < limit:
+            return False
+        self._aside = ThreadPoolExecutor(1)  # the other thread may wait for minutes, and then has nothing to say
+        self._store_failed(TimeoutError(f"it did not answer for {limit:g} s"))
+        return True
+
+    def _step(self) -> None:
+        """Do what the kernel has ordered, then what the phase asks for."""
+        try:
+            while self._orders:
+                self._obey(self._orders.popleft())
+            if not self._over:
                 self._phase()
-            except ForgedError as error:
-                self._break("secret", str(error))
-            except (RuntimeError, OSError, ValueError) as error:  # what torch raises when a store has gone
-                self._store_failed(error)
+        except ForgedError as error:
+            self._break("secret", str(error))
+        except (RuntimeError, OSError, ValueError) as error:  # what torch raises when a store has gone
+            self._store_failed(error)
 
     # ---- what the kernel says
 
@@ -363,7 +391,7 @@ class Child:
         """The store is gone, and with it whoever hosted it: there is nobody to decide with."""
         if self._ended:
             gone = next((node for node in self._members if node.hosting), self._members[0])
-            why = {gone.name: "the rendezvous went with it"}
+            why = {gone.name: SILENT}
             self._decided({"action": "end", "reason": "", "left": [self._node.name]}, {**why, **self._lost})
 
     def _decided(self, decision: dict[str, Any], lost: dict[str, str] | None = None) -> None:
@@ -422,25 +450,23 @@ class Child:
             index = next((index for index, node in enumerate(self._members) if node.hosting), 0)
             node = self._members[index]
             if node.name not in self._ends and node.name not in self._lost:
-                text = rules.lost_text(index, node.host, "the rendezvous, which it hosts, does not answer any more")
+                text = rules.lost_text(index, node.host, SILENT)
                 self._tell_kernel("lost", index, text)
 
     def _bereaved(self) -> None:
-        """Tell the others that this kernel is gone."""
-        if self._phase == self._leaving:
-            while not self._over:
-                self._phase_quietly()
-                time.sleep(TICK)
-            return
+        """Tell the others that this kernel is gone, as far as the store still answers."""
+        leaving = self._phase == self._leaving
+        wait([self._aside.submit(self._wait_for_byes if leaving else self._say_farewell)], 2 * FAREWELL)
+
+    def _say_farewell(self) -> None:
         self._go("its kernel ended")
         if self._hosting:
             time.sleep(LINGER)
 
-    def _phase_quietly(self) -> None:
-        try:
-            self._phase()
-        except (RuntimeError, OSError, ValueError):
-            self._over = True
+    def _wait_for_byes(self) -> None:
+        while not self._over:
+            self._step()
+            time.sleep(TICK)
 
     def _go(self, why: str) -> None:
         """Tell the others not to wait for this notebook any longer."""

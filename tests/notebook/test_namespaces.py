@@ -1,0 +1,112 @@
+"""Two kernels in network namespaces of their own, joined by a virtual cable: the nearest thing here to two machines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.launching import said
+from tests.support.notebooks import LIMIT, Notebooks, notebooks
+
+pytestmark = [pytest.mark.notebook, pytest.mark.slow, pytest.mark.timeout(600)]
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[list[str]]:
+    """Return two namespaces with a cable between them, where this machine lets one make such."""
+    names = [f"nbacc{os.getpid()}x{index}" for index in range(2)]
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the ip command")
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        ends = [f"nb{os.getpid() % 100000}e{index}" for index in range(2)]
+        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
+            _ip("link", "set", end, "netns", name)
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+            _ip("-n", name, "link", "set", end, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.SubprocessError) as error:
+        _remove(names)
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    yield names
+    _remove(names)
+
+
+def _remove(names: list[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def pair(names: list[str]) -> Iterator[Notebooks]:
+    """Return a kernel in each."""
+    with notebooks(2, [("ip", "netns", "exec", name) for name in names]) as found:
+        yield found
+
+
+LISTENING = """
+def listening():
+    found = []
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in open(name).read().splitlines()[1:]:
+            local, _, state = line.split()[1:4]
+            if state == "0A":
+                found.append(local.partition(":")[0])
+    return found
+"""
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_machines(pair: Notebooks, backend: str) -> None:
+    options = {"master_addr": ADDRESSES[0], "rdzv_conf": {"secret": "hush"}, "rdzv_backend": backend}
+    first, second = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", **options))
+    first.expect_ok()
+    second.expect_ok()
+    assert "[rank 2] sum 3.0 of 3 here 2" in first.stdout
+    assert pair.values("run.results") == [[3.0, 3.0, 3.0], [3.0, 3.0]]
+
+
+def test_nobody_listens_on_more_than_the_cable(pair: Notebooks, names: list[str]) -> None:
+    for kernel in pair.kernels:
+        kernel.check(LISTENING, LIMIT)
+    before = pair.values("sorted(set(listening()))")  # ipykernel's own, on loopback
+    options = {"master_addr": ADDRESSES[0], "rdzv_conf": {"secret": "hush"}, "block": False}
+    cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", **options))
+    pair.wait_until_all_print(cells, "sum 1.0", [2, 1])
+    # Of the kernel and its children: no listener on all interfaces, and none left at the door.
+    everywhere = {"00000000", "0" * 32}
+    assert [sorted(everywhere & set(found)) for found in pair.values("listening()")] == [[], []]
+    pair.kernels[1].check("run.stop()", LIMIT)
+    assert pair.kernels[0].value("run.wait(60)", LIMIT)
+    assert pair.values("sorted(set(listening()))") == before
+
+
+def test_a_cable_that_is_pulled(pair: Notebooks, names: list[str]) -> None:
+    conf = {"keep_alive_interval": 2, "keep_alive_max_attempt": 5}
+    options = {"master_addr": ADDRESSES[0], "rdzv_conf": conf}
+    cells = pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", **options)
+    pair.wait_until_all_print(cells, "sum 1.0", [1, 1])
+    found = subprocess.run(
+        ["ip", "-n", names[1], "-o", "link", "show", "type", "veth"], check=True, capture_output=True, text=True
+    )
+    end = found.stdout.split(":")[1].strip().partition("@")[0]
+    _ip("-n", names[1], "link", "set", end, "down")
+    try:
+        first, second = pair.finish(cells)
+    finally:
+        _ip("-n", names[1], "link", "set", end, "up")
+    assert "node 1 (" in said(first)
+    assert "was lost: it gave no sign of life for 10 s" in said(first)
+    assert "node 0 (" in said(second)
+    assert "was lost: the rendezvous, which it hosts, does not answer any more" in said(second)
