@@ -8,6 +8,7 @@ import subprocess
 from contextlib import suppress
 from typing import Protocol
 
+from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.backends.base import Ends
 from notebook_accelerate.launch.backends.pickled import interpreter_command
@@ -68,7 +69,7 @@ class FreshAide:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={**inheritable(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         self.pid = self._process.pid
 
