@@ -20,7 +20,7 @@ ON_RAY = "[run.plan.start_method for run in notebook_accelerate.runs()]"
 def kernel(cluster: LocalCluster) -> Iterator[Kernel]:
     """A kernel whose launches go to the cluster."""
     variables = {"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8", "NOTEBOOK_ACCELERATE_ON": "ray"}
-    with ready_kernel(zygote=False, env={**os.environ, **variables}) as kernel:
+    with ready_kernel(zygote=False, timeout=300.0, env={**os.environ, **variables}) as kernel:
         yield kernel
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 import pickle
 import platform
-import re
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -34,10 +32,12 @@ from notebook_accelerate.launch.backends.ray_protocol import (
     ServeOrder,
     TakenEvent,
 )
+from notebook_accelerate.launch.backends.ray_words import amounts, cause, mismatches, unreachable
 from notebook_accelerate.telemetry import Channel, Event
 
 LOOK_SECONDS = 0.5
-NODE_SECONDS = 2.0
+KNOWN_SECONDS, NODE_SECONDS = 10.0, 3.0
+"""How long Ray may take to know that an actor it misses has ended, and then that this was its node's end."""
 REFUSE_SECONDS = 3.0
 """What an attempt before has given back may take so long to be free again."""
 TELL_SECONDS = 10.0
@@ -171,14 +171,14 @@ class Driver:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = list(self._bundle())
         free = ray.available_resources()
-        each = ", ".join(f"{node['NodeManagerAddress']} ({_amounts(node['Resources'], names)})" for node in nodes)
+        each = ", ".join(f"{node['NodeManagerAddress']} ({amounts(node['Resources'], names)})" for node in nodes)
         count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-        asked = f"{self._order.ranks} ranks with {_amounts(self._bundle(), names)} each"
+        asked = f"{self._order.ranks} ranks with {amounts(self._bundle(), names)} each"
         if self._order.strategy != "PACK":
             asked += f" placed {self._order.strategy}"
         return (
-            f"{asked} are asked for; there are {_amounts(ray.cluster_resources(), names)} on {count}: {each}; "
-            f"free now are {_amounts(free, names)}"
+            f"{asked} are asked for; there are {amounts(ray.cluster_resources(), names)} on {count}: {each}; "
+            f"free now are {amounts(free, names)}"
         )
 
     def _too_small(self) -> str:
@@ -290,9 +290,22 @@ class Driver:
         try:
             ray.get(serving)
         except Exception as error:  # noqa: BLE001 - whatever ended it is what the kernel wants to know
-            reason = self._death_of_node(rank) or cause(error)
+            reason = self._why(rank, error)
         with suppress(ChannelClosedError):
             self._channel.send(ActorEndedEvent(rank, reason))
+
+    def _why(self, rank: int, error: Exception) -> str:
+        """Return why a rank's actor has ended; where Ray only misses it yet, it is asked until it knows."""
+        import ray
+
+        deadline = time.monotonic() + KNOWN_SECONDS
+        while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            try:
+                ray.get(self._actors[rank].facts.remote(), timeout=KNOWN_SECONDS)
+            except Exception as later:  # noqa: BLE001 - the same
+                error = later
+        return self._death_of_node(rank) or cause(error)
 
     def _death_of_node(self, rank: int) -> str:
         """Return that a rank's node has died, if the cluster says so soon: an actor is missed before its node is."""
@@ -381,34 +394,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
-    """Return what of the nodes' versions does not fit the kernel's, in words; "" where all fits.
-
-    Python's minor version counts (cloudpickle carries byte code), torch's without its build (CPU and CUDA builds of
-    one version go together), and this package's whole version (its processes talk to each other).
-    """
-    lines = []
-    for fact in {fact["node"]: fact for fact in facts}.values():
-        for name, version in ours.items():
-            there = fact["versions"].get(name, "")
-            if not there:
-                lines.append(f"node {fact['host']} ({fact['address']}) has no {name}; the notebook has {version}")
-            elif _comparable(name, there) != _comparable(name, version):
-                lines.append(f"node {fact['host']} ({fact['address']}) has {name} {there}; the notebook has {version}")
-    if not lines:
-        return ""
-    return (
-        "the nodes do not have what the notebook has, so the function was not sent: " + "; ".join(lines) + ". Install "
-        "the same versions there, or pass RayCluster(runtime_env={'pip': [...]})"
-    )
-
-
-def _comparable(name: str, version: str) -> str:
-    if name == "python":
-        return ".".join(version.split(".")[:2])
-    return version.partition("+")[0]
-
-
 def joined(devices: list[dict[str, str]]) -> dict[str, str]:
     """Return the variables that show a rank all devices of its node's ranks, its own at the index of its local rank.
 
@@ -445,44 +430,4 @@ def dig(actor: Any, address: str, port: int) -> None:
                     connection.sendall(data)
 
 
-def unreachable(address: str, error: Exception) -> str:
-    """Return why a cluster could not be reached, and what to do."""
-    text = str(error).strip()
-    if "Version mismatch" in text or "version mismatch" in text:
-        return f"the notebook's Ray or Python does not fit the cluster's: {' '.join(text.split())}"
-    if address == "auto":
-        return (
-            "no Ray cluster was found. Start one with `ray start --head` (or ray.init() in the notebook), set the "
-            "variable RAY_ADDRESS, or pass on='ray://host:10001'"
-        )
-    first = text.splitlines()[0] if text else ""
-    hint = "" if address.startswith("ray://") else "; a machine that is no node of it passes on='ray://host:10001'"
-    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {first}{hint}"
-
-
-_PLACE = re.compile(r"address: ([\w.:]+)")
-
-
-def cause(error: BaseException) -> str:
-    """Return in a sentence why an actor has ended or could not start."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if "node has died" in text or "marked dead" in text or "node was terminated" in text or "node died" in text:
-        found = _PLACE.search(text)
-        return f"the Ray node{' at ' + found.group(1) if found else ''} has died"
-    if "RuntimeEnvSetupError" in type(error).__name__:
-        return f"the runtime environment could not be set up: {' '.join(lines)[:500]}"
-    if "ray.kill" in text:
-        return "its actor was killed by ray.kill"
-    if "worker process has died" in text or "is unavailable" in text:
-        return "its actor's process has died: killed, or ended by Ray (out of memory, pre-empted)"
-    telling = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid:", "namespace", "ip:"))]
-    return " ".join(telling)[:500] or type(error).__name__
-
-
-def _amounts(resources: dict[str, float], names: Callable[[], list[str]] | list[str]) -> str:
-    wanted = names if isinstance(names, list) else names()
-    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in wanted)
-
-
-__all__ = ["Driver", "joined", "main", "mismatches", "versions"]
+__all__ = ["Driver", "joined", "main", "versions"]

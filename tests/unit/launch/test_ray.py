@@ -13,7 +13,8 @@ from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, ambient, plan
 from notebook_accelerate.launch.backends.ray_actor import Place, at_home, interface_of
-from notebook_accelerate.launch.backends.ray_driver import cause, joined, mismatches, unreachable
+from notebook_accelerate.launch.backends.ray_driver import joined
+from notebook_accelerate.launch.backends.ray_words import cause, mismatches, unreachable
 from notebook_accelerate.launch.worker import WorkerOrder
 from notebook_accelerate.widgets.cell_code import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
@@ -144,6 +145,8 @@ def test_a_tunnel_carries_both_ways_and_ends() -> None:
 def test_errors_of_ray_in_a_sentence() -> None:
     died = RuntimeError("The actor died unexpectedly.\n\tclass_name: Rank\n\tThe node has died: address: 10.0.0.7, x")
     assert cause(died) == "the Ray node at 10.0.0.7 has died"
+    crashed = RuntimeError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR")
+    assert cause(crashed).startswith("its actor's process has died")
     assert "ray start --head" in unreachable("auto", ConnectionError("Could not find any running Ray instance"))
     assert "could not be reached: ConnectionError: no route" in unreachable("a:1", ConnectionError("no route\nmore"))
     assert unreachable("a:1", RuntimeError("Version mismatch: The cluster\n was")).startswith("the notebook's Ray")

@@ -1,0 +1,78 @@
+"""What Ray and its nodes say, in the words of this package's messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
+    """Return what of the nodes' versions does not fit the kernel's, in words; "" where all fits.
+
+    Python's minor version counts (cloudpickle carries byte code), torch's without its build (CPU and CUDA builds of
+    one version go together), and this package's whole version (its processes talk to each other).
+    """
+    lines = []
+    for fact in {fact["node"]: fact for fact in facts}.values():
+        for name, version in ours.items():
+            there = fact["versions"].get(name, "")
+            if not there:
+                lines.append(f"node {fact['host']} ({fact['address']}) has no {name}; the notebook has {version}")
+            elif _comparable(name, there) != _comparable(name, version):
+                lines.append(f"node {fact['host']} ({fact['address']}) has {name} {there}; the notebook has {version}")
+    if not lines:
+        return ""
+    return (
+        "the nodes do not have what the notebook has, so the function was not sent: " + "; ".join(lines) + ". Install "
+        "the same versions there, or pass RayCluster(runtime_env={'pip': [...]})"
+    )
+
+
+def _comparable(name: str, version: str) -> str:
+    if name == "python":
+        return ".".join(version.split(".")[:2])
+    return version.partition("+")[0]
+
+
+def unreachable(address: str, error: Exception) -> str:
+    """Return why a cluster could not be reached, and what to do."""
+    text = str(error).strip()
+    if "Version mismatch" in text or "version mismatch" in text:
+        return f"the notebook's Ray or Python does not fit the cluster's: {' '.join(text.split())}"
+    if address == "auto":
+        return (
+            "no Ray cluster was found. Start one with `ray start --head` (or ray.init() in the notebook), set the "
+            "variable RAY_ADDRESS, or pass on='ray://host:10001'"
+        )
+    first = text.splitlines()[0] if text else ""
+    hint = "" if address.startswith("ray://") else "; a machine that is no node of it passes on='ray://host:10001'"
+    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {first}{hint}"
+
+
+_PLACE = re.compile(r"address: ([\w.:]+)")
+
+
+def cause(error: BaseException) -> str:
+    """Return in a sentence why an actor has ended or could not start."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "node has died" in text or "marked dead" in text or "node was terminated" in text or "node died" in text:
+        found = _PLACE.search(text)
+        return f"the Ray node{' at ' + found.group(1) if found else ''} has died"
+    if "RuntimeEnvSetupError" in type(error).__name__:
+        return f"the runtime environment could not be set up: {' '.join(lines)[:500]}"
+    if "ray.kill" in text:
+        return "its actor was killed by ray.kill"
+    if "worker process has died" in text or "is unavailable" in text:
+        return "its actor's process has died: killed, or ended by Ray (out of memory, pre-empted)"
+    telling = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid:", "namespace", "ip:"))]
+    return " ".join(telling)[:500] or type(error).__name__
+
+
+def amounts(resources: Mapping[str, float], names: list[str]) -> str:
+    """Return how much there is of each resource, in words."""
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)
+
+
+__all__ = ["amounts", "cause", "mismatches", "unreachable"]
