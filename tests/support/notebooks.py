@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from tests.support import launching
@@ -90,10 +91,9 @@ class Notebooks:
     def wait_until_all_print(self, cells: Sequence[Cell], text: str, counts: Sequence[int]) -> None:
         """Wait until each cell shows `text` so many times."""
         for kernel, cell, count in zip(self.kernels, cells, counts, strict=False):
-            kernel.wait_for(
-                lambda c=cell, n=count: c.stdout.count(text) >= n or c.error, LIMIT, f"{count} lines with {text!r}"
-            )
-            assert cell.stdout.count(text) >= count, (cell.stdout, cell.stderr, cell.error)
+            shown = partial(_shows, cell, text, count)
+            kernel.wait_for(shown, LIMIT, f"{count} lines with {text!r}")
+            assert cell.error is None, (cell.stdout, cell.stderr, cell.error)
 
     def changed(self, before: Sequence[dict[str, Any]], seconds: float = 20.0) -> list[dict[str, Any]]:
         """Return what `look()` tells otherwise than `before`, for each kernel, after so many seconds at most."""
@@ -108,6 +108,10 @@ class Notebooks:
     def values(self, expression: str) -> list[Any]:
         """Return the value of an expression in each kernel."""
         return [kernel.value(expression, LIMIT) for kernel in self.kernels]
+
+
+def _shows(cell: Cell, text: str, count: int) -> bool:
+    return cell.error is not None or cell.stdout.count(text) >= count
 
 
 @contextmanager
