@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from notebook_accelerate.hardware import nvml, torch_build
+from notebook_accelerate.hardware import nvml, torch_build, xla
 from notebook_accelerate.hardware.devices import ROWS
 
 _PROBE_SECONDS = 60
@@ -137,6 +137,8 @@ def _tpu_chips() -> int:
     chips = sum(_line(path) == "0x1ae0" for path in google)
     if not chips and Path("/dev/vfio/vfio").exists() and os.environ.get("TPU_ACCELERATOR_TYPE"):
         chips = len(_paths("/dev/vfio/[0-9]*"))
+    # In a container the devices may be out of sight; the type that Colab and Kaggle name is not.
+    chips = chips or xla.chips_of_host(os.environ)
     for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
         if (value := os.environ.get(name)) is not None:
             chips = _listed(value, chips)

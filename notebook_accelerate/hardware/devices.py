@@ -103,9 +103,22 @@ def xla_device() -> torch.device:
     if ranks > 1 and not started:
         pjrt: Any = importlib.import_module("torch_xla._internal.pjrt")
         pjrt.initialize_multiprocess(environ.integer("LOCAL_RANK", 0), ranks)
+        _check_world(runtime.world_size())
     elif ranks == 1 and not started and counting.count("xla") > 1:
         runtime.use_spmd()
     return torch_xla.device()  # type: ignore[no-any-return]
+
+
+def _check_world(found: int) -> None:
+    """Refuse ranks that torch_xla has not joined: each would train alone, and its collectives do nothing."""
+    world = environ.integer("WORLD_SIZE", 1) or 1
+    if found != world:
+        kind = environ.text("PJRT_DEVICE") or "XLA"
+        raise RuntimeError(
+            f"{world} ranks were started, and torch_xla's runtime (PJRT_DEVICE={kind}) knows of {found}: it joins one "
+            "process for each chip of a TPU, and no processes on the CPU. Start one rank, which has all devices of "
+            "this machine (SPMD): num_processes=1"
+        )
 
 
 # Types of which a process uses exactly one device, without an index.

@@ -50,6 +50,7 @@ class LaunchPlan:
         interface: Name of the network interface on which the ranks of several notebooks reach each other; "": unknown.
         run_name: What all notebooks call the run; "" before they have met.
         where: The cluster that the ranks run on, as the header calls it; "" for this machine.
+        devices: Devices of each process; several share each batch.
     """
 
     start_method: str
@@ -69,13 +70,17 @@ class LaunchPlan:
     interface: str = ""
     run_name: str = ""
     where: str = ""
+    devices: int = 1
 
     def sentence(self) -> str:
         """Return the plan in one line."""
         ranks = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
         if self.world_size != self.num_processes:
             ranks += f" of {self.world_size}"
-        parts = [f"{ranks} on {self.where or self.accelerator}", f"{self.start_method} ({self.reason})"]
+        place = self.where or self.accelerator
+        if self.devices > 1:
+            place += f", whose {self.devices} devices share each batch (SPMD)"
+        parts = [f"{ranks} on {place}", f"{self.start_method} ({self.reason})"]
         if self.backend:
             parts.append(self.backend)
         return " · ".join(parts)
@@ -91,6 +96,9 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
         return _on_cluster(config, config.cluster)
     accelerator, count = _accelerator(config, hardware)
     num_processes = config.num_processes if config.num_processes is not None else max(count, 1)
+    devices = 1
+    if accelerator == "xla":
+        num_processes, devices = _xla_processes(config, count, facts)
     if accelerator == "mps" and num_processes > 1:
         accelerator, count = "cpu", 0  # one MPS device cannot be shared by ranks
     if count and num_processes > count:
@@ -115,7 +123,35 @@ def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> La
         loopback=(hardware.loopback or "") if config.num_nodes == 1 else "",
         node=config.node_rank,
         nodes=config.num_nodes,
+        devices=devices,
     )
+
+
+def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tuple[int, int]:
+    """Return how many ranks there are on XLA devices, and how many devices each has.
+
+    torch_xla knows two numbers of processes: one, or one for each chip. A process that is alone has all devices of the
+    machine; several that have two devices each would leave one of them idle.
+
+    Raises:
+        ValueError: Another number was asked for.
+    """
+    from notebook_accelerate.hardware import xla
+
+    layout = xla.layout({**facts.environment, **(config.env or {})}, chips)
+    asked = layout.ranks if config.num_processes is None else config.num_processes
+    if asked not in {1, layout.ranks}:
+        allowed = "1" if layout.ranks == 1 else f"1 or {layout.ranks}"
+        why = (
+            f"its runtime puts {layout.devices} devices into one process"
+            if layout.devices > 1 or layout.processes == 1
+            else f"this machine has {layout.processes} chips, of which torch_xla takes one or all"
+        )
+        raise ValueError(
+            f"num_processes={asked} is not possible on XLA devices: {why}; pass num_processes={allowed}, "
+            "or config=LaunchConfig(cpu=True) to train on the CPU without XLA"
+        )
+    return asked, layout.processes * layout.devices if asked == 1 else 1
 
 
 def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:

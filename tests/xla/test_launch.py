@@ -39,3 +39,16 @@ def test_one_device_after_another() -> None:
     finally:
         shutdown()
     assert started() == before
+
+
+def test_several_devices_of_one_process_are_planned_as_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    try:
+        run: Any = notebook_launcher(device_and_loss, (), panel=False)
+        assert "1 process on xla, whose 4 devices share each batch (SPMD)" in run.plan.sentence()
+        assert len(run.results) == 1
+        with pytest.raises(ValueError, match="puts 4 devices into one process; pass num_processes=1"):
+            notebook_launcher(device_and_loss, (), num_processes=4, panel=False)
+    finally:
+        shutdown()

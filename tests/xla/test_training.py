@@ -115,6 +115,34 @@ print("RESULT", json.dumps([losses, runtime.is_spmd(), runtime.global_runtime_de
 """
 
 
+NOT_JOINED = """
+import sys
+sys.path.insert(0, {root!r})
+from notebook_accelerate import Accelerator
+try:
+    Accelerator()
+except RuntimeError as error:
+    print("RESULT", error)
+"""
+
+
+def test_processes_that_the_runtime_does_not_join_are_refused() -> None:
+    """On the CPU the runtime of each process knows of itself alone, and its collectives would do nothing."""
+    root = str(Path(__file__).resolve().parents[2])
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_JOINED.format(root=root)],
+        env={**os.environ, **world, "PJRT_DEVICE": "CPU"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks were started, and torch_xla's runtime (PJRT_DEVICE=CPU) knows of 1" in done.stdout
+    assert "num_processes=1" in done.stdout
+
+
 def test_a_process_alone_uses_all_its_devices() -> None:
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(

@@ -153,6 +153,37 @@ def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPat
     counting._counted.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("variables", "chips"),
+    [
+        ({"COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}, 1),
+        ({"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5e-8"}, 8),
+        ({"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}, 8),
+        ({"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5litepod-64"}, 8),
+        ({"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v6e-4"}, 4),
+        ({"TPU_ACCELERATOR_TYPE": "v3-8"}, 4),
+        ({"TPU_ACCELERATOR_TYPE": "v4-32"}, 4),
+        ({"TPU_ACCELERATOR_TYPE": "v5p-8"}, 4),
+        ({"TPU_ACCELERATOR_TYPE": "v5e-8", "TPU_VISIBLE_CHIPS": "0,1"}, 2),
+        ({"COLAB_TPU_1VM": ""}, 0),
+        ({"TPU_ACCELERATOR_TYPE": "none"}, 0),
+    ],
+    ids=str,
+)
+def test_chips_are_counted_by_what_colab_and_kaggle_set(
+    variables: dict[str, str], chips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "_installed", lambda name: name == "torch_xla")
+    monkeypatch.setattr(counting, "_paths", lambda _pattern: [])
+    for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    counting._counted.cache_clear()
+    assert counting.count("xla") == chips
+    counting._counted.cache_clear()
+
+
 def test_every_type_of_device_has_a_row_and_a_counter() -> None:
     types = [row.type for row in devices.ROWS]
     assert sorted(types) == sorted([*counting.COUNTERS, "cpu"])

@@ -157,6 +157,52 @@ def test_xla_devices_are_left_to_ranks() -> None:
     assert _plan(machine, start_method="inline").start_method == "inline"
 
 
+KAGGLE = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5e-8", "KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
+COLAB = {"COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
+OLDER = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v3-8"}
+VIRTUAL = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "asked", "processes", "devices"),
+    [
+        (KAGGLE, 8, None, 8, 1),
+        (KAGGLE, 8, 8, 8, 1),
+        (KAGGLE, 8, 1, 1, 8),
+        (COLAB, 1, None, 1, 1),
+        (OLDER, 4, None, 1, 8),
+        (VIRTUAL, 4, None, 1, 4),
+        ({"PJRT_DEVICE": "CPU"}, 1, 1, 1, 1),
+    ],
+)
+def test_xla_ranks_have_one_device_each_or_one_has_all(
+    environment: dict[str, str], count: int, asked: int | None, processes: int, devices: int
+) -> None:
+    machine = _machine(accelerator="xla", count=count)
+    found = _plan(machine, environment=environment, num_processes=asked)
+    assert (found.num_processes, found.devices) == (processes, devices)
+    said = (
+        f"1 process on xla, whose {devices} devices share each batch (SPMD)"
+        if devices > 1
+        else f" on xla · {found.start_method}"
+    )
+    assert said in found.sentence()
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "asked", "said"),
+    [
+        (KAGGLE, 8, 4, "8 chips, of which torch_xla takes one or all; pass num_processes=1 or 8"),
+        (OLDER, 4, 4, "2 devices into one process; pass num_processes=1,"),
+        (VIRTUAL, 4, 4, "4 devices into one process; pass num_processes=1,"),
+        (COLAB, 1, 2, "1 chips, of which torch_xla takes one or all|1 devices into one process"),
+    ],
+)
+def test_other_numbers_of_xla_ranks_are_refused(environment: dict[str, str], count: int, asked: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _plan(_machine(accelerator="xla", count=count), environment=environment, num_processes=asked)
+
+
 def test_runs_inline_needs_no_facts() -> None:
     assert runs_inline(LaunchConfig(), _machine())
     assert not runs_inline(LaunchConfig(num_processes=2), _machine())
