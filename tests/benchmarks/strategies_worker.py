@@ -119,6 +119,7 @@ class Plain:
 
     def _begin_torch(self, strategy: str, blocks: int) -> None:
         dist.init_process_group("gloo")
+        self.before = resident()
         model, optimizer, _, loader = parts(blocks)
         self.model: Any = nn.parallel.DistributedDataParallel(model) if strategy == "ddp" else sharded(model)
         if strategy != "ddp":
@@ -131,6 +132,7 @@ class Plain:
         import deepspeed  # type: ignore[import-not-found,unused-ignore]
 
         deepspeed.init_distributed("gloo")
+        self.before = resident()
         model, optimizer, schedule, loader = parts(blocks)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=zero_config(stage)
@@ -180,7 +182,11 @@ class Prepared:
     """
 
     def __init__(self, package: str, strategy: str, blocks: int) -> None:
-        self.accelerator = import_module(package).Accelerator(**_plugins(import_module(f"{package}.utils"), strategy))
+        plugins = _plugins(import_module(f"{package}.utils"), strategy)
+        if package == "accelerate" and strategy == "fsdp2":
+            _insist_on_sharding(plugins["fsdp_plugin"])
+        self.accelerator = import_module(package).Accelerator(**plugins)
+        self.before = resident()
         prepared = self.accelerator.prepare(*parts(blocks))
         self.model, self.optimizer, self.schedule, self.loader = prepared
         self.batches = cycle(self.loader)
@@ -206,8 +212,19 @@ def _plugins(utils: Any, strategy: str) -> dict[str, Any]:
         state_dict_type="SHARDED_STATE_DICT",
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=False,
     )
     return {"cpu": True, "fsdp_plugin": plugin}
+
+
+def _insist_on_sharding(plugin: Any) -> None:
+    """Make Accelerate 1.15 shard on a CPU, where it otherwise leaves its plugin out and trains with DDP."""
+    state = import_module("accelerate.state")
+    dynamo = import_module("accelerate.utils").TorchDynamoPlugin()
+    state.AcceleratorState(cpu=True, fsdp_plugin=plugin, dynamo_plugin=dynamo, _from_accelerator=True)
+    for shared in (state.PartialState._shared_state, state.AcceleratorState._shared_state):
+        shared["distributed_type"] = state.DistributedType.FSDP
+    state.AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
 # ---- commands
@@ -223,9 +240,6 @@ class Worker:
     """
 
     def __init__(self, side: str, strategy: str, blocks: int) -> None:
-        for package in ("torch", "torch.distributed.fsdp", side if side != "plain" else "torch"):
-            import_module(package)
-        self._before = resident()
         self.training: Any = Plain(strategy, blocks) if side == "plain" else Prepared(side, strategy, blocks)
 
     def steps(self, count: str) -> dict[str, float]:
@@ -242,7 +256,7 @@ class Worker:
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak until now
         for _ in range(int(count)):
             self.training.step()
-        return resident("VmHWM") - self._before
+        return resident("VmHWM") - int(self.training.before)
 
     def save(self, folder: str, blocking: str) -> dict[str, float]:
         """Return the seconds of a save, and how much longer the two steps after it took than those before."""
