@@ -26,7 +26,7 @@ class LaunchConfig:
     """
 
     num_processes: int | None = None
-    """Ranks on this machine; None means one per accelerator, or one."""
+    """Ranks that this notebook starts; None means one per accelerator, or one."""
     mixed_precision: str = "no"
     """Precision of every ``Accelerator()`` in the workers that does not ask for its own: no, fp16, bf16 or fp8."""
     use_port: str | int = "29500"
@@ -34,9 +34,9 @@ class LaunchConfig:
     master_addr: str = "127.0.0.1"
     """Address of the machine with rank 0."""
     node_rank: int = 0
-    """Index of this machine among ``num_nodes``."""
+    """Index of this notebook among ``num_nodes``; with c10d they are counted as they come where it is 0."""
     num_nodes: int = 1
-    """Machines that run this same cell."""
+    """Notebooks that run this cell together, on one machine or several."""
     rdzv_backend: str = "static"
     """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they come)."""
     rdzv_endpoint: str = ""
@@ -151,7 +151,7 @@ def _endpoint(value: str) -> tuple[str, int]:
     address, _, port = value.rpartition(":")
     if not address or not port.isdigit():
         raise ValueError(f"rdzv_endpoint={value!r} is not host:port; write rdzv_endpoint='10.0.0.1:29500'")
-    return address, int(port)
+    return address.strip("[]"), int(port)
 
 
 RDZV_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval")

@@ -115,7 +115,7 @@ class Run(Inspection, Viewed):
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """The ranks of this machine, in order."""
+        """The ranks that are shown here, in order: in the other ones of several notebooks only their own."""
         with self._lock:
             for info in self._ranks:
                 info.last_step = self.store.last_step.get(info.rank)
@@ -164,7 +164,7 @@ class Run(Inspection, Viewed):
             raise ValueError(f"tail={tail!r} is not allowed; pass a number of at least 0, or None for all lines")
         known = [info.rank for info in self._ranks]
         if rank is not None and rank not in known:
-            raise ValueError(f"rank={rank!r} is not a rank of this machine; there are {known}")
+            raise ValueError(f"rank={rank!r} is not a rank that is shown here; there are {known}")
         if rank is not None:
             lines = [line.text for line in self.store.log_lines(rank)]
         else:

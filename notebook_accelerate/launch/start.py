@@ -159,6 +159,8 @@ class _Launcher:
             if not self._started.is_set():
                 self._problem = problem
             message = f"the launch failed: {type(problem).__name__}: {problem}"
+            if self._party is not None:
+                self._party.trouble = message
             error = WorkerError(message, self._run)
             error.__cause__ = problem
         finally:
@@ -242,8 +244,9 @@ class _Launcher:
 
     def _stopped_waiting(self) -> tuple[str, WorkerError]:
         run = self._run
-        text = f"run {run.id} was stopped after {run.elapsed:.1f} s, before all notebooks had joined"
-        return "stopped", RunStoppedError(text, run)
+        why = self._party.why_stopped if self._party else USER_STOP
+        text = f"run {run.id} ended after {run.elapsed:.1f} s, before all notebooks had joined: {why.text}"
+        return "stopped", why.error(text, run)
 
     def _supervised(self, launch_plan: LaunchPlan, number: int) -> Group:
         """Start the ranks of an attempt and see them to their end."""

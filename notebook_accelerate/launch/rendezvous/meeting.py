@@ -66,15 +66,15 @@ class Meeting:
         except ChannelClosedError:
             raise LaunchError(f"the process that meets the other notebooks has ended{self._last_words()}") from None
 
-    def close(self, *, leave: bool) -> None:
+    def close(self, leaving: str) -> None:
         """See the child to its end: by itself, or killed when it takes too long.
 
         Args:
-            leave: Whether the others may still wait for this notebook, and are to be told.
+            leaving: What the others, who may still wait for this notebook, are told; "" after the common end.
         """
-        if leave:
-            self.send(say.LeaveOrder("it was stopped"))
-        if not self._process.ended(LEAVE_SECONDS if leave else END_SECONDS):
+        if leaving:
+            self.send(say.LeaveOrder(leaving))
+        if not self._process.ended(LEAVE_SECONDS if leaving else END_SECONDS):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.ended(END_SECONDS)

@@ -24,7 +24,7 @@ from notebook_accelerate.launch.rendezvous.invitation import invitation
 from notebook_accelerate.launch.rendezvous.meeting import Meeting, shared_secret
 from notebook_accelerate.launch.rendezvous.nodes import Node
 from notebook_accelerate.launch.rendezvous.tap import Tap
-from notebook_accelerate.launch.supervisor import StopReason, dispatch
+from notebook_accelerate.launch.supervisor import USER_STOP, StopReason, dispatch
 from notebook_accelerate.telemetry import Event, RankFailure
 from notebook_accelerate.telemetry.failure import to_chain
 
@@ -91,6 +91,8 @@ class Party:
         self.index = plan.node
         self.reason = ""
         self.stopped = ""
+        self.trouble = "it was stopped"
+        """Why this notebook leaves the others before the common end, if it does."""
         self._odd: list[dict[str, Any]] = []
         self._own_stop: StopReason | None = None
         self._secret = shared_secret(run.config).encode()
@@ -310,10 +312,15 @@ class Party:
             link.channel.close()
         self._links = {}
 
+    @property
+    def why_stopped(self) -> StopReason:
+        """Why this notebook stopped waiting for the others."""
+        return self._own_stop or USER_STOP
+
     def close(self) -> None:
         """End the child process; the others are told if they still wait for this notebook."""
         self._unlink()
-        self._meeting.close(leave=not self._over)
+        self._meeting.close(leaving="" if self._over else self.trouble)
 
     # ---- waiting
 
