@@ -57,8 +57,9 @@ class RemotePath:
     def __init__(self, url: str) -> None:
         match = _URL.match(url)
         assert match is not None
-        self._scheme = match[0]
-        self._parts = [part for part in url[match.end() :].split("/") if part]
+        rest = url[match.end() :]
+        self._scheme = match[0] + "/" * rest.startswith("/")  # as in hdfs:///folder
+        self._parts = [part for part in rest.split("/") if part]
 
     def __str__(self) -> str:
         return self._scheme + "/".join(self._parts)

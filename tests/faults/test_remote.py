@@ -1,0 +1,41 @@
+"""Saving to a store is stopped at any change of it: the checkpoint before loads, and the next one has nothing of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.killed import killed_saves
+
+MANIFEST = "checkpoint_manifest.json"
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("target", "blocking", "values"),
+    [
+        ("new", True, {"BrokenCheckpointError", "ValueError", "2.0"}),
+        ("old", False, {"1.0", "2.0"}),
+        ("auto", True, {"1.0", "2.0"}),
+    ],
+)
+def test_a_process_killed_at_any_change_of_the_store_loses_nothing(
+    tmp_path: Path, target: str, blocking: bool, values: set[str]
+) -> None:
+    steps = killed_saves(f"shelf://{tmp_path}", target, blocking)
+    assert len(steps) > 6
+    assert {found for _, found in steps} == values
+    assert steps[-1][1] == "2.0"
+    for step, _ in steps:
+        here = tmp_path / f"at_{step}"
+        # Of numbered ones, the limit is one: of the others nothing is left.
+        place = here / {"new": "new", "old": "old", "auto": "checkpoints/checkpoint_2"}[target]
+        wanted = sorted([*json.loads((place / MANIFEST).read_text())["files"], MANIFEST])
+        assert [f"{place.relative_to(here)}/{name}" for name in wanted] == names_in(here)
