@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,3 +117,11 @@ def test_every_way_to_be_parallel_has_the_same_losses(kernel: Kernel) -> None:
     assert "at most 0.1 % apart" in cells[-1].stdout
     assert kernel.value("sorted(runs)") == ["DDP", "FSDP 2", "one process", "tensor parallel"]
     assert kernel.value("[run.status for run in runs.values()]") == ["succeeded"] * 4
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed: make test-ray runs it there")
+def test_the_example_of_a_cluster_says_what_it_lacks_and_runs_here(kernel: Kernel) -> None:
+    cells = run_all(kernel, ROOT / "examples" / "07_cluster.ipynb")
+    assert "pip install 'notebook-accelerate[ray]'" in find(cells, "find_spec").stdout
+    assert cells[-1].stdout == "The cluster is through: 2 ranks on this machine, 2 attempts.\n"
