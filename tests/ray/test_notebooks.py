@@ -16,7 +16,7 @@ from tests.support.ray_cluster import LocalCluster
 ON_RAY = "[run.plan.start_method for run in notebook_accelerate.runs()]"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def kernel(cluster: LocalCluster) -> Iterator[Kernel]:
     """A kernel whose launches go to the cluster."""
     variables = {"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8", "NOTEBOOK_ACCELERATE_ON": "ray"}
