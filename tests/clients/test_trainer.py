@@ -31,15 +31,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: Path, ranks: int, more: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the script on some ranks; return what rank 0 found first."""
+def train(folder: Path, ranks: int, more: dict[str, Any], script: str = "clients/trainer.py") -> list[dict[str, Any]]:
+    """Run a script of the tests on some ranks; return what rank 0 found first."""
     with reserved_port() as port:
-        return _train(folder, ranks, more, port)
+        return _train(folder, ranks, more, ROOT / "tests" / script, port)
 
 
-def _train(folder: Path, ranks: int, more: dict[str, Any], port: int) -> list[dict[str, Any]]:
+def _train(folder: Path, ranks: int, more: dict[str, Any], path: Path, port: int) -> list[dict[str, Any]]:
     served = serve(folder / "served")
-    script = [sys.executable, str(ROOT / "tests" / "clients" / "trainer.py"), str(folder / "out"), str(8 // ranks)]
+    script = [sys.executable, str(path), str(folder / "out"), str(8 // ranks)]
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

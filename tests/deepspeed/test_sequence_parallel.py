@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from notebook_accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, ParallelismConfig
 from notebook_accelerate.utils import DeepSpeedSequenceParallelConfig
+from tests.clients.test_trainer import train
 from tests.support.ranks import RankError, run_ranks
 
 pytestmark = [
@@ -244,6 +245,23 @@ def test_what_is_not_split() -> None:
         assert found["same"]
         assert found["back"]
         assert found["second"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_trainer_trains_as_one_process_does(stage: int, tmp_path: Path) -> None:
+    alone = train(tmp_path / "alone", 1, {"split": False}, "deepspeed/sequence_trainer.py")[0]
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    found = train(tmp_path / "split", 2, {"split": True, "deepspeed": config}, "deepspeed/sequence_trainer.py")
+    for rank in found:
+        assert (alone["strategy"], rank["strategy"]) == ("SingleStrategy", "UlyssesStrategy")
+        for name in ("losses", "norms", "evaluated"):
+            assert rank[name] == pytest.approx(alone[name], rel=1e-5), name
 
 
 def implied() -> tuple[str, Any]:
