@@ -331,7 +331,7 @@ class Panel {
     this.search = make("input", { type: "search", placeholder: "Filter metrics", "aria-label": "Filter metrics by name",
       oninput: () => { this.filter = this.search.value.trim().toLowerCase(); this.layout(); this.ask(); } });
     this.over = make("input", { type: "search", class: "na-over", placeholder: "Ranks, as 0, 5-7", "aria-label": "Ranks to draw over the band",
-      onchange: () => { this.model.set("chosen", this.over.value); this.model.save_changes(); } });
+      oninput: () => { clearTimeout(this.choosing); this.choosing = setTimeout(() => { this.model.set("chosen", this.over.value); this.model.save_changes(); }, 400); } });
     this.overLabel = make("label", { title: "Draw the curves of single ranks over the band" }, "Show ", this.over);
     this.overLabel.hidden = true;
     this.resetZoom = make("button", { type: "button", class: "na-tool", onclick: () => this.charts.forEach((chart) => chart.reset()) }, "Reset zoom");
