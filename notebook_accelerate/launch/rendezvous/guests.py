@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError
@@ -105,18 +104,25 @@ def receive(door: Door, nodes: Sequence[Node], stopping: Callable[[], bool]) -> 
     """
     links: dict[int, GuestLink] = {}
     deadline = time.monotonic() + VISIT_SECONDS
-    while len(links) < len(nodes) - 1 and time.monotonic() < deadline and not stopping():
+    gone: set[int] = set()
+    while len(links) + len(gone) < len(nodes) - 1 and time.monotonic() < deadline and not stopping():
         visitor = door.next_visitor(0.05)
         if visitor is None:
             continue
         index = visitor.hello.node
-        if not 0 < index < len(nodes) or index in links or visitor.hello.facts.get("name") != nodes[index].name:
+        if (
+            not 0 < index < len(nodes)
+            or index in {*links, *gone}
+            or visitor.hello.facts.get("name") != nodes[index].name
+        ):
             visitor.channel.close()
             continue
         link = GuestLink(visitor.channel, index, nodes[index].host)
-        with suppress(ChannelClosedError):
+        try:
             link.measure_clock()
             links[index] = link
+        except ChannelClosedError:  # it has left again
+            gone.add(index)
     return links
 
 
