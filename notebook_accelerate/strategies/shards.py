@@ -202,6 +202,7 @@ class _SummedFiles(FileSystem):
                 return
             stream = _SummedStream(file)
             yield stream
+            stream.close()
             self.sums[Path(path).name] = (stream.size, stream.crc)
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -215,29 +216,51 @@ class _SummedFiles(FileSystem):
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
+_SMALL, _FULL = 1 << 12, 1 << 18
+
+
 @dataclass
 class _SummedStream:
-    """What torch calls of a file that it writes from the beginning to the end."""
+    """What torch calls of a file that it writes from the beginning to the end.
+
+    torch writes a tensor in some forty pieces, of which one is large: the small ones are collected.
+    """
 
     file: Any
     size: int = 0
-    crc: int = field(default=0)
+    crc: int = 0
+    _collected: bytearray = field(default_factory=bytearray)
 
     def write(self, content: Any) -> int:
+        size = len(content)
+        self.size += size
+        if size < _SMALL:
+            self._collected += content
+            if len(self._collected) > _FULL:
+                self._pass_on()
+            return size
+        self._pass_on()
         self.crc = zlib.crc32(content, self.crc)
-        written: int = self.file.write(content)
-        self.size += written
-        return written
+        self.file.write(content)
+        return size
+
+    def _pass_on(self) -> None:
+        if self._collected:
+            self.crc = zlib.crc32(self._collected, self.crc)
+            self.file.write(self._collected)
+            self._collected = bytearray()
 
     def tell(self) -> int:
         return self.size
 
     def fileno(self) -> int:
+        self._pass_on()
         self.file.flush()
         return int(self.file.fileno())
 
     def flush(self) -> None:
-        self.file.flush()
+        """Do nothing: torch asks for it after every tensor."""
 
     def close(self) -> None:
+        self._pass_on()
         self.file.close()
