@@ -78,8 +78,10 @@ def _masters(optimizer: Any, basic: Any) -> list[torch.Tensor]:
 
 
 def _device(offload: Any) -> str:
-    device = str(getattr(getattr(offload, "device", None), "value", "") or "")
-    return "" if device == "none" else device
+    """Return where something is offloaded to; "" for None, and where it stays on the device."""
+    device = getattr(offload, "device", None)
+    name = str(getattr(device, "value", device) or "none")  # plain text or a member of an enum, by version
+    return "" if name == "none" else name
 
 
 __all__ = ["of"]

@@ -41,6 +41,27 @@ def told(stages: list[int], precision: str) -> list[tuple[Holdings, int]]:
     return found
 
 
+def told_of_offloaded() -> list[Holdings]:
+    """Return what is told where optimizer state, and parameters too, rest in main memory."""
+    found = []
+    for parameters in ("none", "cpu"):
+        plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", offload_param_device=parameters)
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        loader = DataLoader(TensorDataset(torch.randn(8, 64)), batch_size=4)
+        model = Wide()
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader)
+        found.append(accelerator.strategy.sharding())
+        accelerator.free_memory()
+        accelerator.state._reset_state(reset_partial_state=False)
+    return found
+
+
+def test_what_is_offloaded_is_told_so() -> None:
+    for found in run_ranks(told_of_offloaded):
+        where = [[one.held[kind].offloaded for kind in KINDS] for one in found]
+        assert where == [["", "cpu", "cpu"], ["cpu", "cpu", "cpu"]]
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_bytes_by_stage(precision: str) -> None:
     computing = PARAMETERS // (1 if precision == "no" else 2)
