@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.support import ranks
 from tests.support.fresh import fresh_state
 
@@ -8,5 +12,15 @@ ranks._PRELOAD += [
     f"megatron.core.{name}"
     for name in ("dist_checkpointing", "distributed", "models.T5", "models.bert", "models.gpt", "optimizer")
 ]
+SECONDS = 900
+"""For one test: the first one waits until the server of ranks has imported all that, minutes on a busy machine."""
 
-__all__ = ["fresh_state"]
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give these tests their time."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SECONDS))
+
+
+__all__ = ["fresh_state", "pytest_collection_modifyitems"]
