@@ -46,7 +46,8 @@ class S3Server:
     def check_credentials(self, check: bool) -> None:
         """Ask for credentials that the server has given out, which nobody has, or take any."""
         count = "0" if check else "inf"
-        request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", data=count.encode(), method="POST")
+        plain = {"Content-Type": "text/plain"}
+        request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", count.encode(), plain, method="POST")
         with urllib.request.urlopen(request, timeout=30):
             pass
 
