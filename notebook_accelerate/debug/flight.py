@@ -46,7 +46,9 @@ def read() -> tuple[tuple[Collective, ...], dict[str, int]]:
 
 def _has_group() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
-    return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
+    # A rank may be asked while it imports torch: the module is there then, and its functions are not.
+    initialised = getattr(distributed, "is_initialized", None)
+    return bool(initialised is not None and distributed.is_available() and initialised())
 
 
 def _parse(trace: dict[str, Any]) -> tuple[tuple[Collective, ...], dict[str, int]]:

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +67,7 @@ class Agent:
         try:
             while not self._stopping.is_set():
                 for _, event in self.sink.channel.receive(PERIOD):
-                    handler = self._handlers.get(type(event))
-                    if handler is not None:
-                        handler(event)
+                    self._hear(event)
                 for tick in self._ticks:
                     tick()
                 self.sink.flush()
@@ -76,3 +75,15 @@ class Agent:
             if not self._stopping.is_set():
                 # The kernel is gone. This rank and what it started have no one left to work for.
                 os.kill(0, signal.SIGKILL)
+
+    def _hear(self, event: Event) -> None:
+        """Hand one event on; a handler that fails must not end the hearing: the rank would never answer again."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            return
+        try:
+            handler(event)
+        except ChannelClosedError:
+            raise
+        except Exception:  # noqa: BLE001 - shown in the rank's stderr
+            traceback.print_exc()

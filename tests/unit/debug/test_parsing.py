@@ -66,6 +66,13 @@ def _entry(number: int, name: str = "gloo:all_reduce", **more: Any) -> dict[str,
     }
 
 
+def test_a_rank_that_still_imports_torch_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = types.ModuleType("torch.distributed")
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", half)
+    monkeypatch.setitem(sys.modules, "torch.distributed", half)
+    assert flight.read() == ((), {})
+
+
 def test_the_flight_recorder_tells_open_calls_and_the_last_one() -> None:
     open_call = _entry(3, "nccl:broadcast", retired=False, state="started")
     waiting, last = flight._parse({"entries": [_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)]})

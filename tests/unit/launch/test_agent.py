@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from notebook_accelerate.launch.agent import Agent
+from notebook_accelerate.telemetry import Channel, InputReply, Sink, StatusEvent
+
+
+def test_a_handler_that_fails_does_not_end_the_hearing(capsys: pytest.CaptureFixture[str]) -> None:
+    kernel, theirs = Channel.pair()
+    agent = Agent(Sink(Channel(theirs)))
+    heard: list[InputReply] = []
+
+    def fails(event: StatusEvent) -> None:
+        raise AttributeError("half imported")
+
+    agent.on(StatusEvent, fails)
+    agent.on(InputReply, heard.append)
+    kernel.send(StatusEvent("running"), InputReply("still there"))
+    for _, event in agent.sink.channel.receive(10.0):
+        agent._hear(event)
+    assert [reply.text for reply in heard] == ["still there"]
+    assert "AttributeError: half imported" in capsys.readouterr().err
+    kernel.close()
+    agent.sink.channel.close()
