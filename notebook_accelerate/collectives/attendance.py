@@ -8,9 +8,12 @@ sits in another collective, which in turn waits for this rank, nobody will ever 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
+import sysconfig
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,6 +30,10 @@ STUCK = 5.0
 _SILENT = 60.0
 """Seconds without an answer after which a rank counts as gone."""
 _BETWEEN_LOOKS = 0.5
+# Whose lines are not the user's.
+_LIBRARIES = ("torch", "deepspeed", "megatron.core", "notebook_accelerate")
+_GENERATED = ("<eval_with_key>", "<frozen ", "<string>")
+_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _HERE = "here"
 _MOVING = "moving"
 _desk: _Desk | None = None
@@ -138,16 +145,35 @@ class _Desk:
 
 
 def _place_of_main_thread() -> tuple[int, int, str] | None:
-    """Return where the main thread is inside torch.distributed; None where it is elsewhere."""
+    """Return where the main thread is inside a collective of torch; None where it is elsewhere."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     frame: FrameType | None = innermost
+    libraries = _folders_of_libraries()
     inside, line = False, ""
     while frame is not None and not line:
         name = frame.f_code.co_filename
-        inside = inside or "torch/distributed/" in name or "torch\\distributed\\" in name
-        if not any(part in name for part in ("torch", "notebook_accelerate", "threading.py", "contextlib.py")):
+        inside = inside or _is_collective(frame)
+        if not name.startswith((*libraries, *_GENERATED)) and not _is_pythons(name):
             line = f"at {name}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     if innermost is None or not inside:
         return None
     return id(innermost), innermost.f_lasti, line
+
+
+def _folders_of_libraries() -> list[str]:
+    """List the folders whose lines are not the user's."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
+    return [f"{Path(file).parent}{os.sep}" for file in files if file]
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(_STANDARD) and "-packages" not in name
+
+
+def _is_collective(frame: FrameType) -> bool:
+    """Tell whether a frame is in torch.distributed, or calls a collective that a compiler has put into a graph."""
+    name = frame.f_code.co_filename.replace("\\", "/")
+    if "torch/distributed/" in name:
+        return True
+    return name.endswith("torch/_ops.py") and "c10d_functional" in str(frame.f_locals.get("self", ""))
