@@ -213,6 +213,7 @@ class DeepSpeedStrategy(EngineStrategy):
 
     def _initialize(self, **arguments: Any) -> Any:
         deepspeed = deepspeed_start.load(self.setup.device)
+        deepspeed_start.check_abilities(self.plugin)
         with deepspeed_start.tools_on_path():
             engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         in_halves(engine)

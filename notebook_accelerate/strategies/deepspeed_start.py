@@ -65,6 +65,30 @@ def load(device: torch.device) -> Any:
     return deepspeed
 
 
+def check_abilities(plugin: Any) -> None:
+    """Refuse what DeepSpeed cannot do on this machine, and would refuse without saying what to do instead.
+
+    Args:
+        plugin: The plugin, its precision settled.
+
+    Raises:
+        ValueError: It asks for fp16 where DeepSpeed computes none, or for offloading to files without libaio.
+    """
+    accelerator = import_module("deepspeed.accelerator").get_accelerator()
+    if plugin.get_value("fp16.enabled") is True and not accelerator.is_fp16_supported():
+        raise ValueError(
+            f"DeepSpeed computes no fp16 on {accelerator.device_name()}; write mixed_precision='bf16', or leave fp16 "
+            "out of its configuration"
+        )
+    parts = ("offload_optimizer", "offload_param")
+    asked = [part for part in parts if plugin.get_value(f"zero_optimization.{part}.device") == "nvme"]
+    if asked and not import_module("deepspeed.ops.op_builder").AsyncIOBuilder().is_compatible(verbose=False):
+        raise ValueError(
+            f"{asked[0]}_device='nvme' needs DeepSpeed's async_io, which is compiled with libaio, and that is not "
+            f"installed: apt-get install libaio-dev; or write {asked[0]}_device='cpu'"
+        )
+
+
 def start(state: AcceleratorState) -> Any:
     """Import DeepSpeed and have it communicate through the process group of this world; every rank must call this.
 
@@ -126,4 +150,4 @@ def tools_on_path() -> Iterator[None]:
         yield
 
 
-__all__ = ["load", "note_engine", "start", "tools_on_path"]
+__all__ = ["check_abilities", "load", "note_engine", "start", "tools_on_path"]
