@@ -46,6 +46,10 @@ def _bare(model: Any) -> Any:
     return model._orig_mod if is_compiled_module(model) else model
 
 
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
 def save_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -67,7 +71,7 @@ def save_fsdp_model(
         use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise whole.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    keep = _adapter_filter(model) if adapter_only else None
+    keep = _adapter_filter(model, adapter_only)
     fsdp_files.save_model(_bare(model), output_dir, model_index, _kind_of(fsdp_plugin, use_dcp), keep)
     accelerator.wait_for_everyone()
 
@@ -96,7 +100,7 @@ def load_fsdp_model(
         The names that were missing or not expected.
     """
     accelerator.wait_for_everyone()
-    keep = _adapter_filter(model) if adapter_only else None
+    keep = _adapter_filter(model, adapter_only)
     return fsdp_files.load_model(_bare(model), input_dir, model_index, strict=not adapter_only, keep=keep)
 
 
@@ -121,9 +125,8 @@ def save_fsdp_optimizer(
         use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise whole.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     kind = _kind_of(fsdp_plugin, use_dcp)
-    fsdp_files.save_optimizer(inner, _bare(model), output_dir, optimizer_index, kind)
+    fsdp_files.save_optimizer(_inner(optimizer), _bare(model), output_dir, optimizer_index, kind)
     accelerator.wait_for_everyone()
 
 
@@ -150,15 +153,14 @@ def load_fsdp_optimizer(
         use_dcp: Not used.
     """
     accelerator.wait_for_everyone()
-    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-    fsdp_files.load_optimizer(inner, _bare(model), input_dir, optimizer_index)
+    fsdp_files.load_optimizer(_inner(optimizer), _bare(model), input_dir, optimizer_index)
 
 
-def _adapter_filter(model: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """Return what leaves only the adapter of a PEFT model in its state; None for other models."""
+def _adapter_filter(model: nn.Module, adapter_only: bool) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """Return what leaves only the adapter of a PEFT model in its state; None for other models, and if all is wanted."""
     inner: Any = _bare(model)
     inner = getattr(inner, "module", inner)
-    if not hasattr(inner, "peft_config"):
+    if not adapter_only or not hasattr(inner, "peft_config"):
         return None
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found,unused-ignore]
 
