@@ -47,7 +47,7 @@ help:
 	@echo "make test-s3        checkpoints in an S3 server on this machine; in an environment of its own"
 	@echo "make test-ray       ranks on Ray clusters of two and three nodes; in an environment of its own"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
-	@echo "make test-strategies  every strategy in every precision against plain torch (a quarter of an hour)"
+	@echo "make test-strategies  every strategy in every precision against plain torch (half an hour or more)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
 	@echo "                    ROWS=strategies: DDP, FSDP and DeepSpeed too; its environment is made then"

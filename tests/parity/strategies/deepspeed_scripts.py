@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin
-from notebook_accelerate.state import AcceleratorState
+from notebook_accelerate.state import AcceleratorState, reset_shared_state
 from notebook_accelerate.utils import DummyOptim, DummyScheduler, GatheredParameters
 from tests.parity.strategies.scripts import GLOBAL_BATCH, Case, accelerator_of, dataset, loss_of, parts
 
@@ -273,6 +273,29 @@ def _said(call: Any, *args: Any) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def lacking() -> dict[str, str]:
+    """Return what is said of a precision and a place that this machine may not have; "" where it has them."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    def train(precision: str, **settings: Any) -> None:
+        reset_shared_state()
+        accelerator = Accelerator(mixed_precision=precision, deepspeed_plugin=DeepSpeedPlugin(**settings))
+        model, optimizer = parts()
+        accelerator.prepare(model, optimizer, DataLoader(dataset(Case(steps=2)), batch_size=GLOBAL_BATCH))
+
+    Accelerator(deepspeed_plugin=DeepSpeedPlugin())  # imports DeepSpeed for this device
+    said = {"fp16": "", "nvme": ""}
+    if not get_accelerator().is_fp16_supported():
+        said["fp16"] = _said(functools.partial(train, "fp16", zero_stage=2))
+        assert said["fp16"]
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        place = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "."}
+        said["nvme"] = _said(functools.partial(train, "no", zero_stage=3, **place))
+        assert said["nvme"]
+    return said
 
 
 def saved_whole(folder: str) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-from notebook_accelerate.utils import TorchDynamoPlugin
+from notebook_accelerate.utils import (
+    TorchDynamoPlugin,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 
 WORDS, LENGTH, WIDTH = 17, 6, 8
 GLOBAL_BATCH = 8
@@ -30,6 +39,7 @@ class Case:
     first: int = 0
     steps: int = 20
     dynamo: dict[str, Any] | None = None
+    ranks_of_a_machine: int | None = None
 
 
 class Block(nn.Module):
@@ -118,36 +128,108 @@ def accelerator_of(case: Case) -> Accelerator:
     )
 
 
+class Training:
+    """A case on one rank, prepared."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.accelerator = accelerator = accelerator_of(case)
+        model, optimizer = parts(1 + accelerator.process_index)  # the strategy makes the ranks start equal
+        layout = accelerator.parallelism_config
+        readers = accelerator.num_processes // (1 if layout is None else layout.non_data_parallel_size)
+        loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // readers)
+        # The optimizer was made before the sharding, and is given first.
+        self.optimizer, self.loader, self.model = accelerator.prepare(optimizer, loader, model)
+
+    def load(self, folder: str) -> None:
+        """Go on from a checkpoint."""
+        self.accelerator.load_state(folder, elastic=True)
+        self.loader = self.accelerator.skip_first_batches(self.loader, self.case.first * self.case.accumulation)
+
+    def losses(self) -> Iterator[float]:
+        """Train; yield the loss of each batch, averaged over the ranks."""
+        accelerator, model, optimizer, clip = self.accelerator, self.model, self.optimizer, self.case.clip
+        for words, targets in self.loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(model(words), targets)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and clip is not None:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            yield accelerator.reduce(loss.detach(), "mean").item()
+
+
 def accelerated(case: Case, save: str | None = None, load: str | None = None) -> dict[str, Any]:
     """Train on one rank; return the losses of all ranks' batches, averaged, and the whole weights (rank 0's)."""
-    accelerator = accelerator_of(case)
-    model, optimizer = parts(1 + accelerator.process_index)  # the strategy makes the ranks start equal
-    layout = accelerator.parallelism_config
-    readers = accelerator.num_processes // (1 if layout is None else layout.non_data_parallel_size)
-    loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // readers)
-    # The optimizer was made before the sharding, and is given first.
-    optimizer, loader, model = accelerator.prepare(optimizer, loader, model)
+    training = Training(case)
     if load is not None:
-        accelerator.load_state(load, elastic=True)
-        loader = accelerator.skip_first_batches(loader, case.first * case.accumulation)
-    losses = []
-    for words, targets in loader:
-        with accelerator.accumulate(model):
-            loss = loss_of(model(words), targets)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients and case.clip is not None:
-                accelerator.clip_grad_norm_(model.parameters(), case.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        training.load(load)
+    losses = list(training.losses())
     if save is not None:
-        accelerator.save_state(save)
+        training.accelerator.save_state(save)
+    state = training.optimizer.state.values()
     return {
         "losses": losses,
-        "weights": accelerator.get_state_dict(model),
-        "elements": sum(held(p) for p in model.parameters()),
-        "state": sum(held(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)),
+        "weights": training.accelerator.get_state_dict(training.model),
+        "elements": sum(held(p) for p in training.model.parameters()),
+        "state": sum(held(v) for s in state for v in s.values() if isinstance(v, torch.Tensor)),
     }
+
+
+def killed(case: Case, folder: str, results: str) -> None:
+    """Train, save after half of the steps, train on, have rank 0 write losses and weights, and be killed."""
+    training = Training(case)
+    losses = []
+    for loss in training.losses():
+        losses.append(loss)
+        if len(losses) == case.steps // 2 * case.accumulation:
+            training.accelerator.save_state(folder)
+    weights = training.accelerator.get_state_dict(training.model)
+    if training.accelerator.is_main_process:
+        torch.save({"losses": losses, "weights": weights}, results)
+    training.accelerator.wait_for_everyone()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def saves_alone(case: Case, folder: str) -> None:
+    """Train, and save on the main rank only, as one does without sharding; train on."""
+    training = Training(case)
+    for number, _ in enumerate(training.losses(), 1):
+        if number == 2 and training.accelerator.is_main_process:
+            training.accelerator.save_state(folder)
+
+
+def saved_by_hand(case: Case, folder: str) -> list[str]:
+    """Write model and optimizer by the functions that libraries call, spoil and read them; return what differs."""
+    training = Training(case)
+    accelerator, model, optimizer = training.accelerator, training.model, training.optimizer
+    list(training.losses())
+    place = (accelerator.state.fsdp_plugin, accelerator)
+    save_fsdp_model(*place, model, folder)
+    save_fsdp_optimizer(*place, optimizer, model, folder)
+    expected = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    moments = [tensor.clone() for tensor in _moments(optimizer)]
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *_moments(optimizer)):
+            tensor.zero_()
+    load_fsdp_model(*place, model, folder)
+    load_fsdp_optimizer(*place, optimizer, model, folder)
+    found = accelerator.get_state_dict(model)
+    wrong = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    return wrong + [
+        f"moment {n}" for n, (a, b) in enumerate(zip(_moments(optimizer), moments, strict=True)) if not _equal(a, b)
+    ]
+
+
+def _moments(optimizer: Any) -> list[torch.Tensor]:
+    kept = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+    return [tensor for state in kept for _, tensor in sorted(state.items())]
+
+
+def _equal(first: Any, second: Any) -> bool:
+    first, second = (t.to_local() if hasattr(t, "to_local") else t for t in (first, second))
+    return torch.equal(first, second)
 
 
 def held(tensor: torch.Tensor) -> int:

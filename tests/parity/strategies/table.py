@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.parity.strategies.scripts import Case
+
+WORLD = -1
+"""As a degree: as many as there are ranks."""
 _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
 _SECOND = {"fsdp_version": 2, **_UNITS}
@@ -24,19 +28,22 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, checkpointed activations": {"fsdp": {**_SECOND, "activation_checkpointing": True}},
     "fsdp2, offloaded": {"fsdp": {**_SECOND, "cpu_offload": True}},
     "fsdp2, rank 0 loads": {"fsdp": {**_SECOND, "cpu_ram_efficient_loading": True}},
-    "fsdp2 by degrees": {"fsdp": _SECOND, "degrees": {"dp_shard_size": 2}},
-    "tp": {"degrees": {"tp_size": 2}},
+    "fsdp2 by degrees": {"fsdp": _SECOND, "degrees": {"dp_shard_size": WORLD}},
+    "tp": {"degrees": {"tp_size": WORLD}},
     "ddp, compiled": {"dynamo": _COMPILED},
     "ddp, compiled regions": {"dynamo": _REGIONS},
     "fsdp2, compiled": {"fsdp": _SECOND, "dynamo": _COMPILED},
     "fsdp2, compiled regions": {"fsdp": _SECOND, "dynamo": _REGIONS},
-    "tp, compiled regions": {"degrees": {"tp_size": 2}, "dynamo": _REGIONS},
+    "tp, compiled regions": {"degrees": {"tp_size": WORLD}, "dynamo": _REGIONS},
 }
-"""By name: what a `Case` is made of."""
+"""By name: what a `Case` is made of, on any number of ranks."""
 
 ON_FOUR: dict[str, dict[str, Any]] = {
-    "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}},
-    "fsdp2": {"fsdp": _SECOND},
+    "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}, "ranks_of_a_machine": 2},
+    "fsdp1, replicas of gradients and optimizer": {
+        "fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD_ZERO2"},
+        "ranks_of_a_machine": 2,
+    },
     "fsdp2, replicas of shards": {"fsdp": _SECOND, "degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}},
     "fsdp2 and tp": {"fsdp": _SECOND, "degrees": {"dp_shard_size": 2, "tp_size": 2}},
     "fsdp2, rank 0 loads, and tp": {
@@ -44,6 +51,22 @@ ON_FOUR: dict[str, dict[str, Any]] = {
         "degrees": {"dp_shard_size": 2, "tp_size": 2},
     },
 }
+"""Those that arrange four ranks in two dimensions."""
+
+_OFFLOADED = {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {"device": "cpu"},
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+ZERO: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"deepspeed": {"zero_stage": stage}} for stage in (0, 1, 2, 3)},
+    # torch's optimizer in main memory; DeepSpeed's own, in C++, has a test of its own
+    "stage 3, offloaded": {
+        "deepspeed": {"hf_ds_config": {"zero_optimization": _OFFLOADED, "zero_force_ds_cpu_optimizer": False}}
+    },
+}
+"""DeepSpeed's, which has an environment of its own."""
 
 FORMS: dict[str, dict[str, Any]] = {
     "fsdp1, whole": _FIRST,
@@ -53,3 +76,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "fsdp2, whole": {**_SECOND, "state_dict_type": "FULL_STATE_DICT"},
 }
 """How checkpoints are written."""
+
+
+def case_of(name: str, ranks: int, **more: Any) -> Case:
+    """Return a strategy's training on a number of ranks.
+
+    Args:
+        name: A name of one of the tables.
+        ranks: How many.
+        more: Fields of `Case`.
+    """
+    settings = {**STRATEGIES, **ON_FOUR, **ZERO}[name]
+    degrees = {degree: ranks if size == WORLD else size for degree, size in settings.get("degrees", {}).items()}
+    return Case(**{**settings, "degrees": degrees or None, **more})

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.utils import merge_fsdp_weights
-from tests.parity.strategies.scripts import Case, Transformer, accelerated
+from tests.parity.strategies.scripts import Case, Transformer, accelerated, saved_by_hand
 from tests.parity.strategies.table import FORMS, STRATEGIES
 from tests.support.ranks import RankError, run_ranks
 
@@ -48,6 +48,11 @@ def test_resuming_on_more_ranks(form: str, tmp_path: Path) -> None:
     resumed = run_ranks(accelerated, saved(form, folder), None, str(folder), world_size=4)[0]
     expected = uninterrupted(1 if form.startswith("fsdp1") else 2)
     assert resumed["losses"] == pytest.approx(expected["losses"][HALF:], rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["fsdp1, whole", "fsdp2, sharded", "fsdp2, whole"])
+def test_functions_that_libraries_call(form: str, tmp_path: Path) -> None:
+    assert run_ranks(saved_by_hand, Case(fsdp=FORMS[form], steps=2), str(tmp_path / "checkpoint")) == [[], []]
 
 
 def test_names_of_files_are_accelerates(tmp_path: Path) -> None:

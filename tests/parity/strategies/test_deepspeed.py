@@ -6,8 +6,8 @@ import importlib.util
 import json
 import os
 import re
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,43 +15,39 @@ from safetensors.torch import load_file
 
 from notebook_accelerate.errors import CheckpointMismatchError
 from tests.parity.strategies import deepspeed_scripts as scripts
+from tests.parity.strategies.cells import (
+    ACCUMULATION,
+    ALL,
+    TOLERANCE,
+    assert_notices_saving_alone,
+    assert_trains_and_resumes,
+    patient,
+)
 from tests.parity.strategies.scripts import Case, accelerated, parts, plain
+from tests.parity.strategies.table import ZERO, case_of
 from tests.support.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
 )
 
-ALL = os.environ.get("TEST_STRATEGIES") == "all"
-# fp32: sums in another order. bf16: DeepSpeed keeps weights in bf16 for the forward, which autocast rounds as needed.
-TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
 SECONDS = 170.0
 BUILT = any(Path(os.environ.get("TORCH_EXTENSIONS_DIR", "nowhere")).rglob("cpu_adam*.so"))
 HALF = 5
-OFFLOADED = {
-    "stage": 3,
-    "offload_optimizer": {"device": "cpu"},
-    "offload_param": {"device": "cpu"},
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
-WAYS: dict[str, dict[str, Any]] = {
-    **{f"stage {stage}": {"zero_stage": stage} for stage in (0, 1, 2, 3)},
-    # torch's optimizer in main memory; DeepSpeed's own, in C++, has a test below
-    "stage 3, offloaded": {"hf_ds_config": {"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False}},
-}
+CELLS = [
+    (name, ranks, precision, accumulation)
+    for name, ranks, precision, accumulation in product(ZERO, (2, 4), TOLERANCE, ACCUMULATION)
+    if ALL or (ranks == 2 and (precision, accumulation) in {("no", 1), ("bf16", 4)})
+]
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("way", WAYS)
-def test_losses_are_plain_trainings(way: str, precision: str, accumulation: int) -> None:
-    if not (ALL or precision == "no" or accumulation == 1) or (way == "stage 3, offloaded" and accumulation == 4):
-        pytest.skip("make test-strategies tries the whole table")
-    case = Case(deepspeed=WAYS[way], precision=precision, accumulation=accumulation)
-    found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
-    expected = plain(case)
-    assert found == pytest.approx(expected, rel=TOLERANCE[precision])
-    assert expected[-1] < 0.75 * expected[0]  # it trains
+@patient
+@pytest.mark.parametrize(("name", "ranks", "precision", "accumulation"), CELLS)
+def test_trains_as_plain_torch_and_resumes(
+    name: str, ranks: int, precision: str, accumulation: int, tmp_path: Path
+) -> None:
+    case = case_of(name, ranks, precision=precision, accumulation=accumulation)
+    assert_trains_and_resumes(case, ranks, tmp_path)
 
 
 def test_one_process_needs_no_launch() -> None:
@@ -67,15 +63,15 @@ def test_deepspeeds_optimizer_for_main_memory() -> None:
     assert found == pytest.approx(plain(case), rel=1e-4)  # its square roots are the processor's approximations
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "stage 3, offloaded"])
-def test_resuming(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_resuming_with_a_schedule(stage: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    whole = Case(deepspeed=WAYS[way], steps=2 * HALF)
+    whole = Case(**ZERO[f"stage {stage}"], steps=2 * HALF)
     expected = run_ranks(scripts.trained, whole, str(folder), HALF, timeout=SECONDS)[0]
     manifest = json.loads((folder / "checkpoint_manifest.json").read_text())
     assert manifest["layout"] == "deepspeed"
     assert any(re.fullmatch(r"pytorch_model/.*model_states\.pt", name) for name in manifest["files"])
-    half = Case(deepspeed=WAYS[way], first=HALF, steps=HALF)
+    half = Case(**ZERO[f"stage {stage}"], first=HALF, steps=HALF)
     resumed = run_ranks(scripts.trained, half, str(folder), None, timeout=SECONDS)[0]
     assert resumed["losses"] == expected["losses"][HALF:]
     assert resumed["rate"] == resumed["engine"] == expected["rate"]
@@ -83,16 +79,33 @@ def test_resuming(way: str, tmp_path: Path) -> None:
         assert torch.equal(weight, expected["weights"][name]), name
 
 
+@patient
+@pytest.mark.parametrize("stage", [0, 3])
+def test_saving_on_the_main_rank_alone_is_noticed(stage: int, tmp_path: Path) -> None:
+    assert_notices_saving_alone(case_of(f"stage {stage}", 2), tmp_path)
+
+
+def test_what_this_machine_lacks() -> None:
+    (said,) = run_ranks(scripts.lacking, world_size=1, timeout=SECONDS)
+    assert said["fp16"] in {
+        "",
+        "DeepSpeed computes no fp16 on cpu; write mixed_precision='bf16', or leave fp16 out of its configuration",
+    }
+    assert said["nvme"] == "" or said["nvme"].startswith(
+        "offload_optimizer_device='nvme' needs DeepSpeed's async_io, which is compiled with libaio"
+    )
+
+
 def test_a_checkpoint_becomes_plain_weights(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    run_ranks(scripts.trained, Case(deepspeed=WAYS["stage 3"], steps=3), str(folder), 0, timeout=SECONDS)
+    run_ranks(scripts.trained, Case(**ZERO["stage 3"], steps=3), str(folder), 0, timeout=SECONDS)
     assert (folder / "zero_to_fp32.py").is_file()
     assert (folder / "latest").read_text() == "pytorch_model"
     weights = run_ranks(scripts.weights_in, str(folder), world_size=1, timeout=SECONDS)[0]
     for name, weight in parts()[0].state_dict().items():
         assert torch.equal(weights[name], weight), name
     with pytest.raises(RankError, match=r"in 2 pieces, one per rank, and this run has 1 ranks\.") as caught:
-        run_ranks(accelerated, Case(deepspeed=WAYS["stage 3"], steps=1), None, str(folder), world_size=1)
+        run_ranks(accelerated, Case(**ZERO["stage 3"], steps=1), None, str(folder), world_size=1)
     assert isinstance(caught.value.__cause__, CheckpointMismatchError)
 
 

@@ -1,0 +1,98 @@
+"""What a rank really holds of parameters, gradients and optimizer state: bytes of the memory behind the tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+
+from tests.parity.strategies.scripts import Case, accelerator_of
+
+WIDTH, BLOCKS, SAMPLES = 64, 4, 2
+
+
+class Block(nn.Module):
+    """A perceptron around a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x and what the perceptron makes of it."""
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Wide(nn.Module):
+    """A megabyte of parameters, all of them in blocks, and hardly any activations."""
+
+    tp_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the blocks make of x."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+WHOLE = sum(parameter.numel() * parameter.element_size() for parameter in Wide().parameters())
+"""Bytes of all parameters in one process."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds, in multiples of all parameters' bytes."""
+
+    parameters: float
+    """Between steps."""
+    between: float
+    """Of parameters, between forward and backward: those that are kept whole for the backward count twice."""
+    gradients: float
+    """Between backward and step."""
+    state: float
+    """After a step."""
+
+
+def measured(case: Case) -> Held:
+    """Train a step; return what this rank holds meanwhile."""
+    accelerator = accelerator_of(case)
+    model: Any = Wide()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    compiled = case.dynamo is not None  # a compiler keeps tensors of its own
+    before = 0 if compiled else size_of(living())
+    loss = model(torch.randn(SAMPLES, WIDTH)).pow(2).mean()
+    kept = 0 if compiled else size_of(living()) - before
+    accelerator.backward(loss)
+    gradients = size_of(p.grad for p in model.parameters())
+    optimizer.step()
+    resting = size_of(model.parameters())
+    state = size_of(value for values in optimizer.state.values() for value in values.values())
+    return Held(*(size / WHOLE for size in (resting, resting + kept, gradients, state)))
+
+
+def size_of(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the memory behind tensors, each piece of memory counted once."""
+    pieces: dict[int, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local.untyped_storage()
+            pieces[storage.data_ptr()] = max(storage.nbytes(), pieces.get(storage.data_ptr(), 0))
+    return sum(pieces.values())
+
+
+def living() -> list[torch.Tensor]:
+    """List all tensors that Python knows."""
+    gc.collect()
+    kinds = {torch.Tensor, nn.Parameter, FlatParameter, DTensor}
+    return [item for item in gc.get_objects() if type(item) in kinds]

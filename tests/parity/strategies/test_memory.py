@@ -1,0 +1,49 @@
+"""Parameters, gradients and optimizer state shrink on each rank as a strategy promises, in bytes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.parity.strategies.cells import ALL, SECONDS, machine, patient
+from tests.parity.strategies.memory import Held, measured
+from tests.parity.strategies.table import ON_FOUR, STRATEGIES, case_of
+from tests.support.ranks import run_ranks
+
+MOMENTS = 2
+"""Tensors of each parameter's shape that AdamW keeps."""
+# Biases that are not split, padding of parts, a batch and its activations.
+CLOSE = 0.06
+PARTS = {
+    "ddp": 1,
+    "ddp, compiled": 1,
+    "ddp, compiled regions": 1,
+    "fsdp1, replicas of shards": 2,
+    "fsdp1, replicas of gradients and optimizer": 2,
+    "fsdp2, replicas of shards": 2,
+}
+"""Into how many parts a model is cut; the others: one part per rank."""
+WHOLE_IN_BACKWARD = {
+    "fsdp1, gradients and optimizer",
+    "fsdp1, replicas of gradients and optimizer",
+    "fsdp2, whole in backward",
+}
+ROWS = [(name, ranks) for name, ranks in [*product(STRATEGIES, (2, 4)), *product(ON_FOUR, (4,))]]
+
+
+def promised(name: str, ranks: int) -> Held:
+    share = 1 / PARTS.get(name, ranks)
+    between = share + (1 if name in WHOLE_IN_BACKWARD else 0)
+    return Held(parameters=share, between=between, gradients=share, state=MOMENTS * share)
+
+
+@patient
+@pytest.mark.parametrize(("name", "ranks"), [row for row in ROWS if ALL or row[1] == 2 or row[0] in ON_FOUR])
+def test_each_rank_holds_its_share(name: str, ranks: int) -> None:
+    case = case_of(name, ranks)
+    expected = promised(name, ranks)
+    for rank, held in enumerate(run_ranks(measured, case, world_size=ranks, timeout=SECONDS, env=machine(case))):
+        print(f"{name} on {ranks} ranks, rank {rank}: {held}")
+        for kind, share in vars(expected).items():
+            assert getattr(held, kind) == pytest.approx(share, abs=CLOSE), kind
