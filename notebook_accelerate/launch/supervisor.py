@@ -61,6 +61,8 @@ SETTLE_SECONDS = 0.3
 """After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
 ABANDON_SECONDS = 5.0
 """How long a killed rank is waited for."""
+MANY_RANKS, TURN_SECONDS = 32, 0.005
+"""So many ranks are heard in turns: to wake up for every event would cost more than to take it in."""
 BEAT_SECONDS = 0.5
 """Least time between two comparisons of all ranks' steps."""
 FAILURE_GRACE = 2.0
@@ -227,6 +229,8 @@ class Group:
             dispatch(self._selector, self._patience())
             self._take_steps()
             self._publisher.flush()
+            if len(self._living) >= MANY_RANKS:
+                time.sleep(TURN_SECONDS)
         self._warn(self._mistakes.finish())
         self._selector.close()
 
