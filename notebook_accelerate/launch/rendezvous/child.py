@@ -268,12 +268,14 @@ class Child:
         """Read of all members what they bring."""
         found = [self._round.read(f"member/{rank}") for rank in range(self._expected)]
         members = [Node.from_dict(each) for each in found if each is not None]
-        if len(members) < self._expected:
+        complete = len(members) == self._expected
+        # torch counts two notebooks with one node_rank as two, so that this one may be here before they are noticed.
+        if trouble := rules.problem(self._order.backend, members if complete else self._who_has_come()):
+            self._break("mismatch", trouble)
+            return
+        if not complete:
             if not self._somebody_left() and time.monotonic() > self._deadline:
                 self._missing(members)
-            return
-        if trouble := rules.problem(self._order.backend, members):
-            self._break("mismatch", trouble)
             return
         place = self._ranks_place()
         if place is not None:
