@@ -96,11 +96,16 @@ def gathered(value: torch.Tensor, group: Any) -> Sequence[torch.Tensor]:
     return list(values.unbind())
 
 
-def accelerator_of(zero: dict[str, Any], window: int = 1, **degrees: Any) -> Accelerator:
+def accelerator_of(zero: dict[str, Any], window: int = 1, mixed_precision: str = "no", **degrees: Any) -> Accelerator:
     how = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     layout = ParallelismConfig(**{"sp_size": 2, **degrees}, sp_backend="deepspeed", sp_handler=how)
     plugin = DeepSpeedPlugin({"zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True}})
-    return Accelerator(parallelism_config=layout, deepspeed_plugin=plugin, gradient_accumulation_steps=window)
+    return Accelerator(
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=window,
+        parallelism_config=layout,
+        deepspeed_plugin=plugin,
+    )
 
 
 def split(
@@ -262,6 +267,28 @@ def test_the_trainer_trains_as_one_process_does(stage: int, tmp_path: Path) -> N
         assert (alone["strategy"], rank["strategy"]) == ("SingleStrategy", "UlyssesStrategy")
         for name in ("losses", "norms", "evaluated"):
             assert rank[name] == pytest.approx(alone[name], rel=1e-5), name
+
+
+def in_halves() -> list[float]:
+    accelerator = accelerator_of({"stage": 2}, mixed_precision="bf16")
+    loader: Any = DataLoader(Sentences(24), batch_size=ROWS)
+    model = llama()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loader)
+    group = accelerator.torch_device_mesh["sp"].get_group()
+    losses = []
+    for batch in loader:
+        loss = loss_of(model, batch, group)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_low_precision() -> None:
+    for losses in run_ranks(in_halves, timeout=SECONDS):
+        assert losses == pytest.approx(plain(24)["losses"], rel=1e-2)
 
 
 def implied() -> tuple[str, Any]:
