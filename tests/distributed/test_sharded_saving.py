@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.strategies import shards
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, _environment, reserved_port, run_ranks
 from tests.support.sharded import FORMS, Gate, ShardedTraining
 
 BEFORE, AFTER = 3, 4
@@ -154,3 +156,40 @@ def test_background_saves_load_into_other_numbers_of_ranks(tmp_path: Path) -> No
     meanwhile, _, _ = run_ranks(save_and_train, "fsdp2", str(tmp_path / "out"))[0]
     for loss in run_ranks(another_number, str(tmp_path / "out"), world_size=3):
         assert loss == pytest.approx(meanwhile[0], rel=1e-5)
+
+
+_ENDING = """
+import sys, threading, time
+from notebook_accelerate.strategies import shards
+from tests.support.sharded import ShardedTraining
+
+write = shards.write_shards
+
+def late(*arguments):
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    return write(*arguments)
+
+shards.write_shards = late
+training = ShardedTraining()
+training.step()
+training.accelerator.save_state(sys.argv[1], blocking=False)
+"""
+
+
+def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path) -> None:
+    with reserved_port() as port:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", _ENDING, str(tmp_path / "out")],
+                env={**os.environ, **_environment(rank, 2, port)},
+                cwd=Path(__file__).parents[2],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in started:
+            _, said = process.communicate(timeout=240)
+            assert process.returncode == 0, said
+    assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
