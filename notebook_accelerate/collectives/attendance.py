@@ -168,7 +168,8 @@ def _folders_of_libraries() -> list[str]:
 
 
 def _is_pythons(name: str) -> bool:
-    return name.startswith(_STANDARD) and "-packages" not in name
+    """Tell whether a file is of Python's library, or of the one that brings its newer parts to older versions."""
+    return (name.startswith(_STANDARD) and "-packages" not in name) or name.endswith("typing_extensions.py")
 
 
 def _is_collective(frame: FrameType) -> bool:
