@@ -24,7 +24,7 @@ def _node(rank: int, **values: Any) -> Node:
 
 
 def test_a_node_travels() -> None:
-    node = _node(1, accelerator="cuda", door="10.0.0.1:4000")
+    node = _node(1, accelerator="cuda", hosting=True)
     assert Node.from_dict({**node.as_dict(), "of a newer version": 1}) == node
 
 
