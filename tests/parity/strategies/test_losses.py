@@ -14,13 +14,11 @@ import pytest
 from tests.parity.strategies.cells import ACCUMULATION, ALL, TOLERANCE, assert_trains_and_resumes, patient
 from tests.parity.strategies.table import ON_FOUR, STRATEGIES, case_of
 
-WHOLE = {"fsdp2"}
-"""All cells of these are tried always."""
 TABLE: list[tuple[str, int]] = [*product(STRATEGIES, (2, 4)), *product(ON_FOUR, (4,))]
 CELLS = [
     (name, ranks, precision, accumulation)
     for (name, ranks), precision, accumulation in product(TABLE, TOLERANCE, ACCUMULATION)
-    if ALL or name in WHOLE or ((precision, accumulation) == ("no", 1) and (ranks == 2 or name in ON_FOUR))
+    if ALL or ((precision, accumulation) == ("no", 1) and (ranks == 2 or name in ON_FOUR))
 ]
 
 

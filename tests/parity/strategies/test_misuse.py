@@ -11,12 +11,14 @@ import torch
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from notebook_accelerate.utils import MegatronLMPlugin
-from tests.parity.strategies.cells import assert_notices_saving_alone, patient
+from tests.parity.strategies.cells import ALL, assert_notices_saving_alone, patient
 from tests.parity.strategies.scripts import accelerator_of, parts
 from tests.parity.strategies.table import case_of
 from tests.support.ranks import RankError, run_ranks
 
-SHARDED = ("fsdp1", "fsdp1, gradients and optimizer", "fsdp2", "fsdp2, compiled regions", "tp", "tp, compiled regions")
+SHARDED = ["fsdp1", "fsdp1, gradients and optimizer", "fsdp2", "tp"]
+if ALL:
+    SHARDED += ["fsdp2, compiled regions", "tp, compiled regions"]
 
 
 @patient
