@@ -8,18 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from notebook_accelerate.debug.outside import Look
 from notebook_accelerate.debug.protocol import Reply, Request
 from notebook_accelerate.errors import ChannelClosedError
-
-
-class Sender(Protocol):
-    """The kernel's way down to a rank."""
-
-    def send(self, request: Request, /) -> None:
-        """Send a request now; raises ``ChannelClosedError`` when the rank is gone."""
+from notebook_accelerate.telemetry.channel import Sender
 
 
 class Desk:

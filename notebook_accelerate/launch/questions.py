@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.backends.base import Sender
 from notebook_accelerate.telemetry import InputReply, InputRequest
+from notebook_accelerate.telemetry.channel import Sender
 
 
 @dataclass

@@ -126,6 +126,13 @@ def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
     return found
 
 
+class Sender(Protocol):
+    """The kernel's way down to a rank."""
+
+    def send(self, *events: Event) -> None:
+        """Send events now; safe from any thread; raises ``ChannelClosedError`` when the rank is gone."""
+
+
 class Connection(Protocol):
     """What a channel needs of a socket."""
 

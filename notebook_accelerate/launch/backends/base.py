@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.debug.outside import Look, Outside
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.telemetry import Channel, Event, Stamped
+from notebook_accelerate.telemetry import Channel, Stamped
+from notebook_accelerate.telemetry.channel import Sender
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch import LaunchConfig
@@ -83,13 +84,6 @@ def _pipe() -> tuple[int, int]:
 
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return reader, writer
-
-
-class Sender(Protocol):
-    """The kernel's way down to a rank."""
-
-    def send(self, *events: Event) -> None:
-        """Send events now; safe from any thread; raises ``ChannelClosedError`` when the rank is gone."""
 
 
 class Hearing(Protocol):
@@ -354,4 +348,4 @@ class OwnChild(LocalRank):
         return Exit.from_status(status, usage.ru_maxrss) if pid else None
 
 
-__all__ = ["Ends", "Exit", "Hearing", "LocalRank", "OwnChild", "ProcessBackend", "RankProcess", "Sender", "pidfd_of"]
+__all__ = ["Ends", "Exit", "Hearing", "LocalRank", "OwnChild", "ProcessBackend", "RankProcess", "pidfd_of"]

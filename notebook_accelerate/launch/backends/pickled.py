@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.launch.backends.base import ProcessBackend
@@ -20,6 +20,13 @@ def interpreter_command(call: str) -> list[str]:
     """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
     setup = f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
     return [sys.executable, "-c", setup + call]
+
+
+def last_words(log: IO[bytes]) -> str:
+    """Return the end of what a process printed to its log, for an error message; "" when it printed nothing."""
+    log.seek(0)
+    text = log.read()[-2000:].decode(errors="replace").strip()
+    return f"; it said:\n{text}" if text else ""
 
 
 class PickledBackend(ProcessBackend):

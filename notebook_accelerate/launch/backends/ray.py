@@ -23,7 +23,7 @@ from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.backends.base import Ends, Hearing, RankProcess
-from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
+from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command, last_words
 from notebook_accelerate.launch.backends.ray_driver import versions
 from notebook_accelerate.launch.backends.ray_protocol import (
     ActorEndedEvent,
@@ -171,9 +171,7 @@ class DriverProcess:
 
     def last_words(self) -> str:
         """Return the end of what the driver printed, for an error message."""
-        self._log.seek(0)
-        text = self._log.read()[-2000:].decode(errors="replace").strip()
-        return f"; it said:\n{text}" if text else ""
+        return last_words(self._log)
 
 
 class RayLink(NodeLink):

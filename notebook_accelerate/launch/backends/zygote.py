@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.backends.base import Ends, Exit, LocalRank, RankProcess
-from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
+from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command, last_words
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder
@@ -98,9 +98,7 @@ class Zygote:
 
     def last_words(self) -> str:
         """Return the end of what the server printed, for an error message."""
-        self._log.seek(0)
-        text = self._log.read()[-2000:].decode(errors="replace").strip()
-        return f"; it said:\n{text}" if text else ""
+        return last_words(self._log)
 
     def close(self) -> None:
         """End the server and every rank it has; does nothing in a process that merely inherited it."""

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.backends.base import Ends
+from notebook_accelerate.launch.backends.pickled import last_words
 from notebook_accelerate.launch.rendezvous import messages as say
 from notebook_accelerate.launch.rendezvous.aide import start
 from notebook_accelerate.launch.rendezvous.nodes import Node
@@ -84,9 +85,7 @@ class Meeting:
         self._log.close()
 
     def _last_words(self) -> str:
-        self._log.seek(0)
-        text = self._log.read()[-2000:].decode(errors="replace").strip()
-        return f"; it said:\n{text}" if text else ""
+        return last_words(self._log)
 
 
 def shared_secret(config: LaunchConfig) -> str:
