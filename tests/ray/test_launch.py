@@ -258,7 +258,8 @@ def test_from_outside_through_rays_client(cluster: LocalCluster) -> None:
         print("x" * 200_000)
         return int(total), float(big.sum())
 
-    run = notebook_launcher(work, (torch.ones(1 << 20),), 2, on=cluster.client)
+    on = RayCluster(address=cluster.client, start_timeout=500.0)
+    run = notebook_launcher(work, (torch.ones(1 << 20),), 2, on=on)
     assert run.results == ((2, float(1 << 20)), (2, float(1 << 20)))
     assert [len(run.logs(rank=rank)[0]) for rank in (0, 1)] == [200_000, 200_000]
 

@@ -41,6 +41,7 @@ class LocalCluster:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(SHADOW), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "300",  # as with TRIES
         }
         root = Path(__file__).resolve().parents[2]
         subprocess.run(command, pass_fds=[requests, answers], env=environment, cwd=root, check=True)

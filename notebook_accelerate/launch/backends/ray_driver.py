@@ -40,6 +40,8 @@ KNOWN_SECONDS, NODE_SECONDS = 10.0, 3.0
 """How long Ray may take to know that an actor it misses has ended, and then that this was its node's end."""
 REFUSE_SECONDS = 3.0
 """What an attempt before has given back may take so long to be free again."""
+REACH_TRIES = 3
+"""A head gives the server that it starts for a client 30 seconds, which on a busy machine may not be enough."""
 TELL_SECONDS = 10.0
 """How often a launch that waits for resources says so."""
 CALLS = 16
@@ -119,10 +121,15 @@ class Driver:
         import ray
 
         address = self._order.address
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-        except Exception as error:
-            raise LaunchError(unreachable(address, error)) from error
+        for left in reversed(range(REACH_TRIES)):
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+                break
+            except Exception as error:
+                reason = unreachable(address, error)
+                if not left or "Initialization failure from server" not in str(error):
+                    raise LaunchError(reason) from error
+                self._channel.send(NoteEvent(f"{reason}; trying again"))
         by_client = address.startswith("ray://")
         self._channel.send(ReachedEvent("" if by_client else ray.util.get_node_ip_address()))
 

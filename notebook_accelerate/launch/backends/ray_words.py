@@ -45,9 +45,10 @@ def unreachable(address: str, error: Exception) -> str:
             "no Ray cluster was found. Start one with `ray start --head` (or ray.init() in the notebook), set the "
             "variable RAY_ADDRESS, or pass on='ray://host:10001'"
         )
-    first = text.splitlines()[0] if text else ""
+    lines = text.splitlines() or [""]
+    said = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # what failed, and the end of its traceback
     hint = "" if address.startswith("ray://") else "; a machine that is no node of it passes on='ray://host:10001'"
-    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {first}{hint}"
+    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {said}{hint}"
 
 
 _PLACE = re.compile(r"address: ([\w.:]+)")

@@ -148,5 +148,7 @@ def test_errors_of_ray_in_a_sentence() -> None:
     crashed = RuntimeError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR")
     assert cause(crashed).startswith("its actor's process has died")
     assert "ray start --head" in unreachable("auto", ConnectionError("Could not find any running Ray instance"))
-    assert "could not be reached: ConnectionError: no route" in unreachable("a:1", ConnectionError("no route\nmore"))
+    said = unreachable("a:1", ConnectionError("no route\nTraceback:\n  File x\nOSError: down"))
+    assert "could not be reached: ConnectionError: no route OSError: down" in said
+    assert "ConnectionError: no route; a machine" in unreachable("a:1", ConnectionError("no route"))
     assert unreachable("a:1", RuntimeError("Version mismatch: The cluster\n was")).startswith("the notebook's Ray")
