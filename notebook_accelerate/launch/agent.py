@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.telemetry import Event, InputReply, InputRequest, Sink
+from notebook_accelerate.telemetry import AnsweredEvent, Event, InputReply, InputRequest, Sink
 
 PERIOD = 0.05
 """Seconds between two flushes of the event queue."""
@@ -23,6 +24,7 @@ class Agent:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
+        self._questions = itertools.count(1)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {InputReply: self._replies.put}
         self._ticks: list[Callable[[], None]] = []
         self._stopping = threading.Event()
@@ -57,8 +59,13 @@ class Agent:
         Raises:
             EOFError: There is nobody to ask.
         """
-        self.sink.send(InputRequest(prompt, password, shown, kind))
-        reply = self._replies.get()
+        number = next(self._questions)
+        self.sink.send(InputRequest(prompt, password, shown, kind, number))
+        try:
+            while (reply := self._replies.get()).number != number:
+                pass  # a second notebook's answer to an earlier question
+        finally:  # an interrupt, too, ends the question
+            self.sink.send(AnsweredEvent(number))
         if reply.text is None:
             raise EOFError("the notebook gave no answer")
         return reply.text

@@ -231,4 +231,7 @@ def prompt(question: Question) -> None:
             text = input(label + question.request.prompt)
     except (EOFError, RuntimeError, NotImplementedError):  # the front end cannot prompt
         text = None
+    if question.over:
+        print(f"{label}this was answered in another notebook")  # noqa: T201 - the same
+        return
     question.answer(text)

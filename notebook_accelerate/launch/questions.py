@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,12 +15,23 @@ from notebook_accelerate.telemetry.channel import Sender
 
 @dataclass
 class Question:
-    """A rank that waits for a line of text."""
+    """A rank that waits for a line of text.
+
+    Attributes:
+        rank: Global index.
+        request: What it asks.
+        channel: The way down to it.
+        answered: Called with the rank as soon as it is answered here.
+        here: Whether this notebook's user is asked; of another notebook's rank the question can be answered here too.
+        over: Whether it has been answered.
+    """
 
     rank: int
     request: InputRequest
     channel: Sender
     answered: Callable[[int], None]
+    here: bool = True
+    over: bool = False
 
     @property
     def of_debugger(self) -> bool:
@@ -31,7 +42,7 @@ class Question:
         """Send the line; None means there is none. A rank that has ended meanwhile needs no answer."""
         self.answered(self.rank)
         with suppress(ChannelClosedError):
-            self.channel.send(InputReply(text))
+            self.channel.send(InputReply(text, self.request.number))
 
 
 class Board:
@@ -40,6 +51,7 @@ class Board:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open: dict[int, Question] = {}
+        self._last: dict[int, Question] = {}
         self._debugged: set[int] = set()
         self._closed = False
         self._endings = 0
@@ -47,7 +59,7 @@ class Board:
     def put(self, question: Question) -> None:
         """A rank asks."""
         with self._changed:
-            self._open[question.rank] = question
+            self._open[question.rank] = self._last[question.rank] = question
             if question.of_debugger:
                 self._debugged.add(question.rank)
             self._changed.notify_all()
@@ -58,6 +70,15 @@ class Board:
             self._open.pop(rank, None)
             self._debugged.discard(rank)
             self._changed.notify_all()
+
+    def withdraw(self, rank: int, number: int) -> None:
+        """A rank has its answer to question ``number``, from here or from another notebook."""
+        with self._changed:
+            last = self._last.get(rank)
+            if last is not None and last.request.number == number:
+                last.over = True
+                self._open.pop(rank, None)
+                self._changed.notify_all()
 
     def close(self) -> None:
         """The run has ended."""
@@ -81,12 +102,15 @@ class Board:
         with self._changed:
             return [self._open[rank] for rank in sorted(self._open)]
 
-    def take(self, timeout: float | None = None, rank: int | None = None) -> Question | None:
+    def take(
+        self, timeout: float | None = None, rank: int | None = None, among: Collection[int] | None = None
+    ) -> Question | None:
         """Wait for a question and take it.
 
         Args:
             timeout: Seconds; None waits until the run ends.
             rank: Only of this rank, and only while its debugger holds it.
+            among: Only of these ranks; None means those whose questions are for this notebook's user.
 
         Returns:
             The question; None when the time is over, the run has ended, or the debugger has let ``rank`` go.
@@ -95,7 +119,7 @@ class Board:
         with self._changed:
             ending = self._endings
             while not self._closed and ending == self._endings:
-                if (question := self._next(rank)) is not None:
+                if (question := self._next(rank, among)) is not None:
                     return self._open.pop(question.rank)
                 left = None if deadline is None else deadline - time.monotonic()
                 if (left is not None and left <= 0) or (rank is not None and timeout is None and self._let_go(rank)):
@@ -126,10 +150,11 @@ class Board:
             question = self._open.get(rank)
             return self._open.pop(rank) if question is not None and question.of_debugger else None
 
-    def _next(self, rank: int | None) -> Question | None:
+    def _next(self, rank: int | None, among: Collection[int] | None) -> Question | None:
         if rank is not None:
             return self._open.get(rank)
-        return self._open[min(self._open)] if self._open else None
+        wanted = [each for each, question in self._open.items() if (question.here if among is None else each in among)]
+        return self._open[min(wanted)] if wanted else None
 
     def _let_go(self, rank: int) -> bool:
         return rank not in self._debugged

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from notebook_accelerate.telemetry.channel import Channel, Decoder, Stamped, encode
 from notebook_accelerate.telemetry.events import (
+    AnsweredEvent,
     DisplayEvent,
     DroppedEvent,
     Event,
@@ -28,6 +29,7 @@ from notebook_accelerate.telemetry.steptime import StepTimeEvent
 from notebook_accelerate.telemetry.store import Metrics, MetricSeries, Store
 
 __all__ = [
+    "AnsweredEvent",
     "Channel",
     "Decoder",
     "DisplayEvent",

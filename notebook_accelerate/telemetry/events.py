@@ -113,7 +113,8 @@ class DisplayEvent(Event):
 class InputRequest(Event):
     """A rank waits for a line of text from the user.
 
-    ``shown`` are lines that belong before the prompt; ``kind`` is "input" or "debugger".
+    ``shown`` are lines that belong before the prompt; ``kind`` is "input" or "debugger"; ``number`` counts the rank's
+    questions, from 1.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -122,15 +123,29 @@ class InputRequest(Event):
     password: bool = False
     shown: str = ""
     kind: str = "input"
+    number: int = 0
 
 
 @dataclass(slots=True)
 class InputReply(Event):
-    """The user's line, without the line break; None means end of file."""
+    """The user's line, without the line break; None means end of file.
+
+    ``number`` is the question's: two notebooks may show one question, and only the first answer counts.
+    """
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
     text: str | None
+    number: int = 0
+
+
+@dataclass(slots=True)
+class AnsweredEvent(Event):
+    """A rank waits no longer for the answer to its question ``number``: nobody else need give one."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    number: int
 
 
 @dataclass(slots=True)

@@ -97,8 +97,10 @@ def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
     assert outside.look(write).dump == ""
 
 
-def _question(ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int]) -> Question:
-    return Question(rank, InputRequest("> ", False, "", kind), ends[0], answered.append)
+def _question(
+    ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int], number: int = 0, *, here: bool = True
+) -> Question:
+    return Question(rank, InputRequest("> ", False, "", kind, number), ends[0], answered.append, here)
 
 
 def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channel]) -> None:
@@ -130,6 +132,34 @@ def test_a_debugger_holds_its_rank_until_it_lets_go(ends: tuple[Channel, Channel
     board.drop(2)
     assert board.debugged() == [0]
     assert board.take(rank=2) is None
+
+
+def test_of_two_notebooks_that_show_a_question_the_first_answer_counts(ends: tuple[Channel, Channel]) -> None:
+    board = Board()
+    board.put(_question(ends, 0, "input", [], 7))
+    taken = board.take(1.0)
+    assert taken is not None
+    board.put(_question(ends, 1, "input", [], 7))
+    board.withdraw(1, 6)
+    assert [question.rank for question in board.open_questions()] == [1]
+    for rank in (0, 1):
+        board.withdraw(rank, 7)
+    assert taken.over
+    assert board.open_questions() == []
+
+
+def test_another_notebooks_question_is_put_before_the_user_where_it_is_asked_for(ends: tuple[Channel, Channel]) -> None:
+    board = Board()
+    board.put(_question(ends, 1, "debugger", [], here=False))
+    assert board.take(0.01) is None
+    assert board.take(0.01, among=[0]) is None
+    board.put(_question(ends, 0, "input", []))
+    for wanted in ({"among": [1]}, {}):
+        question = board.take(1.0, **wanted)
+        assert question is not None
+        assert question.rank == len(wanted)
+    board.put(_question(ends, 1, "debugger", [], here=False))
+    assert board.take(1.0, rank=1) is not None
 
 
 def test_a_waiting_taker_hears_of_the_end(ends: tuple[Channel, Channel]) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from notebook_accelerate.launch.agent import Agent
-from notebook_accelerate.telemetry import Channel, InputReply, Sink, StatusEvent
+from notebook_accelerate.telemetry import AnsweredEvent, Channel, InputReply, InputRequest, Sink, StatusEvent
 
 
 def test_a_handler_that_fails_does_not_end_the_hearing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,5 +21,23 @@ def test_a_handler_that_fails_does_not_end_the_hearing(capsys: pytest.CaptureFix
         agent._hear(event)
     assert [reply.text for reply in heard] == ["still there"]
     assert "AttributeError: half imported" in capsys.readouterr().err
+    kernel.close()
+    agent.sink.channel.close()
+
+
+def test_the_answer_to_an_earlier_question_is_not_taken_for_that_to_a_later_one() -> None:
+    kernel, theirs = Channel.pair()
+    agent = Agent(Sink(Channel(theirs)))
+    agent.start()
+    kernel.send(InputReply("late", 0), InputReply("yes", 1))
+    assert agent.ask("> ") == "yes"
+    heard: list[object] = []
+    while len(heard) < 2:
+        heard += [event for _, event in kernel.receive(10.0)]
+    request, answered = heard
+    assert isinstance(request, InputRequest)
+    assert (request.number, answered) == (1, AnsweredEvent(1))
+    agent.stop()
+    agent._thread.join()
     kernel.close()
     agent.sink.channel.close()
