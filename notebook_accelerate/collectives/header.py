@@ -145,8 +145,8 @@ class Blocks:
         if told != call.header:
             raise DistributedOperationException(
                 f"{call.operation!r} was given {verify.described(call.data)} on rank {PartialState().process_index}, "
-                f"{verify.call_line()}; rank {source} passed other tensors. Every rank must pass the same structure, "
-                "shapes and dtypes (ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
+                f"at {verify.call_line()}; rank {source} passed other tensors. Every rank must pass the same "
+                "structure, shapes and dtypes (ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
             )
         return call.read(data) if needed <= length else None
 

@@ -70,7 +70,7 @@ class _Words(str):
 
 
 def call_line() -> str:
-    """Return file (or notebook cell), line and source of the innermost frame outside of this package."""
+    """Return file, line and source of the innermost frame outside of this package; the kernel names its cells in it."""
     import linecache
 
     frame = sys._getframe(1)
@@ -78,7 +78,7 @@ def call_line() -> str:
         frame = frame.f_back
     name, line = frame.f_code.co_filename, frame.f_lineno
     source = linecache.getline(name, line, frame.f_globals).strip()
-    return f"{name}:{line}{f': {source}' if source else ''}"
+    return f"{name}, line {line}{f': {source}' if source else ''}"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from notebook_accelerate.errors import NotebookAccelerateError
+from notebook_accelerate.launch import tracebacks
 from notebook_accelerate.launch.backends.base import Exit
 from notebook_accelerate.launch.payload import is_cell, load_bytes
 from notebook_accelerate.telemetry import FailureEvent, RankFailure
@@ -23,7 +25,8 @@ _PEER_LOST = re.compile(
 
 def from_event(rank: int, event: FailureEvent) -> RankFailure:
     """Return the failure that a rank told of itself."""
-    last = event.chain[-1]
+    chain = tracebacks.name_cells_of(event.chain)
+    last = chain[-1]
     exception, note = None, event.note
     if event.payload:
         try:
@@ -38,7 +41,11 @@ def from_event(rank: int, event: FailureEvent) -> RankFailure:
         message += f"  ({note})"
     if not isinstance(exception, BaseException):
         exception = None
-    return RankFailure(rank, event.kind, event.time, message, event.chain, exception)
+    if isinstance(exception, NotebookAccelerateError):  # a user's own keeps what it was given
+        exception.args = tuple(
+            tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
+        )
+    return RankFailure(rank, event.kind, event.time, message, chain, exception)
 
 
 def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:

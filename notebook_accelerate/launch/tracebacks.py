@@ -128,6 +128,11 @@ def name_cells(text: str) -> str:
     return text
 
 
+def name_cells_of(chain: tuple[ExceptionInfo, ...]) -> tuple[ExceptionInfo, ...]:
+    """Return ``chain`` with cells named in what the exceptions say; their frames keep the files' names."""
+    return tuple(info._replace(message=name_cells(info.message)) for info in chain)
+
+
 _CELL_FILE = re.compile(r"/[^\s\x1b\"'>]*ipykernel_\d+/\d+\.py|<ipython-input[^>]*>")
 
 

@@ -21,7 +21,7 @@ from notebook_accelerate.launch.payload import install_sources
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.start import start
 from notebook_accelerate.launch.supervisor import Group
-from notebook_accelerate.telemetry import RankFailure
+from notebook_accelerate.telemetry import ExceptionInfo, RankFailure
 from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 
@@ -159,9 +159,9 @@ class WarmRanks:
         if not self.alive:
             raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
         found = [
-            RankFailure(rank, "exception", reply.time, _headline(reply), reply.chain)
+            RankFailure(rank, "exception", reply.time, _headline(chain), chain)
             for rank, reply in replies.items()
-            if reply.chain
+            if (chain := tracebacks.name_cells_of(reply.chain))
         ]
         if found:
             raise CellError(self.run, tuple(ordered(found)))
@@ -176,8 +176,8 @@ class WarmRanks:
         return wanted
 
 
-def _headline(reply: CellReply) -> str:
-    last = reply.chain[-1]
+def _headline(chain: tuple[ExceptionInfo, ...]) -> str:
+    last = chain[-1]
     return f"{last.type}: {last.message}".rstrip(": ")
 
 

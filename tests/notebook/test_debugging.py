@@ -216,6 +216,32 @@ def test_a_different_order(kernel: Kernel) -> None:
     assert text.count("waits in") == 2
 
 
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_what_ranks_passed_is_told_with_their_lines_in_the_cell(kernel: Kernel, method: str, debug: str) -> None:
+    environment = {"ACCELERATE_DEBUG_MODE": debug}
+    cell = kernel.run(
+        "from notebook_accelerate.errors import DistributedOperationException\n"
+        "from notebook_accelerate.utils import gather\n"
+        "def unlike():\n"
+        "    Accelerator()\n"
+        "    if rank() == 0:\n"
+        "        gather(torch.ones(2))\n"
+        "    else:\n"
+        "        gather(torch.ones(3))\n"
+        f"launch(unlike, start_method={method!r}, env={environment})"
+    )
+    text = said(cell)
+    shown = re.search(r"Cell In\[(\d+)\], line \d, in unlike", text)  # a frame of the traceback
+    assert shown is not None, text
+    number = shown[1]
+    assert re.search(rf"rank 0  gather     float32\[2\]  Cell In\[{number}\], line 6: gather\(torch\.ones\(2\)\)", text)
+    assert re.search(rf"rank 1  gather     float32\[3\]  Cell In\[{number}\], line 8: gather\(torch\.ones\(3\)\)", text)
+    cause = kernel.value("str(notebook_accelerate.runs()[-1].failures[0].exception)")
+    assert f"Cell In[{number}], line 6" in cause
+    assert "ipykernel_" not in cause + text
+
+
 def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> None:
     verdict, text = diagnosed(kernel, "in_native_code")
     assert verdict.startswith("rank 1 never reached all_reduce #1 (f32 [4]); it is at Cell In[")
