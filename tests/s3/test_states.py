@@ -17,12 +17,12 @@ from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.s3.conftest import store
+from tests.support.mounted import OWN_MACHINES, to_a_machine_of_its_own
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import ShardedTraining
 from tests.support.trainings import Training, same
 
 MANIFEST = "checkpoint_manifest.json"
-OWN_MACHINES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def names_in(folder: str) -> list[str]:
@@ -34,13 +34,6 @@ def names_in(folder: str) -> list[str]:
 def of_manifest(folder: str) -> list[str]:
     """List the files that a checkpoint should consist of."""
     return sorted([*json.loads(store().cat_file(f"{folder}/{MANIFEST}"))["files"], MANIFEST])
-
-
-def to_a_machine_of_its_own(place: str) -> None:
-    """Give this rank temporary files that no other rank sees."""
-    folder = Path(place) / f"machine_{os.environ['RANK']}"
-    folder.mkdir(exist_ok=True)
-    tempfile.tempdir = str(folder)
 
 
 def left_here() -> list[str]:

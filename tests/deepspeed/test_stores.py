@@ -1,0 +1,48 @@
+"""An engine's checkpoint in a store that fsspec reaches, written by ranks on machines of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.strategies import deepspeed_scripts as scripts
+from tests.parity.strategies.scripts import Case
+from tests.parity.strategies.table import ZERO
+from tests.support.mounted import OWN_MACHINES, to_a_machine_of_its_own
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
+)
+
+HALF = 3
+
+
+def trained(place: str, case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
+    """Train, with temporary files that the other rank does not see."""
+    to_a_machine_of_its_own(place)
+    return scripts.trained(case, folder, save_at)
+
+
+def test_ranks_on_two_machines_resume_as_if_never_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "store" / "checkpoint"
+    whole = Case(**ZERO["stage 3"], steps=2 * HALF)
+    half = Case(**ZERO["stage 3"], first=HALF, steps=HALF)
+    options: dict[str, Any] = {"timeout": 170.0, "env": OWN_MACHINES}
+    expected = run_ranks(trained, str(tmp_path), whole, f"mounted://{folder}", HALF, **options)[0]
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert written == {
+        *json.loads((folder / "checkpoint_manifest.json").read_text())["files"],
+        "checkpoint_manifest.json",
+    }
+    assert len([name for name in written if name.endswith("optim_states.pt")]) == 2
+    assert {"latest", "zero_to_fp32.py"} <= written
+    resumed = run_ranks(trained, str(tmp_path), half, f"mounted://{folder}", None, **options)[0]
+    assert resumed["losses"] == expected["losses"][HALF:]
+    for name, weight in resumed["weights"].items():
+        assert torch.equal(weight, expected["weights"][name]), name

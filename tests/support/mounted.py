@@ -1,0 +1,37 @@
+"""A disk that is reached through fsspec, as a store is: `mounted:///folder`. Importing this module makes it known.
+
+Two ranks see the same files there, which they do not in fsspec's own `memory://`; with `OWN_MACHINES` and
+`to_a_machine_of_its_own` they see no others of each other's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+OWN_MACHINES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+"""Variables of ranks that believe to be alone on their machines."""
+
+
+class MountedFileSystem(LocalFileSystem):  # type: ignore[misc]
+    """The disk under another name."""
+
+    protocol = "mounted"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("mounted://")))
+
+
+fsspec.register_implementation("mounted", MountedFileSystem, clobber=True)
+
+
+def to_a_machine_of_its_own(place: str) -> None:
+    """Give this rank temporary files that no other rank sees."""
+    folder = Path(place) / f"machine_{os.environ['RANK']}"
+    folder.mkdir(exist_ok=True)
+    tempfile.tempdir = str(folder)
