@@ -163,6 +163,30 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
     assert "did not join within 12 s" in said(first)
 
 
+@pytest.mark.parametrize(("backend", "conf"), [("static", {}), ("c10d", SECRET)])
+def test_notebooks_meet_at_an_endpoint_under_a_name(pair: Notebooks, backend: str, conf: dict[str, str]) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    place = ", node_rank=1" if backend == "static" else ""
+
+    def call(name: str, seconds: int, more: str = "") -> str:
+        given = {"rdzv_endpoint": where, "rdzv_id": name, "rdzv_backend": backend}
+        settings = {**conf, "join_timeout": seconds}
+        options = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        return f"run = launch(meet, num_nodes=2, {options}, rdzv_conf={settings}{more})"
+
+    first = pair.kernels[0].submit(call("mine", 500, ", num_processes=1"))
+    pair.kernels[0].wait_for(lambda: "1 of 2 notebooks have joined" in first.stdout, LIMIT)
+    other = pair.kernels[1].run(call("yours", 6, place), LIMIT)
+    assert f"LaunchError: a rendezvous answers at {where}, but not for rdzv_id='yours'" in said(other)
+    second = pair.kernels[1].run(call("mine", 500, f", num_processes=2{place}"), LIMIT)
+    pair.kernels[0].finish(first, LIMIT)
+    for cell in (first, second):
+        cell.expect_ok()
+    assert pair.values("run.results[-1]") == [3.0, 3.0]
+    assert f"rdzv_endpoint={where!r}, rdzv_id='mine'" in first.stdout
+    assert pair.values("run.plan.world_size") == [3, 3]
+
+
 @pytest.mark.parametrize(("failing", "conf"), [(0, SECRET), (2, SECRET), (0, {}), (2, {})])
 def test_a_failure_is_shown_at_its_cell_line_in_every_notebook(
     pair: Notebooks, failing: int, conf: dict[str, str]
