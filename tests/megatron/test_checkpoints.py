@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.megatron.trainings import STEPS, Case, place, prepared, run, steps
+from tests.support.mounted import OWN_MACHINES, to_a_machine_of_its_own
 from tests.support.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -55,6 +56,23 @@ def test_a_file_for_each_part_saves_and_resumes(
             RankError, match=r"this rank's part is mp_rank_00_000: .* degrees that they were written with"
         ):
             run_ranks(run, Case(pp=2, start=str(folder)), world_size=2)
+
+
+def elsewhere(place: str, case: Case) -> list[tuple[float, float]]:
+    """Run a case with temporary files that the other rank does not see."""
+    to_a_machine_of_its_own(place)
+    return run(case)
+
+
+@pytest.mark.parametrize("more", [OLDER, {}], ids=["torch", "torch_dist"])
+def test_ranks_on_two_machines_resume_from_a_store(more: dict[str, Any], tmp_path: Path) -> None:
+    folder = f"mounted://{tmp_path}/store/checkpoint"
+    case = Case(tp=2, more=more)
+    saving = replace(case, save_after=HALF_WAY, save_to=folder)
+    whole = run_ranks(elsewhere, str(tmp_path), saving, env=OWN_MACHINES)
+    going_on = replace(case, start=folder, skipped=HALF_WAY + 1)
+    resumed = run_ranks(elsewhere, str(tmp_path), going_on, env=OWN_MACHINES)
+    assert resumed == [found[HALF_WAY + 1 :] for found in whole]
 
 
 def without_its_manifest(case: Case) -> list[tuple[float, float]]:
