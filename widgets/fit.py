@@ -41,49 +41,124 @@ class Fit:
         available, where = _available(plan, machine)
         if available is None:
             return ""
-        strategy = strategy_of(training, plan.world_size)
         try:
-            estimate = self._estimate(strategy, plan.world_size, training.batch_size or 1)
+            estimate = self._estimate(
+                sharing_of(training, plan.world_size, plan.num_processes), plan.world_size, training.batch_size or 1
+            )
         except Exception as error:  # noqa: BLE001 - the model's own code; the launch can be configured all the same
             return f"The model's memory could not be estimated ({type(error).__name__}: {error})."
-        needed = estimate.training_total * (1 if where else plan.num_processes)
-        if needed <= available:
+        own, main = estimate.training_total, estimate.main_memory_total
+        if where:
+            return self._too_much(estimate, own, where, available) or self._in_main_memory(main, plan, machine)
+        together = f"{convert_bytes((own + main) * plan.num_processes)} for {plan.num_processes} on this machine"
+        return self._too_much(estimate, own + main, together, available // plan.num_processes, available)
+
+    @staticmethod
+    def _too_much(estimate: Any, needed: int, where: str, limit: int, available: int | None = None) -> str:
+        if needed <= limit:
             return ""
-        each = convert_bytes(estimate.training_total)
-        largest = max(estimate.training, key=lambda part: estimate.training[part])
-        together = where or f"{convert_bytes(needed)} for {plan.num_processes} on this machine"
+        parts = {**estimate.training}
+        for part, size in estimate.main_memory.items():
+            parts[part] += size if available is not None else 0
+        largest = max(parts, key=lambda part: parts[part])
         return (
-            f"This will not fit: training needs about {each} per process ({largest} most of it), {together}; there are "
-            f"{convert_bytes(available)}."
+            f"This will not fit: training needs about {convert_bytes(needed)} per process ({largest} most of it), "
+            f"{where}; there are {convert_bytes(available or limit)}."
         )
 
-    def _estimate(self, strategy: str, ranks: int, batch: int) -> Any:
-        key = (strategy, ranks, batch)
+    @staticmethod
+    def _in_main_memory(each: int, plan: LaunchPlan, machine: HardwareInfo) -> str:
+        needed = each * plan.num_processes
+        if needed <= machine.memory_bytes:
+            return ""
+        return (
+            f"This will not fit: what is offloaded takes about {convert_bytes(needed)} of main memory; there are "
+            f"{convert_bytes(machine.memory_bytes)}."
+        )
+
+    def _estimate(self, sharing: dict[str, Any], ranks: int, batch: int) -> Any:
+        key = (repr(sharing), ranks, batch)
         if key not in self._known:
             estimate = importlib.import_module(_ESTIMATE).estimate_memory
-            given = {"strategy": strategy, "num_processes": ranks, "batch_size": batch, **self._options}
+            given = {**sharing, "num_processes": ranks, "batch_size": batch, **self._options}
             self._known[key] = estimate(self._model, **given)
         return self._known[key]
 
 
-def strategy_of(training: TrainingOptions, ranks: int) -> str:
-    """Return how ranks share the model, by `estimate_memory`'s names.
+def sharing_of(training: TrainingOptions, ranks: int, local: int | None = None) -> dict[str, Any]:
+    """Return how ranks share the model, as arguments of `estimate_memory`.
 
     Args:
         training: The training's options.
         ranks: Processes on all machines.
+        local: Processes on this machine; None: all of them.
+
+    Returns:
+        "strategy", and where they say more than it "degrees" and "offload".
     """
-    plain = "ddp" if ranks > 1 else "single"
-    if training.deepspeed_plugin is not None:
-        stage = int(training.deepspeed_plugin.zero_stage or 0)
-        return f"zero{stage}" if stage else plain
-    if (plugin := training.fsdp_plugin) is not None:
-        named = f"{plugin.sharding_strategy} {plugin.reshard_after_forward}".upper()
-        if "NO_SHARD" in named:
-            return plain
-        keeps = "SHARD_GRAD_OP" in named or (plugin.fsdp_version == 2 and plugin.reshard_after_forward is False)
-        return "shard_grad_op" if keeps else "fsdp"
-    return plain
+    degrees = _degrees(training)
+    offload: dict[str, str] = {}
+    if training.megatron_lm_plugin is not None:
+        strategy, offload = _megatron(training.megatron_lm_plugin)
+    elif training.deepspeed_plugin is not None:
+        strategy, offload = _deepspeed(training.deepspeed_plugin, ranks)
+    elif training.fsdp_plugin is not None:
+        strategy, offload = _fsdp(training.fsdp_plugin, ranks)
+        if _HYBRID in _named(training.fsdp_plugin):
+            degrees["dp_replicate"] = ranks // (local or ranks)
+    elif degrees.keys() & {"dp_shard", "cp"}:
+        strategy = "fsdp"
+    else:
+        strategy = next((name for name in ("tp", "pp") if name in degrees), _plain(ranks))
+    found = {"strategy": strategy, "degrees": {name: size for name, size in degrees.items() if size > 1}}
+    return {name: value for name, value in {**found, "offload": offload}.items() if value}
+
+
+_HYBRID = "HYBRID"
+
+
+def _plain(ranks: int) -> str:
+    return "ddp" if ranks > 1 else "single"
+
+
+def _degrees(training: TrainingOptions) -> dict[str, int]:
+    if (plugin := training.megatron_lm_plugin) is not None:
+        given = {"tp": plugin.tp_degree, "pp": plugin.pp_degree, "cp": plugin.context_parallel_size}
+        return {name: int(degree) for name, degree in given.items() if degree}
+    if (config := training.parallelism_config) is not None:
+        return {name: int(getattr(config, f"{name}_size")) for name in config.active_mesh_dims}
+    return {"tp": training.torch_tp_plugin.tp_size} if training.torch_tp_plugin is not None else {}
+
+
+def _megatron(plugin: Any) -> tuple[str, dict[str, str]]:
+    strategy = "megatron_distributed_optimizer" if plugin.use_distributed_optimizer else "megatron"
+    return strategy, {"optimizer": "cpu"} if plugin.optimizer_cpu_offload else {}
+
+
+def _deepspeed(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
+    """Return the stage, and what is offloaded; with the optimizer go the gradients that it takes."""
+    stage = int(plugin.zero_stage or 0)
+    places = {"cpu": "cpu", "nvme": "disk"}
+    offload = {}
+    if (place := places.get(str(plugin.offload_optimizer_device))) and stage:
+        offload = {"optimizer": place, **({"gradients": "cpu"} if stage > 1 else {})}
+    if (place := places.get(str(plugin.offload_param_device))) and stage == 3:
+        offload["weights"] = place
+    return (f"zero{stage}" if stage else _plain(ranks)), offload
+
+
+def _fsdp(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
+    offload = dict.fromkeys(("weights", "gradients", "optimizer"), "cpu") if plugin.offloads else {}
+    named = _named(plugin)
+    if "NO_SHARD" in named:
+        return _plain(ranks), offload
+    keeps = "SHARD_GRAD_OP" in named or f"{_HYBRID}_SHARD_ZERO2" in named
+    keeps = keeps or (plugin.fsdp_version == 2 and plugin.reshard_after_forward is False)
+    return ("shard_grad_op" if keeps else "fsdp"), offload
+
+
+def _named(plugin: Any) -> str:
+    return f"{plugin.sharding_strategy} {plugin.reshard_after_forward}".upper() if plugin is not None else ""
 
 
 def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str]:
@@ -95,4 +170,4 @@ def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str
     return None, ""
 
 
-__all__ = ["Fit", "strategy_of"]
+__all__ = ["Fit", "sharing_of"]

@@ -31,6 +31,7 @@ class Estimate(Protocol):
     training: dict[str, int]
     inference: dict[str, int]
     assumptions: tuple[str, ...]
+    main_memory: dict[str, int]
 
 
 class Placed(Protocol):
@@ -58,10 +59,13 @@ def estimate_html(estimate: Estimate, available: int | None = None) -> str:
         available: Bytes of the device; None: not known, and nothing is compared.
     """
     longest = max(sum(estimate.training.values()), sum(estimate.inference.values()), available or 0, 1)
+    longest = max(longest, sum(estimate.main_memory.values()))
     rows = "".join(
         _bar(what, parts, longest, available)
         for what, parts in (("training", estimate.training), ("inference", estimate.inference))
     )
+    if estimate.main_memory:
+        rows += _bar("training, in main memory", estimate.main_memory, longest, None)
     notes = "".join(f"<li>{escape(line)}</li>" for line in estimate.assumptions)
     return f'<div class="na-memory" style="{_BOX}">{rows}<ul style="{_NOTES}">{notes}</ul></div>'
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.empty import init_on_device
+from notebook_accelerate.big_modeling.sharing import STRATEGIES, Layout, checked_offload
 from notebook_accelerate.big_modeling.sizes import dtype_of, readable, sizes_of
 from notebook_accelerate.big_modeling.tied import device_of
 from notebook_accelerate.big_modeling.walk import tree_of
@@ -24,57 +26,36 @@ OPTIMIZERS: dict[str, float] = {
 """Bytes of state per trainable element; torch keeps states in the weights' dtype, here float32."""
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """Which parts a strategy divides among ranks.
-
-    Attributes:
-        weights: Whether each rank has its share of the weights only.
-        gradients: The same for gradients.
-        optimizer: The same for optimizer states.
-        buckets: Whether gradients are copied once more for their reduction.
-    """
-
-    weights: bool = False
-    gradients: bool = False
-    optimizer: bool = False
-    buckets: bool = False
-
-
-STRATEGIES: dict[str, Sharing] = {
-    "single": Sharing(),
-    "ddp": Sharing(buckets=True),
-    "zero1": Sharing(optimizer=True),
-    "zero2": Sharing(gradients=True, optimizer=True),
-    "shard_grad_op": Sharing(gradients=True, optimizer=True),
-    "zero3": Sharing(weights=True, gradients=True, optimizer=True),
-    "fsdp": Sharing(weights=True, gradients=True, optimizer=True),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Bytes per rank, by part.
 
     Attributes:
-        training: Weights, gradients, optimizer, activations, buffers and what the strategy adds.
-        inference: Weights, buffers, activations.
+        training: On the device: weights, gradients, optimizer, activations, buffers and what the strategy adds.
+        inference: The same for weights, buffers and activations.
         assumptions: What the numbers rest on, one sentence each.
+        main_memory: What a training keeps in main memory in place of the device.
     """
 
     training: dict[str, int]
     inference: dict[str, int]
     assumptions: tuple[str, ...] = ()
+    main_memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def training_total(self) -> int:
-        """Bytes that training needs on each rank."""
+        """Bytes that training needs on each rank's device."""
         return sum(self.training.values())
 
     @property
     def inference_total(self) -> int:
-        """Bytes that inference needs on each rank."""
+        """Bytes that inference needs on each rank's device."""
         return sum(self.inference.values())
+
+    @property
+    def main_memory_total(self) -> int:
+        """Bytes that training keeps in main memory for each rank."""
+        return sum(self.main_memory.values())
 
     def __str__(self) -> str:
         lines = [f"{'per rank':<14}{'training':>12}{'inference':>12}"]
@@ -82,6 +63,9 @@ class MemoryEstimate:
             inference = readable(self.inference[part]) if part in self.inference else "–"
             lines.append(f"{part:<14}{readable(self.training[part]):>12}{inference:>12}")
         lines.append(f"{'together':<14}{readable(self.training_total):>12}{readable(self.inference_total):>12}")
+        if self.main_memory:
+            parts = ", ".join(f"{part} {readable(size)}" for part, size in self.main_memory.items())
+            lines.append(f"in main memory: {parts}")
         return "\n".join([*lines, *self.assumptions])
 
     def _repr_html_(self) -> str:
@@ -98,6 +82,8 @@ def estimate_memory(
     batch_size: int = 1,
     sequence_length: int | None = None,
     inputs: Any = None,
+    degrees: Mapping[str, int] | None = None,
+    offload: Mapping[str, str] | None = None,
 ) -> MemoryEstimate:
     """Say what training and inference need per rank, from the meta device alone: nothing is allocated.
 
@@ -113,35 +99,53 @@ def estimate_memory(
         sequence_length: Tokens per sample, where the model takes token numbers.
         inputs: What the model is called with, in place of tokens: a tensor, a tuple, or a mapping of names; only shapes
             and dtypes count.
+        degrees: How ranks are arranged, by the names of `ParallelismConfig` without "_size": {"tp": 2}; replicas
+            ("dp_replicate") keep whole copies, all other ranks divide what the strategy shards. None: all ranks are
+            of the kind that the strategy names.
+        offload: Where weights, gradients or optimizer are that are not on the device: {"optimizer": "cpu"}, or "disk".
 
     Returns:
         Bytes by part.
 
     Raises:
-        ValueError: A name is not known, or a number is not positive.
+        ValueError: A name is not known, a number is not positive, or the degrees do not make the number of ranks.
     """
     _check(optimizer, strategy, num_processes, batch_size)
-    sharing, ranks = STRATEGIES[strategy], num_processes
+    layout, away = Layout(strategy, num_processes, degrees), checked_offload(offload)
     model = _empty_model(model_or_config).to(dtype_of(dtype))
-    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-    elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    weights = sum(each.nbytes for each in model.parameters())
-    buffers = sum(each.nbytes for each in model.buffers())
     if inputs is None and sequence_length is not None:
         inputs = torch.zeros(batch_size, sequence_length, dtype=torch.long)
     kept, largest, problem = _activations(model, inputs)
-    divided = {
-        "weights": -(-weights // ranks) if sharing.weights else weights,
-        "gradients": -(-trained // ranks) if sharing.gradients else trained,
-        "optimizer": round(elements * OPTIMIZERS[optimizer] / (ranks if sharing.optimizer else 1)),
-    }
-    training = {**divided, "activations": kept, "buffers": buffers}
-    gathered = 2 * _largest_block(model) if sharing.weights and ranks > 1 else 0
-    training["strategy"] = (trained if sharing.buckets and ranks > 1 else 0) + gathered
-    inference = {"weights": divided["weights"], "activations": largest, "buffers": buffers, "strategy": gathered}
+    buffers = sum(each.nbytes for each in model.buffers())
+    sequence, stages = layout.degree("cp") * layout.degree("sp"), layout.degree("pp")
+    parts, trained = _parts(model, layout, optimizer)
+    gathered = 2 * _largest_block(model, layout) if _gathers(layout, away) else 0
+    training = {name: 0 if name in away else size for name, size in parts.items()}
+    training |= {"activations": kept // (sequence * stages), "buffers": buffers}
+    training["strategy"] = (trained if layout.sharing.buckets and layout.reduces else 0) + gathered
+    inference = {"weights": training["weights"], "activations": largest // sequence, "buffers": buffers}
     return MemoryEstimate(
-        training=training, inference=inference, assumptions=_assumptions(problem, sharing, ranks, optimizer)
+        training=training,
+        inference={**inference, "strategy": gathered},
+        assumptions=_assumptions(problem, layout, optimizer, away),
+        main_memory={name: parts[name] for name in parts if away.get(name) == "cpu"},
     )
+
+
+def _parts(model: torch.nn.Module, layout: Layout, optimizer: str) -> tuple[dict[str, int], int]:
+    """Return the bytes of one rank's weights, gradients and optimizer, and those of undivided gradients."""
+    own, sharing = layout.parts(model), layout.sharing
+    weights = sum(each.nbytes * part for each, part in own)
+    trained = sum(each.nbytes * part for each, part in own if each.requires_grad)
+    elements = sum(each.numel() * part for each, part in own if each.requires_grad)
+    whole = {"weights": weights, "gradients": trained, "optimizer": elements * OPTIMIZERS[optimizer]}
+    parts = {name: math.ceil(size / (layout.shards if getattr(sharing, name) else 1)) for name, size in whole.items()}
+    return parts, math.ceil(trained)
+
+
+def _gathers(layout: Layout, away: Mapping[str, str]) -> bool:
+    """Tell whether weights come to the device block by block."""
+    return (layout.sharing.weights and layout.shards > 1) or "weights" in away
 
 
 def _check(optimizer: str, strategy: str, num_processes: int, batch_size: int) -> None:
@@ -222,19 +226,25 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _largest_block(model: torch.nn.Module) -> int:
+def _largest_block(model: torch.nn.Module, layout: Layout) -> int:
+    own = {id(parameter): parameter.nbytes * part for parameter, part in layout.parts(model)}
     blocks = [child for name, child in model.named_modules() if name.rpartition(".")[2].isdigit()]
-    found = (sum(each.nbytes for each in block.parameters()) for block in blocks or model.children())
-    return max(found, default=0)
+    found = (sum(own.get(id(each), 0) for each in block.parameters()) for block in blocks or model.children())
+    return math.ceil(max(found, default=0) or sum(own.values()) / 2)
 
 
-def _assumptions(problem: str, sharing: Sharing, ranks: int, optimizer: str) -> tuple[str, ...]:
+def _assumptions(problem: str, layout: Layout, optimizer: str, away: Mapping[str, str]) -> tuple[str, ...]:
     lines = [problem] if problem else ["Activations are what autograd keeps of one step, without checkpointing."]
     if OPTIMIZERS[optimizer]:
         lines.append(f"{optimizer} keeps {OPTIMIZERS[optimizer]:g} bytes per trained element.")
-    if sharing.buckets and ranks > 1:
+    if layout.sharing.buckets and layout.reduces:
         lines.append("DDP copies gradients into buckets; gradient_as_bucket_view=True saves that.")
-    if sharing.weights and ranks > 1:
+    if layout.degree("tp") > 1:
+        lines.append("Tensor parallelism divides what the model's plan names, every matrix without one; activations of "
+                     "divided layers are counted whole.")  # fmt: skip
+    if layout.degree("pp") > 1:
+        lines.append("The fullest pipeline stage is counted, with the whole batch in flight.")
+    if _gathers(layout, away):
         lines.append("Two blocks are gathered at a time: the one that computes and the next.")
     return (*lines, "The framework itself (CUDA context, allocator, workspaces) comes on top: 0.5 to 1.5 GB per GPU.")
 

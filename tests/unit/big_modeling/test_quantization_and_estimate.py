@@ -124,6 +124,77 @@ def test_estimate_of_parts() -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
+def test_estimate_of_inference() -> None:
+    model = nn.Linear(100, 50)
+    size = (100 * 50 + 50) * 4
+    one = estimate_memory(model, inputs=torch.zeros(8, 100))
+    assert one.inference == {"weights": size, "activations": 2 * 8 * 50 * 4, "buffers": 0, "strategy": 0}
+    sharded = estimate_memory(lambda: Deep(width=32), strategy="fsdp", num_processes=4, sequence_length=4)
+    whole = estimate_memory(lambda: Deep(width=32), sequence_length=4)
+    assert sharded.inference["weights"] == whole.inference["weights"] // 4
+    assert sharded.inference["activations"] == whole.inference["activations"]
+    assert sharded.inference["strategy"] == 2 * _bytes(Deep(width=32).h[0]), "two blocks are gathered"
+    halved = estimate_memory(lambda: Deep(width=32), strategy="ddp", num_processes=4, degrees={"cp": 2}, **TOKENS)
+    assert halved.inference["activations"] == whole.inference["activations"] // 2
+
+
+TOKENS: dict[str, Any] = {"sequence_length": 4}
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def test_replicas_of_shards_divide_by_the_shards_only() -> None:
+    kinds = {"strategy": "fsdp", "num_processes": 8}
+    model = nn.Linear(100, 50)
+    hybrid = estimate_memory(model, **kinds, degrees={"dp_replicate": 2, "dp_shard": 4}).training
+    assert hybrid == estimate_memory(model, strategy="fsdp", num_processes=4).training
+    with_sequences = estimate_memory(model, **kinds, degrees={"dp_shard": 2, "cp": 4}).training
+    assert with_sequences == estimate_memory(model, **kinds).training, "cp shards weights too"
+
+
+def test_tensor_parallelism_divides_what_the_plan_names() -> None:
+    model: Any = nn.Sequential(nn.Linear(16, 64, bias=False), nn.LayerNorm(64), nn.Linear(64, 16, bias=False))
+    matrix, norm = 16 * 64 * 4, 2 * 64 * 4
+    every = estimate_memory(model, strategy="tp", num_processes=4)
+    assert every.training["weights"] == every.training["gradients"] == 2 * matrix // 4 + norm
+    assert every.training["optimizer"] == 2 * every.training["weights"]
+    model.tp_plan = {"0": "colwise"}
+    assert estimate_memory(model, strategy="tp", num_processes=4).inference["weights"] == matrix // 4 + matrix + norm
+    both = estimate_memory(model, strategy="fsdp", num_processes=4, degrees={"tp": 2, "dp_shard": 2})
+    assert both.training["weights"] == (matrix // 2 + matrix + norm) // 2
+
+
+def test_the_fullest_pipeline_stage_counts() -> None:
+    model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(5)], nn.Linear(10, 100, bias=False))
+    layer = 400
+    two = estimate_memory(model, strategy="pp", num_processes=2, inputs=torch.zeros(6, 10))
+    assert two.training["weights"] == 10 * layer, "five small layers, and the large one"
+    three = estimate_memory(model[:5], strategy="pp", num_processes=3, inputs=torch.zeros(6, 10))
+    assert three.training["weights"] == three.inference["weights"] == 2 * layer
+    assert three.training["activations"] == 5 * 6 * 10 * 4 // 3
+    replicas = estimate_memory(model, strategy="megatron_distributed_optimizer", num_processes=8, degrees={"pp": 2})
+    assert replicas.training["optimizer"] == 2 * 10 * layer // 4
+    assert replicas.training["strategy"] == 0
+
+
+def test_what_is_offloaded_is_in_main_memory() -> None:
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+    everything = dict.fromkeys(("weights", "gradients", "optimizer"), "cpu")
+    found = estimate_memory(model, strategy="fsdp", num_processes=2, offload=everything)
+    assert found.main_memory == {"weights": 400, "gradients": 400, "optimizer": 800}
+    assert found.main_memory_total == 1600
+    assert found.training_total == found.training["strategy"] == 2 * 400
+    assert found.inference["weights"] == 0
+    assert "in main memory: weights 400" in str(found)
+    assert "in main memory" in MemoryPanel(found).html()
+    on_disk = estimate_memory(model, strategy="zero2", num_processes=2, offload={"optimizer": "disk"})
+    assert on_disk.main_memory == {}
+    assert on_disk.training["optimizer"] == 0
+    assert on_disk.training["weights"] == 800
+
+
 def test_estimated_activations_are_what_autograd_keeps() -> None:
     model = Deep(width=32)
     tokens = torch.zeros(4, 8, dtype=torch.long)
@@ -143,8 +214,10 @@ def test_estimated_activations_are_what_autograd_keeps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"optimizer": "adma"}, "adamw"), ({"strategy": "x"}, "fsdp"), ({"num_processes": 0}, "1")]
-)
+    ("wrong", "message"), [({"optimizer": "adma"}, "adamw"), ({"strategy": "x"}, "fsdp"), ({"num_processes": 0}, "1"),
+     ({"degrees": {"dp": 2}}, "dp_replicate"), ({"degrees": {"tp": 3}, "num_processes": 4}, "tp=3 = 3"),
+     ({"offload": {"buffers": "cpu"}}, "weights, gradients"), ({"offload": {"weights": "tape"}}, "cpu, disk")]
+)  # fmt: skip
 def test_estimates_of_unknown_things(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         estimate_memory(nn.Linear(2, 2), **wrong)

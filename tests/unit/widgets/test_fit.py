@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from notebook_accelerate import FullyShardedDataParallelPlugin
+from notebook_accelerate import FullyShardedDataParallelPlugin as Fsdp
+from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
 from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.config.megatron import MegatronLMPlugin
+from notebook_accelerate.config.parallelism import TorchTensorParallelPlugin
+from notebook_accelerate.config.parallelism_config import ParallelismConfig as Degrees
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets.config_panel import ConfigPanel, configure
-from notebook_accelerate.widgets.fit import strategy_of
+from notebook_accelerate.widgets.fit import Fit, sharing_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 WEIGHTS = 4 * 1000 * 1000
@@ -57,7 +62,7 @@ def test_the_warning_follows_the_options() -> None:
     assert made.warning == ""
     made = panel(2 * 3 * WEIGHTS)
     assert made.warning
-    made.change(fsdp_plugin=FullyShardedDataParallelPlugin())
+    made.change(fsdp_plugin=Fsdp())
     assert "This will not fit" not in made.warning
     with_inputs = panel(2 * 3 * WEIGHTS, memory={"optimizer": "sgd", "inputs": torch.zeros(10_000, 1000)})
     assert "activations most of it" in with_inputs.warning
@@ -76,20 +81,67 @@ def test_a_model_that_cannot_be_made_does_not_stop_the_panel() -> None:
     assert not made.errors
 
 
+FSDP1: dict[str, Any] = {"fsdp_version": 1}
+
+
 @pytest.mark.parametrize(
     ("options", "ranks", "expected"),
     [
-        ({}, 1, "single"),
-        ({}, 4, "ddp"),
-        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, 4, "fsdp"),
-        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)}, 4,
-         "shard_grad_op"),
-        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy="SHARD_GRAD_OP")}, 4,
-         "shard_grad_op"),
-        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy="NO_SHARD")}, 4, "ddp"),
-        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)}, 4, "zero3"),
-        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=0)}, 4, "ddp"),
+        ({}, 1, {"strategy": "single"}),
+        ({}, 4, {"strategy": "ddp"}),
+        ({"fsdp_plugin": Fsdp(fsdp_version=2)}, 4, {"strategy": "fsdp"}),
+        ({"fsdp_plugin": Fsdp(fsdp_version=2, reshard_after_forward=False)}, 4, {"strategy": "shard_grad_op"}),
+        ({"fsdp_plugin": Fsdp(**FSDP1, sharding_strategy="SHARD_GRAD_OP")}, 4, {"strategy": "shard_grad_op"}),
+        ({"fsdp_plugin": Fsdp(**FSDP1, sharding_strategy="NO_SHARD")}, 4, {"strategy": "ddp"}),
+        ({"fsdp_plugin": Fsdp(**FSDP1, sharding_strategy="HYBRID_SHARD")}, 4,
+         {"strategy": "fsdp", "degrees": {"dp_replicate": 2}}),
+        ({"fsdp_plugin": Fsdp(**FSDP1, sharding_strategy="HYBRID_SHARD_ZERO2")}, 4,
+         {"strategy": "shard_grad_op", "degrees": {"dp_replicate": 2}}),
+        ({"fsdp_plugin": Fsdp(fsdp_version=2, cpu_offload=True)}, 4,
+         {"strategy": "fsdp", "offload": {"weights": "cpu", "gradients": "cpu", "optimizer": "cpu"}}),
+        ({"fsdp_plugin": Fsdp(fsdp_version=2), "parallelism_config": Degrees(dp_replicate_size=2, dp_shard_size=2)}, 4,
+         {"strategy": "fsdp", "degrees": {"dp_replicate": 2, "dp_shard": 2}}),
+        ({"parallelism_config": Degrees(dp_shard_size=2, cp_size=2)}, 4,
+         {"strategy": "fsdp", "degrees": {"dp_shard": 2, "cp": 2}}),
+        ({"parallelism_config": Degrees(tp_size=4)}, 4, {"strategy": "tp", "degrees": {"tp": 4}}),
+        ({"parallelism_config": Degrees(pp_size=2, dp_replicate_size=2)}, 4,
+         {"strategy": "pp", "degrees": {"dp_replicate": 2, "pp": 2}}),
+        ({"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=4)}, 4, {"strategy": "tp", "degrees": {"tp": 4}}),
+        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)}, 4, {"strategy": "zero3"}),
+        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=0)}, 4, {"strategy": "ddp"}),
+        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu")}, 4,
+         {"strategy": "zero2", "offload": {"optimizer": "cpu", "gradients": "cpu"}}),
+        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme", offload_param_nvme_path="/t")},
+         4, {"strategy": "zero3", "offload": {"weights": "disk"}}),
+        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3), "parallelism_config": Degrees(dp_shard_size=2, sp_size=2)},
+         4, {"strategy": "zero3", "degrees": {"dp_shard": 2, "sp": 2}}),
+        ({"megatron_lm_plugin": MegatronLMPlugin(tp_degree=2, pp_degree=2, use_distributed_optimizer=True)}, 8,
+         {"strategy": "megatron_distributed_optimizer", "degrees": {"tp": 2, "pp": 2}}),
     ],
 )  # fmt: skip
-def test_strategies(options: Any, ranks: int, expected: str) -> None:
-    assert strategy_of(TrainingOptions(**options), ranks) == expected
+def test_how_ranks_share_the_model(options: Any, ranks: int, expected: Any) -> None:
+    sharing = sharing_of(TrainingOptions(**options), ranks, local=2)
+    assert sharing == expected
+    estimate_memory(model, num_processes=ranks, **sharing)  # knows all these names
+
+
+def test_what_is_offloaded_is_main_memory_that_ranks_share() -> None:
+    offloaded = Fsdp(fsdp_version=2, cpu_offload=True)
+    made = panel(2 * 3 * WEIGHTS - 1)
+    made.change(fsdp_plugin=offloaded)
+    assert "optimizer most of it" in made.warning, "half of four times the weights each, and a whole copy for computing"
+    made = panel(2 * 3 * WEIGHTS)
+    made.change(fsdp_plugin=offloaded)
+    assert made.warning == ""
+
+
+def test_on_gpus_what_is_offloaded_is_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(memory_bytes=WEIGHTS)
+    monkeypatch.setattr("notebook_accelerate.widgets.fit.nvml.gpus", lambda: [gpu, gpu])  # there are none here
+    plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
+    machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
+    options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
+    assert Fit(model).warning(plan, options, machine) == "", "half of four times the weights each, in main memory"
+    assert "needs about 19.07 MB" in Fit(model).warning(plan, TrainingOptions(), machine)
+    machine = SimpleNamespace(memory_bytes=4 * WEIGHTS - 1)
+    assert "offloaded takes about" in Fit(model).warning(plan, options, machine)

@@ -1,0 +1,29 @@
+"""The memory estimate of transformers' configurations: `make test-clients`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from notebook_accelerate.big_modeling import estimate_memory
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
+)
+
+
+def test_a_configuration_is_estimated_as_its_model() -> None:
+    from transformers import AutoModel, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )  # fmt: skip
+    weights = sum(each.nbytes for each in AutoModel.from_config(config).parameters())
+    one = estimate_memory(config, sequence_length=8, batch_size=2)
+    assert one.training["weights"] == one.inference["weights"] == weights
+    assert one.inference["activations"] == 2 * 2 * 8 * 64 * 4, "the widest output, twice"
+    assert one.training["activations"] > one.inference["activations"]
+    two = estimate_memory(config, strategy="tp", num_processes=2)
+    norms = 4 * 5 * 32
+    assert two.training["weights"] == norms + (weights - norms) // 2, "the model's plan leaves only norms whole"
