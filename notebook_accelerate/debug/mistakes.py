@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accelerate.debug.protocol import CheckEvent
@@ -39,6 +40,7 @@ class Mistakes:
     def __init__(self, world: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._world, self._clock = world, clock
         self._facts: dict[tuple[str, int], dict[int, list[float]]] = {}
+        self._models: dict[int, deque[list[float]]] = {}
         self._numbers: dict[str, dict[int, tuple[int, float]]] = {}
         self._since: dict[str, float] = {}
         self._behind: dict[int, float] = {}
@@ -52,6 +54,8 @@ class Mistakes:
             self._numbers.setdefault(event.check, {})[rank] = (event.key, event.values[0])
             self._since.setdefault(event.check, self._clock())
             return []
+        if event.check == "parameters" and not event.key:
+            return self._model(rank, event.values)
         told = self._facts.setdefault((event.check, event.key), {})
         told[rank] = event.values
         if len(told) < self._world or self._world < 2:
@@ -77,11 +81,16 @@ class Mistakes:
         self._said.add(name)
         return [text]
 
+    def _model(self, rank: int, values: list[float]) -> list[str]:
+        """Compare a prepared model with the same one of the others; a rank may be models ahead of them."""
+        self._models.setdefault(rank, deque()).append(values)
+        if self._world < 2 or len(self._models) < self._world or not all(self._models.values()):
+            return []
+        return self._parameters(0, {each: waiting.popleft() for each, waiting in self._models.items()})
+
     def _parameters(self, step: int, told: Mapping[int, list[float]]) -> list[str]:
         first = told[min(told)]
         others = [rank for rank in sorted(told) if not _close(told[rank], first)]
-        if not step:
-            del self._facts["parameters", 0]  # another model's may come
         if not others:
             return []
         who = f"parameters of {rank_names(others)} differ from those of rank {min(told)}"

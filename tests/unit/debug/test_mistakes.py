@@ -67,6 +67,17 @@ def test_a_second_model_is_compared_by_itself() -> None:
     assert _tell(found, "parameters", 0, [9.0, 5.0], [9.0, 5.0]) == []
 
 
+def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None:
+    mistakes = Mistakes(2)
+    first, second, third = CheckEvent("parameters", 0, [4.0, 1]), CheckEvent("parameters", 0, [9.0, 2]), 0.5
+    for event in (first, second, CheckEvent("parameters", 0, [1.0, third])):
+        assert mistakes.note(0, event) == []
+    assert mistakes.note(1, first) == []
+    assert mistakes.note(1, second) == []
+    [warning] = mistakes.note(1, CheckEvent("parameters", 0, [1.0, third + 1]))
+    assert warning.startswith("parameters of rank 1 differ from those of rank 0 after prepare; ")
+
+
 def test_the_same_data_is_told_after_two_batches() -> None:
     found = Mistakes(2)
     assert _tell(found, "batch", 1, [2.0, 1.0, 2.0], [2.0, 1.0, 2.0]) == []
