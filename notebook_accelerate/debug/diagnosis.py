@@ -66,6 +66,7 @@ class Diagnosis:
         places: Where every rank is, by rank.
         groups: Ranks that are at the same place, the largest group first.
         time: When it was made, in seconds since the epoch.
+        mistake: The usual mistake that it comes from, with the fix, in a line; "" where it shows none.
     """
 
     verdict: str
@@ -75,6 +76,7 @@ class Diagnosis:
     name_place: Callable[[FrameInfo], str] = field(
         repr=False, compare=False, default=lambda f: f"{f.filename}:{f.lineno}"
     )
+    mistake: str = ""
 
     @property
     def text(self) -> str:
@@ -125,7 +127,7 @@ def diagnose(
     """
     moment = time.time() if now is None else now
     verdict = _Verdict(places, name_place, moment)
-    return Diagnosis(verdict.sentence(), tuple(places), _groups(places), moment, name_place)
+    return Diagnosis(verdict.sentence(), tuple(places), _groups(places), moment, name_place, verdict.mistake)
 
 
 def _groups(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], ...]:
@@ -146,6 +148,7 @@ class _Verdict:
     def __init__(self, places: Sequence[RankPlace], name_place: Callable[[FrameInfo], str], now: float) -> None:
         self._places, self._name_place, self._now = places, name_place, now
         self._running = [place for place in places if place.state in ("running", "starting", "stopping")]
+        self.mistake = ""
 
     def sentence(self) -> str:
         if not self._running:
@@ -174,7 +177,7 @@ class _Verdict:
         if len(calls) < 2:
             return ""
         sides = [f"{rank_names(ranks)} called {texts[call]}" for call, ranks in calls.items()]
-        return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides) + _guard_of(here)
+        return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides) + self._guard(first, here)
 
     def _absent(self, first: Collective, here: Sequence[RankPlace]) -> str:
         present = {place.rank for place in here}
@@ -191,9 +194,20 @@ class _Verdict:
                 return f"{who} in {first.text()}, which {rank_names(passed)} already left"
             return f"all ranks wait in {first.text()}, for {waited}: the network or a device is the likely cause"
         ranks = rank_names([place.rank for place in absent])
-        guard = _guard_of(here)
+        guard = self._guard(first, here)
         rest = "; ".join(self._whereabouts(place, subject="it" if len(absent) == 1 else "") for place in absent)
         return f"{ranks} never reached {first.text()}; {rest}; {who}{guard}"
+
+    def _guard(self, first: Collective, here: Sequence[RankPlace]) -> str:
+        """Say what to do when the waiting ranks call the collective under a condition that names ranks."""
+        for place in here:
+            frame = place.user_frame
+            guard = guard_above(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
+            if guard and frame is not None:
+                fix = f"under {guard!r}: every rank must make it, so move it out of that block"
+                self.mistake = f"the call of {first.text()} at {self._name_place(frame)} stands {fix}"
+                return f". The call stands {fix}"
+        return ""
 
     def _whereabouts(self, place: RankPlace, subject: str = "") -> str:
         name = subject or rank_names([place.rank])
@@ -211,16 +225,6 @@ class _Verdict:
 _GUARD = re.compile(
     r"^\s*(?:el)?if\b.*(?:is_(?:local_)?main_process|is_last_process|\brank\b|process_index|get_rank\(\))"
 )
-
-
-def _guard_of(places: Sequence[RankPlace]) -> str:
-    """Return what to do when the waiting ranks call the collective under a condition that names ranks."""
-    for place in places:
-        frame = place.user_frame
-        guard = guard_above(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
-        if guard:
-            return f". The call stands under {guard!r}: every rank must make it, so move it out of that block"
-    return ""
 
 
 def guard_above(lines: Sequence[str], number: int) -> str:

@@ -70,7 +70,10 @@ class Inspection:
         Returns:
             The verdict in a sentence, and the ranks grouped by place; works for ranks that cannot answer, too.
         """
-        return self._session().diagnose()
+        found = self._session().diagnose()
+        if found.mistake and found.mistake not in self.warnings:
+            self.warnings.append(found.mistake)
+        return found
 
     def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
         """Return the main thread's frames by rank, outermost first.

@@ -198,6 +198,24 @@ def test_a_collective_under_a_condition_that_names_ranks(kernel: Kernel) -> None
     assert verdict.endswith(
         "The call stands under 'if accelerator.is_main_process:': every rank must make it, so move it out of that block"
     )
+    warning, *others = kernel.value("(run.diagnose(), run.warnings)[1]")
+    assert others == []
+    assert re.fullmatch(
+        rf"the call of all_\w+ #1 \(.*\) at Cell In\[\d+\], line {line_of('def guarded') + 3} stands under "
+        r"'if accelerator\.is_main_process:': every rank must make it, so move it out of that block",
+        warning,
+    ), warning
+
+
+def test_a_standstill_under_a_condition_that_names_ranks_is_among_the_warnings(kernel: Kernel) -> None:
+    kernel.check("stall.STALL_SECONDS, before = 2.5, stall.STALL_SECONDS")
+    cell = kernel.check("run = go(guarded)")
+    try:
+        kernel.wait_for(lambda: "stands still" in cell.stderr, timeout=30)
+        [warning] = kernel.value("run.warnings")
+    finally:
+        kernel.check("stall.STALL_SECONDS = before")
+    assert "stands under 'if accelerator.is_main_process:': every rank must make it" in warning
 
 
 def test_different_shapes(kernel: Kernel) -> None:
@@ -516,6 +534,64 @@ def test_a_gradient_that_is_nan_on_one_rank_only(kernel: Kernel) -> None:
     assert warning.startswith(
         "the gradients (before they are averaged) of rank 1 became nan at backward #4, before any other rank's; "
     )
+
+
+@pytest.mark.parametrize(("seeded", "said"), [("torch.manual_seed(0)", 0), ("torch.manual_seed(rank())", 1)])
+def test_a_model_that_no_prepare_makes_equal(kernel: Kernel, seeded: str, said: int) -> None:
+    """DDP sends rank 0's parameters to all ranks: one without anything to train, as a teacher, it does not wrap."""
+    kernel.check(
+        "def teaching():\n"
+        "    accelerator = Accelerator()\n"
+        f"    {seeded}\n"
+        "    student, teacher = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1).requires_grad_(False)\n"
+        "    student, teacher = accelerator.prepare(student, teacher)\n"
+        "    accelerator.wait_for_everyone()\n"
+        "    return [float(module.weight.sum()) for module in (accelerator.unwrap_model(student), teacher)]\n"
+        "run = launch(teaching)",
+        timeout=60,
+    )
+    first, second = kernel.value("run.results")
+    assert first[0] == second[0]
+    assert (first[1] != second[1]) == bool(said)
+    warnings = kernel.value("run.warnings")
+    assert len(warnings) == said
+    assert all(w.startswith("parameters of rank 1 differ from those of rank 0 after prepare; ") for w in warnings)
+
+
+def test_ranks_that_train_apart(kernel: Kernel) -> None:
+    """The prepared model is passed by: nothing averages the gradients."""
+    kernel.check(
+        "def apart():\n"
+        "    accelerator = Accelerator()\n"
+        "    torch.manual_seed(0)\n"
+        "    model = torch.nn.Linear(4, 1)\n"
+        "    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "    accelerator.backward(model(torch.ones(2, 4) * (1 + rank())).pow(2).mean())\n"
+        "    optimizer.step()\n"
+        "    accelerator.wait_for_everyone()\n"
+        "run = launch(apart)",
+        timeout=60,
+    )
+    [warning] = kernel.value("run.warnings")
+    assert warning.startswith(
+        "parameters of rank 1 differ from those of rank 0 after optimizer step 1; ranks train apart"
+    )
+
+
+def test_a_rank_that_falls_far_behind(kernel: Kernel) -> None:
+    kernel.check(
+        "def uneven():\n"
+        "    accelerator = Accelerator()\n"
+        "    for step in range(100_000):\n"
+        "        accelerator.log({'loss': 1.0}, step=step)\n"
+        "        time.sleep(0.5 if rank() == 1 else 0.01)\n"
+    )
+    cell = kernel.check("run = go(uneven)")
+    kernel.wait_for(lambda: "⚠" in cell.stderr, timeout=60)
+    [warning] = kernel.value("run.warnings")
+    assert re.fullmatch(
+        r"rank 1 is \d+ steps behind \(at \d+ of \d+\); run\.stacks\(ranks=\[1\]\) shows what it does", warning
+    ), warning
 
 
 def test_sound_training_brings_no_warning(kernel: Kernel) -> None:
