@@ -224,12 +224,13 @@ def test_waiting_for_room_can_be_stopped(cluster: LocalCluster) -> None:
 
 
 def test_versions_are_compared_before_the_function_is_sent(cluster: LocalCluster, tmp_path: Path) -> None:
-    for name in ("torch-9.9.9.dist-info",):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    (tmp_path / "torch-9.9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     on = RayCluster(runtime_env={"env_vars": {"PYTHONPATH": path}})
-    with pytest.raises(LaunchError, match=r"has torch 9\.9\.9; the notebook has .*so the function was not sent|so the"):
+    ours = re.escape(torch.__version__)
+    words = rf"so the function was not sent: node \S+ \(127\.0\.0\.\d\) has torch 9\.9\.9; the notebook has {ours}"
+    with pytest.raises(LaunchError, match=words):
         notebook_launcher(print, (), 2, on=on)
 
 
@@ -264,26 +265,61 @@ def test_from_outside_through_rays_client(cluster: LocalCluster) -> None:
     assert [len(run.logs(rank=rank)[0]) for rank in (0, 1)] == [200_000, 200_000]
 
 
-def test_a_node_that_dies_is_named_and_the_ranks_start_again_on_the_others(cluster: LocalCluster) -> None:
+def resumable(folder: str, wait: bool) -> list[float]:
+    """Train six steps with a checkpoint after each; `wait` makes the first attempt stay after the third."""
+    import tests.support.mounted
+    from notebook_accelerate import Accelerator
+
+    class Progress:
+        losses: list[float]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"losses": self.losses}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.losses = state["losses"]
+
+    assert tests.support.mounted.MountedFileSystem.protocol == "mounted"
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(7)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    progress = Progress()
+    progress.losses = []
+    accelerator.register_for_checkpointing(progress)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        accelerator.load_state(folder)
+        print("going on after", len(progress.losses))
+    for batch in torch.randn(6, 12, 4, generator=torch.Generator().manual_seed(0))[len(progress.losses) :]:
+        loss = model(batch.chunk(accelerator.num_processes)[accelerator.process_index]).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        progress.losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        accelerator.log({"loss": progress.losses[-1]}, step=len(progress.losses))
+        accelerator.save_state(folder)
+        if wait and len(progress.losses) == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            print("three steps")
+            time.sleep(600)
+    return progress.losses
+
+
+def tables(run: Any) -> dict[str, list[str]]:
+    """Return the tables of a run's report: the head of each, by its caption."""
+    html = run.report().html
+    found = re.findall(r"<caption[^>]*>(.*?)</caption><thead><tr>(.*?)</tr></thead>", html)
+    return {caption.partition(":")[0]: re.findall(r"<th[^>]*>(.*?)</th>", head) for caption, head in found}
+
+
+def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_the_others(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
     third = cluster.add_node(1)
-
-    def patient(flag: str) -> str:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        print("here")
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            while not Path(flag).exists():
-                time.sleep(0.1)
-            dist.barrier()
-            time.sleep(120)
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}: {int(total)}"
-
-    run = notebook_launcher(patient, ("/nowhere",), 3, on=RayCluster(strategy="SPREAD"), max_restarts=1, block=False)
+    on = RayCluster(strategy="SPREAD")
+    run = notebook_launcher(resumable, (f"mounted://{tmp_path}/a", True), 3, on=on, max_restarts=1, block=False)
     try:
-        until(lambda: all("here" in run.logs(rank=rank) for rank in range(3)))
+        until(lambda: all("three steps" in run.logs(rank=rank) for rank in range(3)))
         assert {info.host.rpartition(", ")[2] for info in run.ranks} == {*cluster.nodes, third}
         lost = next(info for info in run.ranks if info.host.endswith(third))
         lost_on = f"rank {lost.rank}: node {lost.node} ({lost.host}) was lost"
@@ -291,23 +327,39 @@ def test_a_node_that_dies_is_named_and_the_ranks_start_again_on_the_others(clust
         assert run.wait(300)
     finally:
         run.stop(grace=1.0)
-    assert run.results == ("attempt 1: 3",) * 3
     assert run.attempts[0].outcome == f"{lost_on}: the Ray node at {third} has died"
     assert third not in str([info.host for info in run.ranks])
+    assert [run.logs(rank=rank)[-1] for rank in range(3)] == ["going on after 3"] * 3
+
+    alone = notebook_launcher(resumable, (f"mounted://{tmp_path}/b", False), 3, use_port=0)
+    for losses in run.results:
+        assert losses == pytest.approx(alone.results[0], rel=1e-6)
+    assert len(set(alone.results[0])) == 6
+    found, expected = tables(run), tables(alone)
+    found["Ranks"].remove("node")
+    assert found.pop("Attempts") == ["attempt", "started", "seconds", "outcome"]
+    assert found == expected
+    assert {"Ranks", "Metrics", "Configuration", "Environment"} < expected.keys()
+    assert all(run.store.peak_memory[rank] > 0 for rank in range(3))
 
 
-def test_a_node_joins_while_the_launch_waits_for_it(cluster: LocalCluster) -> None:
+def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalCluster) -> None:
+    def place() -> tuple[str, str]:
+        devices = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return os.environ["NODE_RANK"], devices[int(os.environ["LOCAL_RANK"])]
+
     found: list[Any] = []
-    on = RayCluster(resources={"late": 1}, strategy="STRICT_PACK")
-    thread = threading.Thread(
-        target=lambda: found.append(notebook_launcher(lambda: os.environ["NODE_RANK"], (), 2, on=on))
-    )
+    on = RayCluster(resources={"late": 1}, gpus=1, strategy="STRICT_PACK")
+    thread = threading.Thread(target=lambda: found.append(notebook_launcher(place, (), 2, on=on)))
     before = notebook_accelerate.runs()
     thread.start()
     until(lambda: any(run.notes for run in notebook_accelerate.runs() if run not in before))
-    address = cluster.add_node(2, late=2)
+    address = cluster.add_node(2, gpus=3, late=2)  # nobody looks whether it has them
     thread.join(300)
     run = found[0]
-    assert run.results == ("0", "0")
+    assert [node for node, _ in run.results] == ["0", "0"]
+    devices = {device for _, device in run.results}
+    assert len(devices) == 2
+    assert devices < {"0", "1", "2"}
     assert {info.host.rpartition(", ")[2] for info in run.ranks} == {address}
     cluster.kill_node(address)

@@ -52,9 +52,9 @@ class LocalCluster:
         self.address = str(self.ask("head", cpus=cpus[0], client_port=client_port))
         self.nodes = ["127.0.0.2", *(self.add_node(count) for count in cpus[1:])]
 
-    def add_node(self, cpus: int, **resources: float) -> str:
-        """Start another node and return its address."""
-        return str(self.ask("add", cpus=cpus, resources=resources))
+    def add_node(self, cpus: int, gpus: int = 0, **resources: float) -> str:
+        """Start another node, which may claim to have GPUs, and return its address."""
+        return str(self.ask("add", cpus=cpus, gpus=gpus, resources=resources))
 
     def kill_node(self, address: str) -> None:
         """Kill a node's raylet, and with it the node."""
@@ -99,8 +99,8 @@ class _Server:
         self.cluster = _tried(lambda: Cluster(initialize_head=True, head_node_args=arguments))
         return str(self.cluster.address)
 
-    def add(self, cpus: int, resources: dict[str, float]) -> str:
-        arguments = _node(len(self.nodes) + 3, cpus, resources)
+    def add(self, cpus: int, gpus: int, resources: dict[str, float]) -> str:
+        arguments = {**_node(len(self.nodes) + 3, cpus, resources), **({"num_gpus": gpus} if gpus else {})}
         self.nodes[arguments["node_ip_address"]] = _tried(lambda: self.cluster.add_node(**arguments))
         return str(arguments["node_ip_address"])
 
