@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.parity.checkpoints.sharded import insist_on_sharding
+
 WORDS, LENGTH, WIDTH, BLOCKS, BATCH, HEADS = 512, 64, 256, 4, 2, 4
 """A step of some 30 ms on an idle core: 3.4 million parameters, 128 words."""
 CLIP = 1.0
@@ -184,7 +186,7 @@ class Prepared:
     def __init__(self, package: str, strategy: str, blocks: int) -> None:
         plugins = _plugins(import_module(f"{package}.utils"), strategy)
         if package == "accelerate" and strategy == "fsdp2":
-            _insist_on_sharding(plugins["fsdp_plugin"])
+            insist_on_sharding(plugins["fsdp_plugin"])
         self.accelerator = import_module(package).Accelerator(**plugins)
         self.before = resident()
         prepared = self.accelerator.prepare(*parts(blocks))
@@ -215,16 +217,6 @@ def _plugins(utils: Any, strategy: str) -> dict[str, Any]:
         cpu_ram_efficient_loading=False,
     )
     return {"cpu": True, "fsdp_plugin": plugin}
-
-
-def _insist_on_sharding(plugin: Any) -> None:
-    """Make Accelerate 1.15 shard on a CPU, where it otherwise leaves its plugin out and trains with DDP."""
-    state = import_module("accelerate.state")
-    dynamo = import_module("accelerate.utils").TorchDynamoPlugin()
-    state.AcceleratorState(cpu=True, fsdp_plugin=plugin, dynamo_plugin=dynamo, _from_accelerator=True)
-    for shared in (state.PartialState._shared_state, state.AcceleratorState._shared_state):
-        shared["distributed_type"] = state.DistributedType.FSDP
-    state.AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
 # ---- commands

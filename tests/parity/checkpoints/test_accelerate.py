@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,14 +15,18 @@ import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, checkpointing
-from tests.parity.checkpoints import scripts
+from tests.parity.checkpoints import scripts, sharded
 from tests.support import peer
 from tests.support.fresh import fresh_state
 from tests.support.ranks import run_ranks
 
 __all__ = ["fresh_state"]
 
-_SCRIPT = inspect.getsource(scripts).replace("from __future__ import annotations\n", "")
+
+def _source(module: ModuleType) -> str:
+    return inspect.getsource(module).replace("from __future__ import annotations\n", "")
+
+
 _CALL = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -28,9 +35,9 @@ print(json.dumps(globals()[function]("accelerate", *arguments)))
 """
 
 
-def in_accelerate(function: str, *arguments: Any, world_size: int = 1) -> Any:
+def in_accelerate(function: str, *arguments: Any, world_size: int = 1, module: ModuleType = scripts) -> Any:
     """Call one of the scripts' functions with the real package."""
-    return json.loads(peer.run(_SCRIPT + _CALL, function, json.dumps(arguments), world_size=world_size))
+    return json.loads(peer.run(_source(module) + _CALL, function, json.dumps(arguments), world_size=world_size))
 
 
 def here(function: str, *arguments: Any) -> Any:
@@ -79,6 +86,54 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(here, "go_on", str(tmp_path / "theirs"))[0] == expected
     expected = run_ranks(here, "train", str(tmp_path / "ours"), True)[0]
     assert in_accelerate("go_on", str(tmp_path / "ours"), world_size=2) == expected
+
+
+def sharded_here(function: str, folder: str) -> list[float]:
+    """Call one of the functions of the sharded training with this package."""
+    found: list[float] = getattr(sharded, function)("notebook_accelerate", folder)
+    return found
+
+
+def test_sharded_states_go_on_in_either_package(tmp_path: Path) -> None:
+    theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    expected = in_accelerate("train", theirs, world_size=2, module=sharded)
+    assert run_ranks(sharded_here, "go_on", theirs)[0] == expected
+    assert run_ranks(sharded_here, "train", ours)[0] == expected
+    assert in_accelerate("go_on", ours, world_size=2, module=sharded) == expected
+    names = [{path.relative_to(place).as_posix() for path in Path(place).rglob("*")} for place in (theirs, ours)]
+    assert names[1] - names[0] == {"checkpoint_manifest.json"}
+    assert names[0] <= names[1]
+    assert {"pytorch_model_fsdp_0/.metadata", "optimizer_0/__1_0.distcp"} <= names[0]
+
+
+_OFFLOADED = """
+import sys, torch
+from PACKAGE.utils import OffloadedWeightsLoader, offload_state_dict
+torch.manual_seed(0)
+state = {"half": torch.randn(3, 4).bfloat16(), "scalar": torch.tensor(7), "whole.weight": torch.randn(5),
+         "flags": torch.tensor([True, False]), "small": torch.randn(2, 2).half()}
+if sys.argv[1] == "write":
+    offload_state_dict(sys.argv[2], state)
+else:
+    loader = OffloadedWeightsLoader(save_folder=sys.argv[2])
+    assert sorted(loader) == sorted(state)
+    for name, tensor in state.items():
+        assert loader[name].dtype == tensor.dtype and torch.equal(loader[name], tensor), name
+"""
+
+
+def test_folders_of_offloaded_weights(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    here = _OFFLOADED.replace("PACKAGE", "notebook_accelerate")
+    there = _OFFLOADED.replace("PACKAGE", "accelerate")
+    peer.run(there, "write", str(theirs))
+    for action, folder in (("write", ours), ("read", theirs)):
+        subprocess.run([sys.executable, "-c", here, action, str(folder)], check=True, timeout=120)
+    peer.run(there, "read", str(ours))
+    assert json.loads((ours / "index.json").read_text()) == json.loads((theirs / "index.json").read_text())
+    data = [{path.name: path.read_bytes() for path in folder.glob("*.dat")} for folder in (ours, theirs)]
+    assert data[0] == data[1]
+    assert len(data[0]) == 5
 
 
 _SHARDS = """

@@ -1,0 +1,80 @@
+"""A sharded training for both packages, as `scripts.py` has one that is not sharded; it runs on two ranks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def insist_on_sharding(plugin: Any) -> None:
+    """Make Accelerate 1.15 shard on a CPU, where it otherwise leaves its plugin out and trains with DDP."""
+    state = import_module("accelerate.state")
+    dynamo = import_module("accelerate.utils").TorchDynamoPlugin()
+    state.AcceleratorState(cpu=True, fsdp_plugin=plugin, dynamo_plugin=dynamo, _from_accelerator=True)
+    for shared in (state.PartialState._shared_state, state.AcceleratorState._shared_state):
+        shared["distributed_type"] = state.DistributedType.FSDP
+    state.AcceleratorState._shared_state["fsdp_plugin"] = plugin
+
+
+class ShardedTraining:
+    """A model that two ranks share, its optimizer and schedule.
+
+    Args:
+        package: accelerate or notebook_accelerate.
+        seed: Of the weights.
+    """
+
+    def __init__(self, package: str, seed: int) -> None:
+        import torch
+
+        plugin = import_module(f"{package}.utils").FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            state_dict_type="SHARDED_STATE_DICT",
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=40,
+            cpu_ram_efficient_loading=False,
+        )
+        if package == "accelerate":
+            insist_on_sharding(plugin)
+        self.accelerator = import_module(package).Accelerator(cpu=True, fsdp_plugin=plugin)
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 6))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
+
+    def steps(self, numbers: range) -> list[float]:
+        """Train on the batches of these steps, the same on each rank but for its own random numbers."""
+        import torch
+
+        losses = []
+        for number in numbers:
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+            loss = (self.model(inputs + 0.1 * torch.rand(4, 6)) - inputs).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def found(self, losses: list[float]) -> list[float]:
+        """Return the losses with what shows that the training is sharded, and goes on as it should."""
+        kinds = {type(parameter).__name__ for parameter in self.model.parameters()}
+        assert kinds == {"DTensor"}, kinds
+        return [*losses, *self.schedule.get_last_lr()]
+
+
+def train(package: str, folder: str) -> list[float]:
+    """Train, save, and train on; return the losses after the checkpoint and the rate."""
+    training = ShardedTraining(package, 0)
+    training.steps(range(4))
+    training.accelerator.save_state(folder)
+    return training.found(training.steps(range(4, 8)))
+
+
+def go_on(package: str, folder: str) -> list[float]:
+    """Load and train on; return what `train` does."""
+    training = ShardedTraining(package, 77)
+    training.accelerator.load_state(folder)
+    return training.found(training.steps(range(4, 8)))
