@@ -170,7 +170,7 @@ def _native_thread_names() -> set[str]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has just ended
-            found.add((task / "comm").read_text().strip())
+            found.add(re.sub(r"\d+", "", (task / "comm").read_text().strip()))
     return found
 
 
@@ -188,6 +188,7 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
         finally:
             os._exit(code)
     os.close(writer)
+    came_through = False
     try:
         ready, _, _ = select.select([reader], [], [], seconds)
         came_through = bool(ready) and os.read(reader, 1) == b"1"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +43,22 @@ def test_one_device_after_another() -> None:
     finally:
         shutdown()
     assert started() == before
+
+
+def test_a_kernel_that_has_used_the_runtime_is_not_forked() -> None:
+    script = (
+        "import torch_xla\n"
+        "from notebook_accelerate.launch.preflight import fork_hazard\n"
+        "print('RESULT', fork_hazard())\n"
+        "torch_xla.device()\n"
+        "print('RESULT', fork_hazard())"
+    )
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=150, check=True)
+    told = [line.removeprefix("RESULT").strip() for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert told == ["", "the XLA runtime is initialised in the kernel"]
 
 
 def test_several_devices_of_one_process_are_planned_as_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

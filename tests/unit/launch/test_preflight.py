@@ -1,0 +1,200 @@
+"""Whether a kernel is safe to fork: each hazard in a process of its own, where it is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import DeviceBusyError, Run, notebook_launcher
+from notebook_accelerate.launch import registry
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kernels are forked")
+
+
+def _told(script: str, **environment: str) -> Any:
+    """Run a script in a new interpreter; return what it says in its last line, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import json, os, threading, time\n" + textwrap.dedent(script)],
+        env={**os.environ, **environment},
+        cwd=Path(__file__).resolve().parents[3],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+HAZARD = """
+from notebook_accelerate.launch import preflight
+print(json.dumps(preflight.fork_hazard()))
+"""
+
+
+def test_a_plain_kernel_is_safe() -> None:
+    assert not _told(HAZARD)
+
+
+@pytest.mark.parametrize("name", ["jemalloc", "tcmalloc"])
+def test_another_allocator_is_seen_by_its_library(tmp_path: Path, name: str) -> None:
+    """Any library will do: what the loader was told to put before all others is what the map shows."""
+    found = re.search(r"/\S+/libm[.-]\S+", Path("/proc/self/maps").read_text())
+    if found is None:
+        pytest.skip("this interpreter has its libraries built in")
+    library = shutil.copy(found.group(), tmp_path / f"lib{name}.so.2")
+    assert _told(HAZARD, LD_PRELOAD=str(library)) == f"{name} is the kernel's allocator"
+
+
+def test_an_open_process_group() -> None:
+    script = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """
+    assert _told(textwrap.dedent(script) + HAZARD) == "a process group is open in the kernel"
+
+
+def test_a_thread_that_computes() -> None:
+    script = """
+    def spin():
+        while True:
+            sum(range(1000))
+    threading.Thread(target=spin, name="cruncher", daemon=True).start()
+    from notebook_accelerate.launch import preflight
+    found, end = "", time.monotonic() + 60
+    while not found and time.monotonic() < end:  # a busy machine may have it wait during one look
+        found = preflight.fork_hazard()
+    print(json.dumps(found))
+    """
+    assert _told(script) == "thread 'cruncher' is computing in the kernel"
+
+
+@pytest.mark.parametrize("broken", ["time.sleep(600)", "os._exit(3)", "os.kill(os.getpid(), 11)"])
+def test_a_probe_that_does_not_come_through(broken: str) -> None:
+    """What a library does in a forked child hangs or ends it; the probe is ended, and nothing of it is left."""
+    script = f"""
+    import psutil
+    from notebook_accelerate.launch import preflight
+    os.register_at_fork(after_in_child=lambda: {broken})
+    preflight.PROBE_SECONDS = 0.5
+    begin = time.monotonic()
+    hazards = [preflight.probe(0.5), preflight.probe_if_changed(), preflight.probe_if_changed()]
+    took = time.monotonic() - begin
+    descriptors = len(os.listdir("/proc/self/fd"))
+    hazards.append(preflight.probe(0.5))
+    left = len(os.listdir("/proc/self/fd")) - descriptors
+    print(json.dumps([hazards, took, len(psutil.Process().children()), left]))
+    """
+    hazards, took, children, descriptors = _told(script)
+    assert hazards == ["a probe forked from the kernel did not come through"] * 4  # a failure is not remembered
+    assert (children, descriptors) == (0, 0)
+    assert took < 60, "the child sleeps for ten minutes: its limit has ended it"
+
+
+def test_a_launch_from_such_a_kernel_forks_from_the_clean_server() -> None:
+    script = """
+    import notebook_accelerate
+    os.register_at_fork(after_in_child=lambda: time.sleep(600))
+    run = notebook_accelerate.notebook_launcher(os.getpid, num_processes=2, use_port=0, panel=False)
+    notebook_accelerate.shutdown()
+    print(json.dumps([run.plan.start_method, run.plan.reason, len(set(run.results))]))
+    """
+    method, reason, ranks = _told(script)
+    assert (method, ranks) == ("zygote", 2)
+    assert "a probe forked from the kernel did not come through" in reason
+
+
+def test_a_probe_is_not_repeated_while_the_kernel_is_the_same(tmp_path: Path) -> None:
+    """Other libraries, or threads of another kind, are what a fork may break on: then it is tried again."""
+    script = f"""
+    import ctypes, re, shutil
+    from notebook_accelerate.launch import preflight
+    forks = []
+    os.register_at_fork(before=lambda: forks.append(1))
+    def probed():
+        before = len(forks)
+        assert not preflight.probe_if_changed()
+        return len(forks) - before
+    def wait(name):
+        hold = threading.Event()
+        threading.Thread(target=hold.wait, name=name, daemon=True).start()
+    found = [probed(), probed()]
+    wait("worker-1")
+    found += [probed(), probed()]
+    wait("worker-2")
+    found.append(probed())
+    library = re.search(r"/\\S+/libm[.-]\\S+", open("/proc/self/maps").read())
+    if library:
+        ctypes.CDLL(shutil.copy(library.group(), {str(tmp_path / "libother.so")!r}))
+        found += [probed(), probed()]
+    print(json.dumps(found))
+    """
+    assert _told(script)[:7] in ([1, 0, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0])
+
+
+def test_an_interrupt_while_the_probe_is_awaited_leaves_no_child() -> None:
+    script = """
+    import psutil, signal
+    from notebook_accelerate.launch import preflight
+    os.register_at_fork(after_in_child=lambda: time.sleep(600))
+    def press():
+        while not psutil.Process().children():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        preflight.probe(60)
+    except KeyboardInterrupt:
+        print(json.dumps(len(psutil.Process().children())))
+    """
+    assert _told(script) == 0
+
+
+# ---- devices that another run holds
+
+
+@pytest.fixture
+def running() -> Iterator[Run]:
+    """Return a run that goes on until it is stopped."""
+
+    def wait() -> None:
+        import time
+
+        time.sleep(600)
+
+    run = notebook_launcher(wait, num_processes=2, use_port=0, block=False, panel=False)
+    yield run
+    run.stop(0.5)
+
+
+def test_accelerators_belong_to_one_run_at_a_time(running: Run) -> None:
+    """The plan of a machine with accelerators stands for the one made here; the run is real."""
+    assert running.plan is not None
+    on_cpu, on_cuda = running.plan, replace(running.plan, accelerator="cuda")
+    other = notebook_launcher(int, num_processes=1, panel=False)
+    registry.check_devices(other, on_cpu)  # processors are shared
+    registry.check_devices(other, on_cuda)
+    running.plan = on_cuda
+    registry.check_devices(other, on_cpu)
+    registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
+    registry.check_devices(running, on_cuda)  # its own, when it restarts
+    with pytest.raises(DeviceBusyError) as caught:
+        registry.check_devices(other, on_cuda)
+    place = registry.runs().index(running)
+    assert str(caught.value) == (
+        f"run {running.id} (wait) holds the cuda devices; wait for it, or end it with "
+        f"notebook_accelerate.runs()[{place}].stop()"
+    )
+    running.stop(0.5)
+    registry.check_devices(other, on_cuda)
