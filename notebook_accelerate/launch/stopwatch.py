@@ -5,6 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable
+from typing import NamedTuple
+
+
+class Elsewhere(NamedTuple):
+    """Somebody in another notebook, by the index of its node."""
+
+    node: int
 
 
 class Stopwatch:
@@ -38,6 +45,11 @@ class Stopwatch:
             began = min(self._since.values(), default=0.0)
             if self._since.pop(who, None) is not None and not self._since:
                 self._pauses.append((began, time.time()))
+
+    def waiting_here(self) -> list[Hashable]:
+        """Return who waits, without those who do in other notebooks."""
+        with self._lock:
+            return [who for who in self._since if not isinstance(who, Elsewhere)]
 
     @property
     def standing(self) -> bool:

@@ -71,6 +71,7 @@ class Child:
         self._members: list[Node] = []
         self._seen_news = -1
         self._told: set[tuple[str, str]] = set()
+        self._stands: dict[str, dict[str, Any]] = {}
         self._lost: dict[str, str] = {}
         self._ends: dict[str, dict[str, Any]] = {}
         self._ended = self._orphaned = False
@@ -129,7 +130,9 @@ class Child:
         if isinstance(event, say.JoinOrder):
             self._begin(event)
         elif isinstance(event, say.NewsOrder):
-            self._post("news", {"kind": event.kind, "text": event.text})
+            self._post("news", {"kind": event.kind, "text": event.text, "failures": event.failures})
+        elif isinstance(event, say.StandOrder):
+            self._post("stand", {"standing": event.standing, "text": event.text})
         elif isinstance(event, say.EndOrder):
             self._ended = True
             self._ends[self._node.name] = {
@@ -151,7 +154,7 @@ class Child:
         self._attempt = order.attempt
         self._deadline = time.monotonic() + stores.join_seconds(self._order)
         self._members, self._ends, self._lost = [], {}, {}
-        self._told, self._beats, self._seen_news = set(), {}, -1
+        self._told, self._beats, self._stands, self._seen_news = set(), {}, {}, -1
         self._ended, self._door = False, None
         if self._connection is None:
             self._connecting_task = stores.Task(lambda: stores.connect(self._order))
@@ -213,7 +216,11 @@ class Child:
     def _arriving(self) -> None:
         """See that the store is that of this run, and sign in."""
         hello = self._directory.read("hello")
-        if hello is None or self._directory.read("closed") is not None:
+        running = None if hello is None else self._directory.read("running")
+        if running is not None and not self._has_ended(running):
+            self._break("late", rules.late_text(running["nodes"], self._order.num_nodes))
+            return
+        if hello is None or running is not None or self._directory.read("closed") is not None:
             # A store of another run, or of one that has just ended and will be followed by this one.
             if hello is not None:
                 self._connection = None
@@ -226,6 +233,19 @@ class Child:
         self._arrival = self._directory.count("arrivals", 1)
         self._directory.post(f"arrival/{self._arrival}", self._node.as_dict())
         self._start_joining()
+
+    def _has_ended(self, running: dict[str, Any]) -> bool:
+        """Whether a run that had all its notebooks has come to its end, though its store is still there."""
+        decision = self._directory.under(running["round"]).read("decision")
+        return decision is not None and decision["action"] == "end"
+
+    def _began_without_us(self) -> bool:
+        """See whether the others have begun, while this notebook waits to be counted."""
+        running = self._directory.read("running")
+        if running is None or any(each["name"] == self._node.name for each in running["nodes"]):
+            return False
+        self._break("late", rules.late_text(running["nodes"], self._order.num_nodes))
+        return True
 
     def _start_joining(self) -> None:
         self._generation = self._directory.count("generation")
@@ -255,9 +275,11 @@ class Child:
                 self._break("mismatch", trouble)
             elif time.monotonic() > self._deadline:
                 self._missing(come)
-            elif not self._left:
+            elif not self._left and not self._began_without_us():
                 self._say_waiting(come)
             return
+        if self._hosting and not self._hosted:  # all have come at once: how they were asked is kept
+            self._say_waiting(come)
         info = self._join.result()
         member = replace(self._node, order=info.rank)
         self._round.post(f"member/{info.rank}", member.as_dict())
@@ -309,6 +331,9 @@ class Child:
     def _met(self, members: list[Node], address: str, port: int) -> None:
         self._members = members
         index = [node.name for node in members].index(self._node.name)
+        if index == 0:
+            told = [{"name": node.name, "host": node.host, "pid": node.pid} for node in members]
+            self._directory.post("running", {"round": f"{self._attempt}.{self._generation}", "nodes": told})
         if note := rules.version_note(members):
             self._channel.send(say.NoteEvent(note))
         way = stores.way_to(self._order.address, self._order.port)
@@ -372,12 +397,19 @@ class Child:
                 if end["outcome"] in ("failed", "stopped") and not any(name == node.name for name, _ in self._told):
                     self._told.add((node.name, end["outcome"]))
                     self._tell_kernel(end["outcome"], index, f"{rules.title(index, node.host)}: {end['text']}")
-            if node.name == self._node.name:
-                continue
-            news = self._round.read(f"news/{node.name}")
-            if news is not None and (node.name, news["kind"]) not in self._told:
-                self._told.add((node.name, news["kind"]))
-                self._tell_kernel(news["kind"], index, f"{rules.title(index, node.host)}: {news['text']}")
+            if node.name != self._node.name:
+                self._read_news_of(index, node)
+
+    def _read_news_of(self, index: int, node: Node) -> None:
+        stand = self._round.read(f"stand/{node.name}")
+        if stand is not None and stand != self._stands.get(node.name):
+            self._stands[node.name] = stand
+            self._channel.send(say.StandEvent(index, bool(stand["standing"]), str(stand["text"])))
+        news = self._round.read(f"news/{node.name}")
+        if news is not None and (node.name, news["kind"]) not in self._told:
+            self._told.add((node.name, news["kind"]))
+            text = f"{rules.title(index, node.host)}: {news['text']}"
+            self._channel.send(say.NewsEvent(news["kind"], index, text, news.get("failures", [])))
 
     def _tell_kernel(self, kind: str, index: int, text: str) -> None:
         self._channel.send(say.NewsEvent(kind, index, text))

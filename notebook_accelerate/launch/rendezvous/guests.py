@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.debug.outside import Look
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.backends.base import Hearing, ProcessBackend, RankProcess
 from notebook_accelerate.launch.remote.door import Door
 from notebook_accelerate.launch.remote.link import NodeLink, RemoteRank
 from notebook_accelerate.launch.remote.protocol import StartedEvent
+from notebook_accelerate.launch.rendezvous.cells import CellsEvent, ForeignCells
 from notebook_accelerate.launch.rendezvous.messages import NewsEvent
 from notebook_accelerate.launch.rendezvous.tap import LADDER
-from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry import Channel, Event, Stamped
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.rendezvous.nodes import Node
@@ -36,17 +38,28 @@ class GuestRank(RemoteRank):
         if number not in LADDER or not link.stopping():
             super().send_signal(number, group=group)
 
+    def dated(self, messages: list[Stamped]) -> list[Stamped]:
+        """See ``RankProcess.dated``; cells get the names that they have in this notebook."""
+        assert isinstance(self._link, GuestLink)
+        cells = self._link.cells
+        return [Stamped(stamp, cells.named(event)) for stamp, event in super().dated(messages)]
+
 
 class GuestLink(NodeLink):
     """The link to another notebook.
 
     Attributes:
         stopping: Whether this notebook's group is being stopped.
+        cells: The other notebook's cells.
         react: Called with what the other notebook tells.
     """
 
     stopping: Callable[[], bool] = staticmethod(lambda: False)
     react: Callable[[NewsEvent], None] = staticmethod(lambda _: None)
+
+    def __init__(self, channel: Channel, node: int, host: str) -> None:
+        super().__init__(channel, node, host)
+        self.cells = ForeignCells(f" of node {node}")
 
     def new_rank(self, event: StartedEvent) -> RemoteRank:
         """See ``NodeLink.new_rank``."""
@@ -56,8 +69,20 @@ class GuestLink(NodeLink):
         """See ``NodeLink.take``."""
         if isinstance(event, NewsEvent):
             self.react(NewsEvent(event.kind, self.node, f"{self.name}: {event.text}"))
+        elif isinstance(event, CellsEvent):
+            self.cells.learn(event.cells)
         else:
             super().take(event, hearing)
+
+    def look(self, rank: int) -> Look:
+        """See ``NodeLink.look``."""
+        seen = super().look(rank)
+        return Look(self.cells.in_text(seen.dump), seen.native)
+
+    def disconnect(self) -> None:
+        """See ``NodeLink.disconnect``."""
+        super().disconnect()
+        self.cells.forget()
 
 
 class Together(ProcessBackend):

@@ -82,7 +82,7 @@ class MetEvent(Event):
 
 @dataclass(slots=True)
 class BrokenEvent(Event):
-    """The rendezvous has failed: ``kind`` is "timeout", "secret", "taken", "mismatch" or "connection"."""
+    """The rendezvous has failed: ``kind`` is "timeout", "secret", "port", "late", "mismatch" or "connection"."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -92,23 +92,49 @@ class BrokenEvent(Event):
 
 @dataclass(slots=True)
 class NewsOrder(Event):
-    """Tell the other notebooks: ``kind`` is "failed" or "stopped"."""
+    """Tell the other notebooks: ``kind`` is "failed", "stopped" or "released" (failed ranks are kept no longer).
+
+    ``failures`` are those of this notebook's ranks, as an `EndOrder` has them.
+    """
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
     kind: str
     text: str
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class NewsEvent(Event):
-    """What another notebook told, or that it was lost: ``kind`` is "failed", "stopped" or "lost"."""
+    """What another notebook told, as `NewsOrder` has it, or that it was lost: ``kind`` is "lost" then."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
     kind: str
     node: int
     text: str
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StandOrder(Event):
+    """Tell the other notebooks whether time stands still in this one, and where it waits for its user, in words."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    standing: bool
+    text: str = ""
+
+
+@dataclass(slots=True)
+class StandEvent(Event):
+    """Whether time stands still in another notebook, as it told."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    node: int
+    standing: bool
+    text: str = ""
 
 
 @dataclass(slots=True)
@@ -156,5 +182,7 @@ __all__ = [
     "NewsEvent",
     "NewsOrder",
     "NoteEvent",
+    "StandEvent",
+    "StandOrder",
     "WaitingEvent",
 ]

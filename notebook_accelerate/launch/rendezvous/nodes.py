@@ -93,6 +93,24 @@ def timeout_text(backend: str, num_nodes: int, come: Sequence[Node], seconds: fl
     return f"{missing_count} {noun} did not join {limit}: {text}"
 
 
+def late_text(members: Sequence[Mapping[str, Any]], num_nodes: int) -> str:
+    """Return what a notebook is told that comes when the run has begun.
+
+    Args:
+        members: Those that run, each with "host" and "pid".
+        num_nodes: How many the late notebook was told there are.
+    """
+    who = ", ".join(f"{each['host']} (kernel {each['pid']})" for each in members)
+    again = "stop it in one of them, and run the cell in every notebook again"
+    if len(members) < num_nodes:
+        return (
+            f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; it takes nobody in while "
+            f"it runs. To take this one in, {again}: a function that loads the newest checkpoint goes on from there"
+        )
+    more = f"num_nodes={len(members) + 1}"
+    return f"the run has its {num_nodes} notebooks already: {who}. To take this one in, {again}, with {more}"
+
+
 def problem(backend: str, come: Sequence[Node]) -> str:
     """Return why these notebooks cannot be one run; "" when they can."""
     asked = {node.num_nodes for node in come}
@@ -174,6 +192,7 @@ __all__ = [
     "decide",
     "first_rank",
     "in_order",
+    "late_text",
     "lost_text",
     "problem",
     "timeout_text",

@@ -22,6 +22,7 @@ from notebook_accelerate.launch.remote.protocol import (
     SignalOrder,
     StartedEvent,
 )
+from notebook_accelerate.launch.rendezvous.cells import CellsEvent, own_cells
 from notebook_accelerate.launch.rendezvous.messages import NewsEvent
 from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
 
@@ -55,6 +56,8 @@ class Tap:
         ]
         for thread in self._threads:
             thread.start()
+        self._cells: dict[str, list[str]] = {}
+        self.tell_cells()
 
     # ---- from the group, on the run's thread
 
@@ -84,6 +87,13 @@ class Tap:
     def stopping(self, node: int, kind: str, text: str) -> None:
         """This notebook stops its ranks; the first one hears it before it hears them end."""
         self._tell(NewsEvent(kind, node, text))
+
+    def tell_cells(self) -> None:
+        """Tell of the cells that this notebook has run since it last told of them."""
+        new = {filename: cell for filename, cell in own_cells().items() if self._cells.get(filename) != cell}
+        if new:
+            self._cells |= new
+            self._tell(CellsEvent(new))
 
     def close(self) -> None:
         """Let the first notebook hear everything, then leave."""

@@ -11,6 +11,7 @@ from notebook_accelerate.launch.rendezvous.nodes import (
     decide,
     first_rank,
     in_order,
+    late_text,
     problem,
     timeout_text,
     version_note,
@@ -122,3 +123,12 @@ def test_a_lost_node_ends_all_unless_those_left_are_enough() -> None:
     assert _action(ends, lost, max_restarts=0, min_nodes=2) == "end"
     assert _action(ends, lost, max_restarts=1, min_nodes=2, backend="static") == "end"
     assert _action({"n1": FOLLOWED, "n2": FOLLOWED}, {"n0": "gone"}, max_restarts=1, min_nodes=1) == "end"
+
+
+def test_a_late_notebook_is_told_who_runs() -> None:
+    members = [{"name": "a", "host": "host0", "pid": 7}, {"name": "b", "host": "host1", "pid": 8}]
+    who = "host0 (kernel 7), host1 (kernel 8)"
+    assert f"began without this notebook, with 2 of 3: {who}; it takes nobody in while it runs" in late_text(members, 3)
+    full = late_text(members, 2)
+    assert full.startswith(f"the run has its 2 notebooks already: {who}")
+    assert full.endswith("with num_nodes=3")
