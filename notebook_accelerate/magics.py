@@ -1,4 +1,8 @@
-"""Warm ranks from cells, after ``%load_ext notebook_accelerate``: ``%%ranks``, ``%%rank`` and ``%rank_status``."""
+"""Warm ranks from cells, after ``%load_ext notebook_accelerate``: ``%%ranks``, ``%%rank``, ``%rank_start``, ...
+
+Warm ranks may be those of several notebooks that share a secret, which the variable NOTEBOOK_ACCELERATE_SECRET or a
+``LaunchConfig`` holds: the first notebook's cells run on all of them, the others' on their own.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; {self.format_usage().strip()}")
 
 
+_SETTINGS = frozenset(LaunchConfig.__dataclass_fields__)
+
+
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if bad := [name for name in names if not name.isidentifier()]:
@@ -27,14 +34,25 @@ def _names(text: str) -> list[str]:
     return names
 
 
+def _start_parser(name: str) -> _Parser:
+    parser = _Parser(name, add_help=False)
+    parser.add_argument("-n", "--num-processes", type=int)
+    parser.add_argument("-s", "--start-method")
+    parser.add_argument("-p", "--mixed-precision")
+    parser.add_argument("-c", "--config")
+    parser.add_argument("--on")
+    parser.add_argument("--num-nodes", type=int)
+    parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--master-addr")
+    parser.add_argument("--port", dest="use_port", type=int)
+    parser.add_argument("--rdzv-backend")
+    return parser
+
+
 def _ranks_parser() -> _Parser:
-    parser = _Parser("%%ranks", add_help=False)
-    parser.add_argument("-n", "--num-processes", type=int, default=None)
+    parser = _start_parser("%%ranks")
     parser.add_argument("-i", "--input", type=_names, default=[])
     parser.add_argument("-o", "--output", type=_names, default=[])
-    parser.add_argument("-s", "--start-method", default="auto")
-    parser.add_argument("-p", "--mixed-precision", default="no")
-    parser.add_argument("--on", default=None)
     return parser
 
 
@@ -50,9 +68,11 @@ class RankMagics(Magics):
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on every warm rank, starting the ranks at first use.
 
-        ``%%ranks [-n N] [-i a,b] [-o c] [-s START_METHOD] [-p PRECISION] [--on WHERE]``: ``-i`` sends variables of the
-        kernel, ``-o`` brings variables back, as a list with one value per rank, and ``--on`` starts the ranks on a
-        cluster: ray, ray://host:port, or the name of a variable with a ``RayCluster``.
+        ``%%ranks [-n N] [-i a,b] [-o c] [-s START_METHOD] [-p PRECISION] [-c CONFIG] [--on WHERE]``: ``-i`` sends
+        variables of the kernel, ``-o`` brings variables back, as a list with one value per rank, ``-c`` names a
+        variable with a ``LaunchConfig``, and ``--on`` starts the ranks on a cluster: ray, ray://host:port, or the name
+        of a variable with a ``RayCluster``. ``[--num-nodes N] [--node-rank I] [--master-addr ADDRESS] [--port PORT]
+        [--rdzv-backend static|c10d]`` start them together with those of other notebooks, which ``%rank_start`` theirs.
         """
         options = _ranks_parser().parse_args(shlex.split(line))
         group = self._group(options)
@@ -71,6 +91,16 @@ class RankMagics(Magics):
         except ValueError:
             raise ValueError(f"{options.ranks!r} are not ranks; write %%rank 0,1") from None
         self._execute(self._running(), cell, ranks, options.input, options.output)
+
+    @line_magic
+    def rank_start(self, line: str) -> None:
+        """Start the warm ranks without running anything, with the options of ``%%ranks``.
+
+        In the others of several notebooks, whose ranks then run what the first one's cells say.
+        """
+        if self.group is not None and self.group.alive:
+            raise ValueError("warm ranks are running; end them first with %rank_stop")
+        self._group(_start_parser("%rank_start").parse_args(shlex.split(line)))
 
     @line_magic
     def rank_status(self, line: str) -> None:
@@ -102,20 +132,27 @@ class RankMagics(Magics):
     def _group(self, options: argparse.Namespace) -> WarmRanks:
         asked = options.num_processes
         if self.group is not None and self.group.alive:
-            have = len(self.group.run.ranks)
+            have = self.group.size
             if asked not in (None, have):
                 raise ValueError(f"-n {asked}: {have} warm ranks are running; end them first with %rank_stop")
             return self.group
-        config = LaunchConfig(
-            num_processes=asked,
-            use_port=0,
-            start_method=options.start_method,
-            mixed_precision=options.mixed_precision,
-            block=False,
-            on=self._place(options.on),
-        )
-        self.group = WarmRanks(config)
+        self.group = WarmRanks(self._config(options))
         return self.group
+
+    def _config(self, options: argparse.Namespace) -> LaunchConfig:
+        """Return the configuration that is named, or the usual one, with what the line says over it."""
+        shell: Any = self.shell
+        given = {name: value for name, value in vars(options).items() if name in _SETTINGS and value is not None}
+        if "on" in given:
+            given["on"] = self._place(given["on"])
+        if options.config is not None:
+            named = shell.user_ns.get(options.config)
+            if not isinstance(named, LaunchConfig):
+                raise ValueError(f"-c {options.config}: the kernel has no LaunchConfig of that name")
+            return named.changed(**given)
+        if given.get("num_nodes", 1) == 1:
+            given.setdefault("use_port", 0)
+        return LaunchConfig(**given)
 
     def _place(self, name: str | None) -> str | RayCluster | None:
         shell: Any = self.shell

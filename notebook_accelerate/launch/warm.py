@@ -28,6 +28,9 @@ from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 LOOK_SECONDS = 0.05
 """How often a waiting cell looks for questions of its ranks."""
 READY_SECONDS = 120.0
+"""How long ranks may take to come up, once the other notebooks have joined."""
+END_SECONDS = 10.0
+"""How long a group that ends may take to say why."""
 
 
 def warm_rank() -> None:
@@ -66,9 +69,15 @@ class WarmRanks:
     def _start(self) -> Run:
         run = start(self._config, warm_rank)
         run._prompts_in_cell = True
-        deadline = time.monotonic() + READY_SECONDS
-        while run.status == "starting" and time.monotonic() < deadline:
-            run.wait(LOOK_SECONDS)
+        deadline = None
+        try:
+            while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
+                run.wait(LOOK_SECONDS)
+                if deadline is None and run.attempts:  # until then it waits for other notebooks
+                    deadline = time.monotonic() + READY_SECONDS
+        except KeyboardInterrupt:
+            run.stop(grace=1.0)
+            raise
         if run.status != "running":
             raise LaunchError(f"the warm ranks did not come up: {run.error or run.status}")
         return run
@@ -77,6 +86,12 @@ class WarmRanks:
     def alive(self) -> bool:
         """Whether the group can run a cell."""
         return self.run.status == "running"
+
+    @property
+    def size(self) -> int:
+        """How many ranks this notebook has started."""
+        assert self.run.plan is not None, "it is running"
+        return self.run.plan.num_processes
 
     def restart(self) -> None:
         """End the group and start it anew; its variables are gone."""
@@ -148,7 +163,7 @@ class WarmRanks:
         raise GroupInterrupt(self.run, busy) from None
 
     def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
-        question = self.run._board.take(LOOK_SECONDS / 10)
+        question = self.run._board.take(LOOK_SECONDS / 10, among=waiting.keys() - replies.keys())
         if question is not None:
             prompt(question)
         for rank, reply in self.run._desk.collect(waiting, LOOK_SECONDS).items():
@@ -157,6 +172,7 @@ class WarmRanks:
 
     def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:
         if not self.alive:
+            self.run.wait(END_SECONDS)
             raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
         found = [
             RankFailure(rank, "exception", reply.time, _headline(chain), chain)
