@@ -20,6 +20,7 @@ from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies import deepspeed_arguments, deepspeed_files, deepspeed_holdings, deepspeed_start
 from notebook_accelerate.strategies.base import NOTHING
+from notebook_accelerate.strategies.compiling import compiling
 from notebook_accelerate.strategies.deepspeed_arguments import (
     Parts,
     map_pytorch_optim_to_deepspeed,
@@ -214,7 +215,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def _initialize(self, **arguments: Any) -> Any:
         deepspeed = deepspeed_start.load(self.setup.device)
         deepspeed_start.check_abilities(self.plugin)
-        with deepspeed_start.tools_on_path():
+        with compiling():
             engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
         in_halves(engine)
         deepspeed_start.note_engine(engine)

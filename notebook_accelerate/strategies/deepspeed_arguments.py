@@ -15,6 +15,7 @@ from notebook_accelerate.config.deepspeed import DeepSpeedPlugin, DummyOptim, Du
 from notebook_accelerate.config.deepspeed_config import AUTO, HfDeepSpeedConfig
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies.base import kind_of
+from notebook_accelerate.strategies.compiling import compiling
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
@@ -139,8 +140,6 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.lion import DeepSpeedCPULion
 
-    from notebook_accelerate.strategies.deepspeed_start import tools_on_path
-
     kinds: dict[str, Callable[..., Any]] = {
         "AdamW": functools.partial(DeepSpeedCPUAdam, adamw_mode=True),
         "Adam": functools.partial(DeepSpeedCPUAdam, adamw_mode=False),
@@ -151,7 +150,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         return optimizer
     taken = ("lr", "betas", "eps", "weight_decay") if name != "Lion" else ("lr", "betas", "weight_decay")
     settings = {key: optimizer.defaults[key] for key in taken if key in optimizer.defaults}
-    with tools_on_path():  # its loop is compiled for this processor when it is first used
+    with compiling():  # its loop is compiled for this processor when it is first used
         mapped = kinds[name](optimizer.param_groups, **settings)
     _take_over_schedules(optimizer, mapped)
     return mapped

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module, util
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +14,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.hardware import devices
 from notebook_accelerate.hardware.checks import is_deepspeed_available
 from notebook_accelerate.state import AcceleratorState, process_group
+from notebook_accelerate.strategies.compiling import compiling
 
 _NAMED_AS_HERE = frozenset({"cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "xpu"})
 """Types of devices that DeepSpeed calls by the same names."""
@@ -111,7 +107,7 @@ def start(state: AcceleratorState) -> Any:
     if state.device.type == "cpu":
         # Half a minute of C++ compilation, for an all-reduce that training does not use (comm/torch.py of 0.19).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with tools_on_path():
+    with compiling():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     _served = dist.group.WORLD
     process_group.before_the_end(_let_go)
@@ -135,19 +131,4 @@ def _let_go() -> None:
     comm.cdb = None
 
 
-@contextmanager
-def tools_on_path() -> Iterator[None]:
-    """Let DeepSpeed find ninja inside the block, where it is installed beside a Python that is not activated.
-
-    Yields:
-        Nothing.
-    """
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") is None and util.find_spec("ninja") is not None and (beside / "ninja").exists():
-        with environ.patch_environment(PATH=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"):
-            yield
-    else:
-        yield
-
-
-__all__ = ["check_abilities", "load", "note_engine", "start", "tools_on_path"]
+__all__ = ["check_abilities", "load", "note_engine", "start"]

@@ -1,0 +1,86 @@
+"""What DeepSpeed compiles, after somebody who compiled it was killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import file_baton
+from torch.utils.cpp_extension import get_default_build_root
+
+from notebook_accelerate.strategies import compiling
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="who has a file open is seen in /proc")
+
+HOLD = """
+import runpy, sys, time
+
+assert runpy.run_path(sys.argv[1])["FileBaton"](sys.argv[2]).try_acquire()
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+def held(lock: Path) -> subprocess.Popen[str]:
+    lock.parent.mkdir(parents=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, file_baton.__file__, str(lock)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_lock_goes_once_its_process_is_dead(tmp_path: Path) -> None:
+    locks = [tmp_path / "one" / "lock", tmp_path / "py311_cpu" / "two" / "lock"]
+    processes = [held(lock) for lock in locks]
+    try:
+        assert compiling.remove_dead_locks(tmp_path) == []
+        end(processes[0])
+        with pytest.warns(UserWarning, match=r"removed .*one/lock: who compiled"):
+            assert compiling.remove_dead_locks(tmp_path) == locks[:1]
+        assert [lock.exists() for lock in locks] == [False, True]
+    finally:
+        for process in processes:
+            end(process)
+    with pytest.warns(UserWarning, match=r"removed .*two/lock"):
+        assert compiling.remove_dead_locks(tmp_path) == locks[1:]
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_lock_that_another_machine_may_hold_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "one" / "lock"
+    end(held(lock))
+    monkeypatch.setattr(compiling, "_HERE_ONLY", frozenset())
+    with pytest.warns(UserWarning, match=rf"if none does on another machine .*: rm {lock}"):
+        assert compiling.remove_dead_locks(tmp_path) == []
+    assert lock.exists()
+
+
+def test_the_folder_is_that_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert compiling.extensions() == Path(get_default_build_root())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiling.extensions() == Path(get_default_build_root()) == tmp_path / "torch_extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
+    assert compiling.extensions() == tmp_path / "own"
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_dead_locks_go_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    end(held(lock))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.warns(UserWarning, match="was killed") as seen, compiling.compiling():
+        assert not lock.exists()
+    assert seen[0].filename == __file__
