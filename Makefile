@@ -50,7 +50,7 @@ help:
 	@echo "make test-strategies  every strategy in every precision against plain torch (half an hour or more)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
-	@echo "                    ROWS=strategies: DDP, FSDP and DeepSpeed too; its environment is made then"
+	@echo "                    each area in the environment that it needs: DeepSpeed's, Ray's"
 	@echo "make lab            JupyterLab on the examples"
 	@echo "make clean          remove the environments and everything built"
 
@@ -81,11 +81,11 @@ $(BENCH_READY): $(READY) requirements/bench.txt
 	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
 	touch $@
 
-# Only the rows of strategies need DeepSpeed beside the peer.
-$(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed.txt
+# Only the rows of strategies need DeepSpeed beside the peer, which takes it with transformers only.
+$(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed.txt requirements/clients.txt
 	$(call over_development,$(BENCH_DEEPSPEED_VENV))
 	$(BENCH_DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
-		-r requirements/bench.txt -r requirements/deepspeed.txt
+		-r requirements/bench.txt -r requirements/deepspeed.txt -r requirements/clients.txt
 	touch $@
 
 # Colab's versions come first on the path; torch, the test tools and nbconvert's templates are the development's.
@@ -116,7 +116,8 @@ $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 # Minutes of C++ compilation and 2 GB of memory; without it the test of that optimizer skips.
 $(DEEPSPEED_OPS): $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) MAX_JOBS=1 PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python -c \
-		"from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)" > /dev/null
+		"from notebook_accelerate.strategies.compiling import compiling; \
+		from deepspeed.ops.op_builder import CPUAdamBuilder; compiling(); CPUAdamBuilder().load(verbose=False)" > /dev/null
 	touch $@
 
 # The environment of the tests on an S3 server is the development environment plus s3fs and the server.
@@ -206,11 +207,15 @@ lint: $(SETUP)
 	$(PY) -m mypy
 	PYTHONPATH=. $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-# The environment that the rows need.
-BENCH := $(if $(filter strategies zero,$(ROWS)),$(BENCH_DEEPSPEED_VENV),$(if $(filter ray,$(ROWS)),$(RAY_VENV),$(BENCH_VENV)))
+# The rows, by the environment that they need; without ROWS, all.
+IN_BENCH := $(if $(ROWS),$(filter-out strategies zero ray,$(ROWS)),--but strategies ray)
+IN_BENCH_DEEPSPEED := $(if $(ROWS),$(filter strategies zero,$(ROWS)),strategies)
+IN_RAY := $(if $(ROWS),$(filter ray,$(ROWS)),ray)
 
-bench: $(BENCH)/.ready
-	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m tests.benchmarks $(ROWS)
+bench: $(if $(IN_BENCH),$(BENCH_READY)) $(if $(IN_BENCH_DEEPSPEED),$(BENCH_DEEPSPEED_READY)) $(if $(IN_RAY),$(RAY_READY))
+	$(if $(IN_BENCH),OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks $(IN_BENCH))
+	$(if $(IN_BENCH_DEEPSPEED),OMP_NUM_THREADS=1 $(BENCH_DEEPSPEED_VENV)/bin/python -m tests.benchmarks $(IN_BENCH_DEEPSPEED))
+	$(if $(IN_RAY),OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m tests.benchmarks $(IN_RAY))
 
 lab: $(SETUP)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt

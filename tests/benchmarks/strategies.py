@@ -1,6 +1,6 @@
 """Ways to be parallel: what a step takes here, in Accelerate and without a library; saving and loading in pieces.
 
-The rows of DeepSpeed need it installed: ``make bench ROWS=strategies`` makes the environment.
+The rows of DeepSpeed need it installed: ``make bench`` has an environment for them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.strategies.compiling import remove_dead_locks
 from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.support.ranks import reserved_port
 
@@ -25,6 +26,8 @@ RANKS = 2
 ROUNDS, STEPS = 11, 3
 """Measured in turns, a few steps each: a busy moment of the machine hits all sides."""
 REPEATS = 5
+EXTENSIONS = Path(".build/torch-extensions").absolute()
+"""Where DeepSpeed's operations are compiled, by whichever world of DeepSpeed is the first."""
 BLOCKS = 4
 DEEP = 24
 """Blocks of the model that is saved: 19 million parameters, with Adam's states 230 MB."""
@@ -51,7 +54,7 @@ class World:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=_environment(rank, port, strategy),
+                env=_environment(side, rank, port, strategy),
             )
             for rank in range(RANKS)
         ]
@@ -96,13 +99,20 @@ class World:
         return {name: max(answer[name] for answer in found) for name in found[0]}
 
 
-def _environment(rank: int, port: int, strategy: str) -> dict[str, str]:
-    chosen = {
+def _environment(side: str, rank: int, port: int, strategy: str) -> dict[str, str]:
+    chosen: dict[str, object] = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true",
+        "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     if strategy.startswith("zero"):
-        chosen |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": Path(".build/torch-extensions").absolute()}
+        chosen |= {
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": EXTENSIONS,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja is beside Python
+        }
+    # Accelerate 1.15 leaves DeepSpeed out where it is told to use the CPU, and trains with DDP.
+    if not (side == PEER and strategy.startswith("zero")):
+        chosen |= {"ACCELERATE_USE_CPU": "true"}
     return {**os.environ, **{name: str(value) for name, value in chosen.items()}}
 
 
@@ -169,8 +179,9 @@ def zero() -> Iterator[Figure]:
     """Measure DeepSpeed's ZeRO 2 and 3."""
     for stage in (2, 3):
         if find_spec("deepspeed") is None:
-            yield Figure(what=f"ZeRO-{stage}", unit="ms", ours=None, note="no DeepSpeed: make bench ROWS=strategies")
+            yield Figure(what=f"ZeRO-{stage}", unit="ms", ours=None, note="DeepSpeed is not installed: make bench ROWS=strategies")
         else:
+            remove_dead_locks(EXTENSIONS)
             yield from steps(f"zero{stage}", f"ZeRO-{stage}")
 
 

@@ -26,6 +26,8 @@ from tests.parity.checkpoints.sharded import insist_on_sharding
 WORDS, LENGTH, WIDTH, BLOCKS, BATCH, HEADS = 512, 64, 256, 4, 2, 4
 """A step of some 30 ms on an idle core: 3.4 million parameters, 128 words."""
 CLIP = 1.0
+KINDS = {"ddp": "DistributedDataParallel", "fsdp": "FSDP", "zero": "DeepSpeedEngine"}
+"""What the model of a strategy is: a package that leaves a plugin out would compare something else."""
 
 
 class Block(nn.Module):
@@ -233,6 +235,8 @@ class Worker:
 
     def __init__(self, side: str, strategy: str, blocks: int) -> None:
         self.training: Any = Plain(strategy, blocks) if side == "plain" else Prepared(side, strategy, blocks)
+        kind = type(self.training.model).__name__
+        assert kind.startswith(KINDS[strategy.rstrip("23")]), f"{side} has made a {kind} of the model for {strategy}"
 
     def steps(self, count: str) -> dict[str, float]:
         """Return the seconds of a step, on the clock and on the processor, over `count` of them."""
