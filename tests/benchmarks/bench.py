@@ -129,11 +129,16 @@ _WIDTHS = (62, 12, 12, 8, 18)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the rows whose area or name the arguments name (all without any), print the table, write the file."""
-    rows = [entry for entry in ROWS if not arguments or any(word in (entry.area, entry.name) for word in arguments)]
+    """Measure the rows whose area or name the arguments name, print the table, write the file.
+
+    Args:
+        arguments: Areas or names; none means all, and "--but" in front all others.
+    """
+    but, words = arguments[:1] == ["--but"], [word for word in arguments if word != "--but"]
+    rows = [entry for entry in ROWS if not words or bool({entry.area, entry.name} & set(words)) != but]
     if not rows:
         known = sorted({entry.area for entry in ROWS} | {entry.name for entry in ROWS})
-        print(f"no row is called {' or '.join(arguments)}; there are: {', '.join(known)}")
+        print(f"no row is called {' or '.join(words)}; there are: {', '.join(known)}")
         return 2
     print(f"{_machine()}\nmedians; the peer is Accelerate where nothing else is said")
     figures: list[tuple[Row, Figure]] = []
@@ -181,8 +186,13 @@ def _line(what: str, *cells: str) -> str:
 
 def _write(figures: list[tuple[Row, Figure]]) -> None:
     OUTPUT.parent.mkdir(exist_ok=True)
-    entries = [{"area": entry.area, "row": entry.name, **asdict(figure)} for entry, figure in figures]
-    OUTPUT.write_text(json.dumps({"machine": _machine(), "python": sys.version, "figures": entries}, indent=1))
+    ran = {"machine": _machine(), "python": sys.version}
+    entries = [{"area": entry.area, "row": entry.name, **asdict(figure), **ran} for entry, figure in figures]
+    measured = {(entry["area"], entry["row"]) for entry in entries}
+    # Rows need several environments, each with a process of its own.
+    before = json.loads(OUTPUT.read_text())["figures"] if OUTPUT.exists() else []
+    kept = [entry for entry in before if (entry["area"], entry["row"]) not in measured]
+    OUTPUT.write_text(json.dumps({"figures": kept + entries}, indent=1))
     short = [figure for _, figure in figures if figure.met is False]
     with_goal = [figure for _, figure in figures if figure.met is not None]
     print(f"\n{len(with_goal) - len(short)} of {len(with_goal)} goals met; numbers in {OUTPUT}")

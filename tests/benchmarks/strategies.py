@@ -179,7 +179,7 @@ def zero() -> Iterator[Figure]:
     """Measure DeepSpeed's ZeRO 2 and 3."""
     for stage in (2, 3):
         if find_spec("deepspeed") is None:
-            yield Figure(what=f"ZeRO-{stage}", unit="ms", ours=None, note="DeepSpeed is not installed: make bench ROWS=strategies")
+            yield Figure(what=f"ZeRO-{stage}", unit="ms", ours=None, note="no DeepSpeed: make bench ROWS=strategies")
         else:
             remove_dead_locks(EXTENSIONS)
             yield from steps(f"zero{stage}", f"ZeRO-{stage}")
