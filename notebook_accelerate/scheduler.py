@@ -13,8 +13,10 @@ from notebook_accelerate.state import AcceleratorState, GradientState
 class AcceleratedScheduler:
     """A learning rate schedule that moves with the optimizers: not inside a window, not after a skipped step.
 
-    The schedule was written for one process: where each rank reads its own batches, one step here is as many steps of
-    the schedule as there are ranks.
+    The schedule was written for one process: where ranks read different batches, one step here is as many steps of the
+    schedule as there are such ranks. Ranks that work on the same batch by tensor, context, sequence or pipeline
+    parallelism count as one: the loader is no shorter for them. (Accelerate 1.15 counts all ranks, and is through with
+    the schedule before the data.)
 
     Args:
         scheduler: The schedule that does the work.
@@ -33,7 +35,7 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         # A metric says the same however many ranks computed it: a plateau is not reached sooner with more of them.
         alone = split_batches or isinstance(scheduler, ReduceLROnPlateau)
-        self._repeats = 1 if alone else AcceleratorState().num_processes
+        self._repeats = 1 if alone else _readers(AcceleratorState())
         self._is_accelerate_prepared = False
         self._is_plain = self._repeats == 1 and not hasattr(scheduler, "total_steps")
 
@@ -109,3 +111,9 @@ class AcceleratedScheduler:
             What the schedule returned.
         """
         return self.scheduler.print_lr(*args, **kwargs)
+
+
+def _readers(state: AcceleratorState) -> int:
+    """Return how many ranks read different batches."""
+    layout = state.parallelism_config
+    return state.num_processes if layout is None else int(layout.data_parallel_size)

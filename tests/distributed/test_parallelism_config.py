@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from tests.support.ranks import RankError, run_ranks
@@ -128,3 +132,53 @@ def test_plugins_that_contradict_the_layout() -> None:
         run_ranks(with_split_sequences_and_shards)
     with pytest.raises(RankError, match=r"sp_size=2 with tp_size=2: .*; set tp_size=1"):
         run_ranks(with_split_sequences_and_tensors, world_size=4)
+
+
+SAMPLES = 8
+
+
+class Net(nn.Module):
+    """Two layers that tensor parallelism splits."""
+
+    tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return result
+
+
+def scheduled(degrees: dict[str, int]) -> tuple[int, int, float]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**degrees))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=SAMPLES)
+    loader = DataLoader(TensorDataset(torch.ones(SAMPLES, 4)), batch_size=1)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    steps = 0
+    for (x,) in loader:
+        accelerator.backward(model(x).pow(2).mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps, schedule.scheduler.last_epoch, schedule.get_last_lr()[0]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "readers"),
+    [
+        ({"tp_size": 2}, 1),
+        ({"cp_size": 2}, 1),
+        ({"dp_replicate_size": 2}, 2),
+        ({"dp_shard_size": 2, "tp_size": 2}, 2),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, 4),
+    ],
+    ids=str,
+)
+def test_a_schedule_ends_with_the_data(degrees: dict[str, int], readers: int) -> None:
+    found = run_ranks(scheduled, degrees, world_size=math.prod(degrees.values()))
+    assert found == [(SAMPLES // readers, SAMPLES, 0.5)] * len(found)
