@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support.kernel import Kernel
-from tests.support.launching import said
+from tests.support.launching import said, wait_gone
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
@@ -223,10 +223,25 @@ def test_a_rank_that_closes_every_descriptor_is_told(kernel: Kernel, method: str
 
 
 @METHODS
-def test_a_rank_that_leaves_a_process_behind(kernel: Kernel, method: str) -> None:
-    body = "return subprocess.Popen(['sleep', '300']).pid"
+@pytest.mark.parametrize("ending", ["returns", "fails"])
+def test_a_rank_that_leaves_processes_behind(kernel: Kernel, method: str, ending: str) -> None:
+    """They are of the rank's process group, which ends with it, also where they hear no other signal."""
+    body = (
+        "group()\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and with it what is started here\n"
+        "left = [subprocess.Popen(['sleep', '300']).pid for _ in range(2)]\n"
+        "print('LEFT', *left, flush=True)\n"
+        "dist.barrier()\n"
+        f"assert rank() == 0 or {ending == 'returns'}\n"
+        "return left"
+    )
     lines = "\n".join("    " + line for line in body.splitlines())
-    kernel.check(f"def train():\n{lines}\nlaunch(train, start_method={method!r}).results", timeout=10)
+    cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r})", timeout=40)
+    assert cell.ok == (ending == "returns")
+    told = kernel.value("[line for line in notebook_accelerate.runs()[-1].logs() if 'LEFT' in line]")
+    left = [int(pid) for line in told for pid in line.partition("LEFT ")[2].split()]
+    assert len(left) == 4
+    wait_gone(left, 10)
 
 
 def test_a_rank_that_forks_by_itself(kernel: Kernel) -> None:
