@@ -16,12 +16,13 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError, WorkerError
 from notebook_accelerate.launch import inline, messages, ports, registry, views
 from notebook_accelerate.launch.backends import process_backend
+from notebook_accelerate.launch.ending import USER_STOP
 from notebook_accelerate.launch.output import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, runs_inline
 from notebook_accelerate.launch.preflight import fork_hazard
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.stopwatch import Stopwatch
-from notebook_accelerate.launch.supervisor import USER_STOP, Group, GroupCall
+from notebook_accelerate.launch.supervisor import Group, GroupCall
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -226,9 +227,9 @@ class _Launcher:
         if self._party is not None:
             return self._party.conclude(group)
         run = self._run
-        if run.failures and not group.stop_reason and number == run.config.max_restarts:
+        if run.failures and not group.ending.reason and number == run.config.max_restarts:
             run._end_attempt(messages.headline(run.failures))
-        return bool(run.failures) and not group.stop_reason and number < run.config.max_restarts
+        return bool(run.failures) and not group.ending.reason and number < run.config.max_restarts
 
     def _gathered(self, launch_plan: LaunchPlan, number: int) -> LaunchPlan | None:
         """Return the plan once the other notebooks of the run have come; None when it was stopped before."""
@@ -264,7 +265,7 @@ class _Launcher:
     def _start_group(self, launch_plan: LaunchPlan, number: int) -> Group:
         backend = process_backend(launch_plan.start_method)(self._function, self._arguments)
         group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls, self._watch)
-        group.on_hold = lambda: self._hold(group)
+        group.ending.on_hold = lambda: self._hold(group)
         if self._party is not None:
             backend = self._party.backend(backend)
             self._party.attend(group)
@@ -295,10 +296,10 @@ class _Launcher:
 
     def _verdict(self, group: Group) -> tuple[str, WorkerError | None]:
         run = self._run
-        if group.stop_reason and not run.failures:
+        if group.ending.reason and not run.failures:
             run._end_attempt("stopped")
-            text = f"run {run.id} ended after {run.elapsed:.1f} s: {group.stop_reason.text}"
-            return "stopped", group.stop_reason.error(text, run)
+            text = f"run {run.id} ended after {run.elapsed:.1f} s: {group.ending.reason.text}"
+            return "stopped", group.ending.reason.error(text, run)
         if run.failures:
             return "failed", messages.worker_error(run)
         run._end_attempt("succeeded")

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.launch.ending import USER_STOP
 from notebook_accelerate.launch.output import Publisher
 from notebook_accelerate.launch.stopwatch import Stopwatch
-from notebook_accelerate.launch.supervisor import USER_STOP, Group, GroupCall
+from notebook_accelerate.launch.supervisor import Group, GroupCall
 from notebook_accelerate.telemetry import DisplayEvent
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.binding import ticker

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError, RunTimeoutError, WorkerError
 from notebook_accelerate.launch import failures, messages, tracebacks
+from notebook_accelerate.launch.ending import USER_STOP, StopReason
 from notebook_accelerate.launch.planner import joined
 from notebook_accelerate.launch.remote.door import Door, call
 from notebook_accelerate.launch.remote.protocol import HelloEvent
@@ -24,7 +25,7 @@ from notebook_accelerate.launch.rendezvous.invitation import invitation
 from notebook_accelerate.launch.rendezvous.meeting import Meeting, shared_secret
 from notebook_accelerate.launch.rendezvous.nodes import Node
 from notebook_accelerate.launch.rendezvous.tap import Tap
-from notebook_accelerate.launch.supervisor import USER_STOP, StopReason, dispatch
+from notebook_accelerate.launch.supervisor import dispatch
 from notebook_accelerate.telemetry import Event, RankFailure
 from notebook_accelerate.telemetry.failure import to_chain
 
@@ -199,10 +200,10 @@ class Party:
         self._group = group
         self.stopped, self._own_stop = "", None
         group.listen(self._meeting.channel, self._take_news)
-        group.on_stopping = self._tell_others
-        group.tap = self._tap
+        group.ending.on_stopping = self._tell_others
+        group.ears.tap = self._tap
         for link in self._links.values():
-            link.stopping, link.react = lambda: group.stopping, partial(self._react, group=group)
+            link.stopping, link.react = lambda: group.ending.stopping, partial(self._react, group=group)
 
     def _tell_others(self, reason: StopReason | None) -> None:
         """This notebook's ranks are being stopped: because of ``reason``, or because one of them failed."""
@@ -212,7 +213,7 @@ class Party:
                 self._tap.stopping(self.index, "stopped", reason.text)
             self._meeting.send(say.NewsOrder("stopped", reason.text))
         elif self._group is not None:
-            found = failures.ordered(self._group.failures)
+            found = failures.ordered(self._group.ending.failures)
             # Of a peer that has gone, whoever has lost it tells: this rank only followed.
             if not failures.looks_like_lost_peer(found[0]):
                 self._meeting.send(say.NewsOrder("failed", messages.headline(found)))
@@ -239,7 +240,7 @@ class Party:
         if news.kind == "stopped":
             self.stopped = self.stopped or news.text
         error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
-        if group.follow(StopReason(error, news.text)):
+        if group.ending.follow(StopReason(error, news.text)):
             self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
 
     # ---- after
@@ -252,7 +253,7 @@ class Party:
             run.failures = run.failures or self._lost({str(self.index): "its rendezvous process ended"})
             return False
         stopped = self._own_stop is not None
-        followed = group.stop_reason is not None and not stopped
+        followed = group.ending.reason is not None and not stopped
         outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"
         text = self._own_stop.text if self._own_stop else messages.headline(run.failures) if run.failures else ""
         own = [failure for failure in run.failures if self._is_here(failure.rank) or failure.kind == "lost"]
