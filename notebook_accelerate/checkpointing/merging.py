@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from notebook_accelerate.big_modeling.files import read_torch
+from notebook_accelerate.big_modeling import scratch
+from notebook_accelerate.big_modeling.files import inside, read_torch
+from notebook_accelerate.big_modeling.remote import AnyPath, path_of
 from notebook_accelerate.checkpointing.model import write_weights
+from notebook_accelerate.checkpointing.stores import make_folder
 from notebook_accelerate.config import constants
 from notebook_accelerate.state import PartialState
 
@@ -24,37 +29,61 @@ def merge_fsdp_weights(
     """Write the weights of a sharded model as whole files, on the main rank.
 
     Args:
-        checkpoint_dir: The folder pytorch_model_fsdp_0, or the checkpoint that it is in.
-        output_path: The folder for model.safetensors, or pytorch_model.bin; made where it does not exist.
+        checkpoint_dir: The folder or URL of pytorch_model_fsdp_0, or of the checkpoint that it is in.
+        output_path: The folder or URL for model.safetensors, or pytorch_model.bin; made where it does not exist.
         safe_serialization: Write safetensors rather than torch's format.
         remove_checkpoint_dir: Remove the sharded folder afterwards.
 
     Raises:
         ValueError: There is no sharded model.
+        CheckpointError: A store could not be read, or the files not be written.
     """
     if not PartialState().is_main_process:
         return
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    shards = _shards_in(Path(checkpoint_dir))
-    output = Path(output_path)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output) as scratch:
-        whole = Path(scratch) / "whole.bin"
-        dcp_to_torch_save(shards, whole)
-        state = read_torch(whole, map_location="cpu")
+    shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
+    make_folder(output)
+    with _on_disk(shards) as folder, _beside(output) as place:
+        dcp_to_torch_save(folder, place / "whole.bin")
+        state = read_torch(place / "whole.bin", map_location="cpu")
         write_weights(state.get("model", state), output, "10GB", safe_serialization)
     if remove_checkpoint_dir:
-        shutil.rmtree(shards)
+        shutil.rmtree(shards) if isinstance(shards, Path) else shards.remove_tree()
 
 
-def _shards_in(folder: Path) -> Path:
-    inner = sorted(folder.glob(f"{constants.FSDP_MODEL_NAME}_*/{_METADATA}")) if folder.is_dir() else []
+@contextmanager
+def _on_disk(shards: AnyPath) -> Iterator[Path]:
+    """Give a folder on the disk with these files, for the time of the context."""
+    if isinstance(shards, Path):
+        yield shards
+        return
+    with scratch.scratch() as folder:
+        for name in shards.files():
+            (shards / name).download(inside(folder, name))
+        yield folder
+
+
+@contextmanager
+def _beside(output: AnyPath) -> Iterator[Path]:
+    """Give a folder for files that are as large as the result: where that goes, or in temporary files."""
+    if isinstance(output, Path):
+        with tempfile.TemporaryDirectory(dir=output) as place:
+            yield Path(place)
+        return
+    with scratch.scratch() as folder:
+        yield folder
+
+
+def _shards_in(folder: AnyPath) -> AnyPath:
     if (folder / _METADATA).is_file():
         return folder
+    prefix = f"{constants.FSDP_MODEL_NAME}_"
+    entries: list[AnyPath] = sorted(folder.iterdir(), key=str) if folder.is_dir() else []
+    inner = [entry for entry in entries if entry.name.startswith(prefix) and (entry / _METADATA).is_file()]
     if len(inner) == 1:
-        return inner[0].parent
-    found = ", ".join(path.parent.name for path in inner) or "no sharded model"
+        return inner[0]
+    found = ", ".join(path.name for path in inner) or "no sharded model"
     raise ValueError(
         f"{folder} holds {found}; pass the folder of one, as save_state writes it for "
         f'SHARDED_STATE_DICT: merge_fsdp_weights("checkpoint/{constants.FSDP_MODEL_NAME}_0", "merged")'

@@ -14,6 +14,7 @@ from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.utils import merge_fsdp_weights
 from tests.parity.strategies.scripts import Case, Transformer, accelerated, saved_by_hand
 from tests.parity.strategies.table import FORMS, STRATEGIES
+from tests.support.mounted import MountedFileSystem
 from tests.support.ranks import RankError, run_ranks
 
 HALF = 5
@@ -70,9 +71,10 @@ def test_shards_become_a_whole_file(tmp_path: Path) -> None:
     merge_fsdp_weights(str(tmp_path / "checkpoint"), str(tmp_path / "merged"))
     model = Transformer()
     model.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"))
-    folder = tmp_path / "checkpoint" / "pytorch_model_fsdp_0"
-    merge_fsdp_weights(str(folder), str(tmp_path / "plain"), safe_serialization=False, remove_checkpoint_dir=True)
-    weights = torch.load(tmp_path / "plain" / "pytorch_model.bin", weights_only=True)
+    folder, plain = tmp_path / "checkpoint" / "pytorch_model_fsdp_0", tmp_path / "plain"
+    assert MountedFileSystem.protocol == "mounted"
+    merge_fsdp_weights(f"mounted://{tmp_path}/checkpoint", f"mounted://{plain}", False, remove_checkpoint_dir=True)
+    weights = torch.load(plain / "pytorch_model.bin", weights_only=True)
     for name, weight in model.state_dict().items():
         assert torch.equal(weights[name], weight), name
     assert not folder.exists()
