@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
-from tests.support.ranks import RankError, _environment, reserved_port, run_ranks
+from tests.support.ranks import RankError, run_ranks, run_script
 from tests.support.trainings import Training, same
 
 
@@ -180,19 +178,12 @@ def test_a_rank_that_died_while_writing_is_noticed_at_once(tmp_path: Path) -> No
 
 
 _ENDING = """
-import sys, threading, time
-from pathlib import Path
+import sys
 from notebook_accelerate.checkpointing import writing
+from tests.support.gates import after_the_main_thread
 from tests.support.trainings import Training
 
-write = writing.files.write
-
-def late(value, path):
-    while threading.main_thread().is_alive():
-        time.sleep(0.01)
-    write(value, path)
-
-writing.files.write = late
+writing.files.write = after_the_main_thread(writing.files.write)
 training = Training()
 training.epoch(stop=2)
 training.accelerator.save_state(sys.argv[1], blocking=False)
@@ -205,20 +196,8 @@ ENDING
 )
 def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path, ending: str, code: int) -> None:
     script = _ENDING.replace("ENDING", ending)
-    with reserved_port() as port:
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(tmp_path / "out")],
-                env={**os.environ, **_environment(rank, 2, port)},
-                cwd=Path(__file__).parents[2],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        for process in started:
-            _, said = process.communicate(timeout=180)
-            assert process.returncode == code, said
+    for left, said in run_script(script, str(tmp_path / "out")):
+        assert left == code, said
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
     assert run_ranks(load_here, str(tmp_path / "out"), {}) == [2, 2]
 

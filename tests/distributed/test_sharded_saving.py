@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,9 @@ from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.strategies import shards
-from tests.support.ranks import RankError, _environment, reserved_port, run_ranks
-from tests.support.sharded import FORMS, Gate, ShardedTraining
+from tests.support.gates import Gate
+from tests.support.ranks import RankError, run_ranks, run_script
+from tests.support.sharded import FORMS, ShardedTraining
 
 BEFORE, AFTER = 3, 4
 
@@ -27,7 +26,8 @@ def save_and_train(form: str, folder: str) -> tuple[list[float], list[float], bo
     training = ShardedTraining(form)
     for _ in range(BEFORE):
         training.step()
-    gate = Gate()
+    gate = Gate(shards.write_shards)
+    shards.write_shards = gate
     training.accelerator.save_state(folder, blocking=False)
     meanwhile = [training.step() for _ in range(AFTER)]  # with collectives of its own, while the writing is held
     unfinished = not Path(folder).exists()
@@ -159,18 +159,12 @@ def test_background_saves_load_into_other_numbers_of_ranks(tmp_path: Path) -> No
 
 
 _ENDING = """
-import sys, threading, time
+import sys
 from notebook_accelerate.strategies import shards
+from tests.support.gates import after_the_main_thread
 from tests.support.sharded import ShardedTraining
 
-write = shards.write_shards
-
-def late(*arguments):
-    while threading.main_thread().is_alive():
-        time.sleep(0.01)
-    return write(*arguments)
-
-shards.write_shards = late
+shards.write_shards = after_the_main_thread(shards.write_shards)
 training = ShardedTraining()
 training.step()
 training.accelerator.save_state(sys.argv[1], blocking=False)
@@ -178,18 +172,6 @@ training.accelerator.save_state(sys.argv[1], blocking=False)
 
 
 def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path) -> None:
-    with reserved_port() as port:
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", _ENDING, str(tmp_path / "out")],
-                env={**os.environ, **_environment(rank, 2, port)},
-                cwd=Path(__file__).parents[2],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        for process in started:
-            _, said = process.communicate(timeout=240)
-            assert process.returncode == 0, said
+    for code, said in run_script(_ENDING, str(tmp_path / "out")):
+        assert code == 0, said
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()

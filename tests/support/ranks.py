@@ -11,6 +11,8 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from notebook_accelerate.launch import ports
 
+_ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = [
     "pytest",
     "deepspeed",  # where it is installed
     "s3fs",  # the same
+    "accelerate",  # the same: the real one
     "numpy",
     "torch",
     "torch.distributed",
@@ -147,6 +152,38 @@ def _start(work: bytes, environments: list[dict[str, str]], timeout: float) -> _
         world.processes.append(process)
         world.pipes[rank] = mine
     return world
+
+
+def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float = 240.0) -> list[tuple[int, str]]:
+    """Run a script as every rank of a world, each in a Python of its own: for what happens while a rank ends.
+
+    Args:
+        script: The code.
+        arguments: Its command line.
+        world_size: How many ranks.
+        timeout: Seconds that one may take.
+
+    Returns:
+        The exit status of each rank and what it wrote to stderr, by rank.
+    """
+    command = [sys.executable, "-c", script, *arguments]
+    with reserved_port() as port:
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **_environment(rank, world_size, port)},
+                cwd=_ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            said = [rank.communicate(timeout=timeout)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:

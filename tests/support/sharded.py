@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from notebook_accelerate.strategies import shards
 
 FORMS: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp": {"fsdp_version": 2}},
@@ -84,23 +81,3 @@ class ShardedTraining:
         """Load a checkpoint that was made after so many steps."""
         self.accelerator.load_state(folder)
         self.done = done
-
-
-class Gate:
-    """Holds what writes shards in this process, until it is opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.reached = threading.Event()
-        self._write = shards.write_shards
-        shards.write_shards = self._held
-
-    def _held(self, state: dict[str, Any], folder: Path, group: Any = None) -> Any:
-        self.reached.set()
-        assert self.opened.wait(60)
-        return self._write(state, folder, group)
-
-    def open(self) -> None:
-        """Let them go on, for ever."""
-        shards.write_shards = self._write
-        self.opened.set()

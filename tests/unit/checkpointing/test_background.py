@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,21 @@ from notebook_accelerate.checkpointing import files, stores, writing
 from notebook_accelerate.checkpointing.peers import this_process
 from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.errors import CheckpointError
+from tests.support.gates import Gate
 from tests.support.trainings import Training, same
 
 
-class Gate:
-    """Holds the writing thread until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._open = threading.Event()
-        write = files.write
-
-        def held(value: Any, path: Path) -> None:
-            assert self._open.wait(20)
-            write(value, path)
-
-        monkeypatch.setattr(writing.files, "write", held)
-
-    def open(self) -> None:
-        self._open.set()
+def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Return what holds the writing thread until it is opened."""
+    gate = Gate(files.write)
+    monkeypatch.setattr(writing.files, "write", gate)
+    return gate
 
 
 def test_training_goes_on_and_changes_nothing_in_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    gate = held_writing(monkeypatch)
     training = Training()
     training.epoch()
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
@@ -58,7 +50,7 @@ def test_training_goes_on_and_changes_nothing_in_the_checkpoint(
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
+    gate = held_writing(monkeypatch)
     training = Training()
     training.accelerator.save_state(str(tmp_path / "a"), blocking=False)
     threading.Timer(0.2, gate.open).start()
@@ -92,23 +84,16 @@ def test_an_error_is_said_at_once_and_raised_by_the_next_call(
 
 
 def test_an_optimizer_waits_for_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, go_on = threading.Event(), threading.Event()
-    run = checkpointing.snapshot.Snapshot._run
-
-    def slow(self: Any) -> None:
-        started.set()
-        assert go_on.wait(20)
-        run(self)
-
-    monkeypatch.setattr(checkpointing.snapshot.Snapshot, "_run", slow)
+    gate = Gate(checkpointing.snapshot.Snapshot._run)
+    monkeypatch.setattr(checkpointing.snapshot.Snapshot, "_run", partialmethod(gate))
     training = Training()
     training.epoch()
     state = [value.clone() for value in training.optimizer.state[training.raw.first.weight].values()]
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
-    assert started.wait(20)
-    threading.Timer(0.3, go_on.set).start()
+    assert gate.reached.wait(20)
+    threading.Timer(0.3, gate.open).start()
     training.epoch(stop=1)
-    assert go_on.is_set()
+    assert gate.opened.is_set()
     training.accelerator.end_training()
     saved = torch.load(tmp_path / "out" / "optimizer.bin")["state"][0]
     assert same(state, list(saved.values()))
@@ -204,7 +189,7 @@ def test_without_threads_it_is_written_at_once_and_said(tmp_path: Path, monkeypa
 
 
 def test_an_interrupt_while_waiting_forgets_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
+    gate = held_writing(monkeypatch)
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     with monkeypatch.context() as patch:
