@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,17 @@ from notebook_accelerate.big_modeling.device_map import check_device_map, infer_
 from notebook_accelerate.big_modeling.dispatch import dispatch_model
 from notebook_accelerate.big_modeling.memory import get_balanced_memory, get_max_memory
 from notebook_accelerate.big_modeling.offload import OffloadedWeightsLoader, offload_weight, save_offload_index
+from notebook_accelerate.big_modeling.quantization import (
+    is_offloadable,
+    keep_8bit,
+    make_offloadable_below,
+    offloaded_modules,
+)
 from notebook_accelerate.big_modeling.ranks import load_on_ranks
 from notebook_accelerate.big_modeling.remote import path_of
 from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.room import check_limits, check_room
-from notebook_accelerate.big_modeling.shards import Shard, shards_of, tensors_of
+from notebook_accelerate.big_modeling.shards import Shard, names_of, shards_of, tensors_of
 from notebook_accelerate.big_modeling.sizes import compute_module_sizes, dtype_of
 from notebook_accelerate.big_modeling.sources import FileSource, Source
 from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
@@ -79,7 +85,7 @@ def load_checkpoint_in_model(
     offload_state_dict: bool = False,  # noqa: ARG001
     offload_buffers: bool = False,
     keep_in_fp32_modules: list[str] | None = None,
-    offload_8bit_bnb: bool = False,  # noqa: ARG001
+    offload_8bit_bnb: bool = False,
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
@@ -88,9 +94,9 @@ def load_checkpoint_in_model(
 
     On the CPU, empty weights become maps of a safetensors file, which must stay as it is while the model is used.
 
-    All names and shapes are checked before anything is loaded (a pickled shard's when its turn comes). What goes to
-    disk stays in the checkpoint's safetensors files, which the offload folder's index then names; other files' tensors
-    are written to the folder.
+    All names and shapes are checked before anything is loaded (shapes of a pickled shard when its turn comes). What
+    goes to disk stays in the checkpoint's safetensors files, which the offload folder's index then names; other files'
+    tensors are written to the folder.
 
     Args:
         model: The model, on any device; the meta device too.
@@ -102,10 +108,11 @@ def load_checkpoint_in_model(
         offload_state_dict: Taken for compatibility: weights for the CPU are never in memory twice.
         offload_buffers: Buffers of modules on disk go there too.
         keep_in_fp32_modules: Parts of names of modules that stay in float32.
-        offload_8bit_bnb: Taken for compatibility: weights that are quantized while loading go through
-            `load_and_quantize_model`.
-        strict: Raise where names are missing or unexpected, rather than warn.
-        full_state_dict: The checkpoint has whole tensors, whatever the model has (distributed tensors).
+        offload_8bit_bnb: Quantize the weights of bitsandbytes' 8-bit layers that the map keeps away from where they
+            compute, and keep them in 8 bits with their scales.
+        strict: Raise where names are missing or unexpected, before anything is loaded, rather than warn.
+        full_state_dict: The checkpoint has whole tensors, whatever the model has; False: distributed tensors, as
+            `torch.save` writes them, for a model of such.
         broadcast_from_rank0: Rank 0 alone reads the files; every rank must call this.
 
     Raises:
@@ -120,19 +127,26 @@ def load_checkpoint_in_model(
             raise ValueError(
                 "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`."
             )
+    if offload_8bit_bnb and device_map is not None:
+        make_offloadable_below(model, offloaded_modules(device_map))
     tied = find_tied_parameters(model)
     kept = tuple(keep_in_fp32_modules or ())
     loading = _Loading(model, device_map, offload_folder, dtype, offload_buffers, kept)
     if broadcast_from_rank0 or _distributed_tensors(model):
-        loading.load_on_ranks(checkpoint, full_state_dict, broadcast_from_rank0)
-        loading.finish(checkpoint, tied, strict)
+
+        def check_names(names: Iterable[str]) -> None:
+            loading.check_names(names, checkpoint, tied, strict)
+
+        loading.load_on_ranks(checkpoint, check_names, full_state_dict, broadcast_from_rank0)
+        loading.finish(checkpoint, tied)
         return
     shards = shards_of(checkpoint)
     parts = [shard.sources() for shard in shards if shard.path.suffix == ".safetensors"]
     loading.check(parts)
+    loading.check_names(names_of(shards), checkpoint, tied, strict)
     check_room(loading.bytes_to_allocate(parts))
     loading.load_all(shards)
-    loading.finish(checkpoint, tied, strict)
+    loading.finish(checkpoint, tied)
 
 
 class _Loading:
@@ -149,7 +163,7 @@ class _Loading:
         self._wanted = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         self._state = set(model.state_dict())
         self._loaded: set[str] = set()
-        self._unexpected: list[str] = []
+        self._mismatch = ""
         self._index: dict[str, Any] = {}
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -202,12 +216,25 @@ class _Loading:
         self.check([sources])
         for name, source in sources.items():
             if name not in self._state:
-                self._unexpected.append(name)
+                continue
+            if source.dtype.is_floating_point and is_offloadable(self._model, name):
+                self._keep_8bit(name, source)
                 continue
             self._place(name, source)
             self._loaded.add(name)
 
-    def load_on_ranks(self, checkpoint: Any, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
+    def _keep_8bit(self, name: str, source: Source) -> None:
+        to_disk = str(device_of(name, self._map or {})) == "disk"
+        keep_8bit(self._model, name, source.load(torch.device("cpu")), self._folder if to_disk else None, self._index)
+        self._loaded |= {name, name.replace("weight", "SCB")}
+
+    def load_on_ranks(
+        self,
+        checkpoint: Any,
+        check_names: Callable[[Iterable[str]], None],
+        full_state_dict: bool,
+        broadcast_from_rank0: bool,
+    ) -> None:
         """Load all files; see `ranks.load_on_ranks`."""
         devices = {str(device) for device in (self._map or {}).values()}
         if len(devices) > 1 or "disk" in devices:
@@ -216,9 +243,14 @@ class _Loading:
                 'one device of each rank: pass device_map=None, or {"": device}.'
             )
         found = load_on_ranks(
-            self._model, checkpoint, lambda sources: self.check([sources]), full_state_dict, broadcast_from_rank0
+            self._model,
+            checkpoint,
+            lambda sources: self.check([sources]),
+            check_names,
+            full_state_dict,
+            broadcast_from_rank0,
         )
-        self._unexpected = [name for name in found if name not in self._state]
+        check_names(found)
         self._loaded = {name for name in found if name in self._state}
         if devices or self._dtype is not None:
             self._model.to(device=next(iter((self._map or {}).values()), None), dtype=self._dtype)
@@ -270,28 +302,34 @@ class _Loading:
         absent = torch.empty(source.shape, dtype=dtype, device="meta")
         set_module_tensor_to_device(owner, key, "meta", value=absent, dtype=dtype)
 
-    def finish(self, checkpoint: Any, tied: list[list[str]], strict: bool) -> None:
-        """Write the index, tie again, and say what did not match."""
-        save_offload_index(self._index, self._folder) if self._index else None
+    def check_names(self, names: Iterable[str], checkpoint: Any, tied: list[list[str]], strict: bool) -> None:
+        """Compare names, of all files at once, before anything is loaded."""
+        given = set(names)
+        scales = {name.replace("weight", "SCB") for name in given if is_offloadable(self._model, name)}
+        covered = given | scales | {name for group in tied if given & set(group) for name in group}
+        missing, unexpected = sorted(self._state - covered), sorted(given - self._state)
+        lines = [f"{what} key(s): {', '.join(names[:10])}{' and more' * (len(names) > 10)}"
+                 for what, names in (("Missing", missing), ("Unexpected", unexpected)) if names]  # fmt: skip
+        self._mismatch = "; ".join(lines)
+        if strict and lines:
+            kind = type(self._model).__name__
+            raise CheckpointMismatchError(
+                f"Error(s) in loading {checkpoint} into {kind}: {self._mismatch}. Nothing was loaded."
+            )
+
+    def finish(self, checkpoint: Any, tied: list[list[str]]) -> None:
+        """Tie again, write the index, and say what did not match."""
         for group in tied:
             if self._loaded & set(group):
                 first = next(name for name in group if name in self._loaded)
                 retie_parameters(self._model, [[first, *(name for name in group if name != first)]])
-                self._loaded |= set(group)
                 self._index.update({name: self._index[first] for name in group if first in self._index})
         save_offload_index(self._index, self._folder) if self._index else None
-        missing = sorted(self._state - self._loaded)
-        if not (missing or self._unexpected):
-            return
-        kind = type(self._model).__name__
-        lines = [f"{what} key(s): {', '.join(names[:10])}{' and more' * (len(names) > 10)}"
-                 for what, names in (("Missing", missing), ("Unexpected", self._unexpected)) if names]  # fmt: skip
-        if strict:
-            raise CheckpointMismatchError(f"Error(s) in loading {checkpoint} into {kind}: " + "; ".join(lines))
-        _LOG.warning(
-            "%s and %s do not match: %s. The rest was loaded; pass strict=True to make this an error.",
-            checkpoint, kind, "; ".join(lines),
-        )  # fmt: skip
+        if self._mismatch:
+            _LOG.warning(
+                "%s and %s do not match: %s. The rest was loaded; pass strict=True to make this an error.",
+                checkpoint, type(self._model).__name__, self._mismatch,
+            )  # fmt: skip
 
 
 def _distributed_tensors(model: torch.nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.hardware.checks import is_bnb_available
 
 _LOG = logging.getLogger(__name__)
+_EIGHT_BIT = "notebook_accelerate.big_modeling.eight_bit"
+"""Needs bitsandbytes; loaded on first use."""
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -47,7 +50,8 @@ def load_and_quantize_model(
         device_map: Device by module name, or "auto" and its kin; None: the accelerator, or the CPU where there is none.
         no_split_module_classes: Names of classes that are not divided among devices.
         max_memory: Bytes or "10GB" by device, for maps that are made.
-        offload_folder: Folder for what the map puts on "disk"; offloaded modules are not quantized.
+        offload_folder: Folder for what the map puts on "disk". Offloaded modules are kept in 8 bits, with their scales;
+            in 4 bits bitsandbytes has no way to bring them in, and they are not quantized.
         offload_state_dict: Taken for compatibility: one tensor is in memory at a time.
 
     Returns:
@@ -72,12 +76,14 @@ def load_and_quantize_model(
     if isinstance(device_map, str) or device_map is None:
         device_map = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     _make_folder(device_map, offload_folder)
-    away = [name for name, device in device_map.items() if str(device) == "disk" or _offloaded_cpu(device, device_map)]
-    if away:
+    away = offloaded_modules(device_map)
+    if away and config.load_in_4bit:
         _LOG.warning("%s will not be quantized: they are offloaded.", ", ".join(away))
+        kept += away
     tied = find_tied_parameters(model)
     source = None if empty or weights_location is not None else _own_weights(model)
-    model = replace_with_bnb_layers(model, config, modules_to_not_convert=[*kept, *wide, *away])
+    model = replace_with_bnb_layers(model, config, modules_to_not_convert=[*kept, *wide])
+    make_offloadable_below(model, away)
     _fill(model, config, source, weights_location, device_map, offload_folder)
     retie_parameters(model, tied)
     model.is_quantized = True  # type: ignore[assignment]
@@ -96,9 +102,14 @@ def _make_folder(device_map: Mapping[str, Any], folder: Any) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
 
 
-def _offloaded_cpu(device: Any, device_map: Mapping[str, Any]) -> bool:
-    """Tell whether the CPU only keeps weights: where there is an accelerator in the map."""
-    return str(device) == "cpu" and any(str(other) not in ("cpu", "disk") for other in device_map.values())
+def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
+    """List the modules whose weights are brought in for each forward.
+
+    Args:
+        device_map: Device by module name; the CPU only keeps weights where there is an accelerator.
+    """
+    away = {"disk", "cpu"} if {str(device) for device in device_map.values()} - {"cpu", "disk"} else {"disk"}
+    return [name for name, device in device_map.items() if str(device) in away]
 
 
 def _own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -118,7 +129,10 @@ def _fill(
         for name, value in part:
             missing.discard(name)
             device = device_of(name, device_map)
-            if str(device) == "disk":
+            if is_offloadable(model, name):
+                missing.discard(name.replace("weight", "SCB"))
+                keep_8bit(model, name, value.to(config.torch_dtype), None if str(device) != "disk" else folder, index)
+            elif str(device) == "disk":
                 index = offload_weight(_cast(name, value, config), name, folder, index=index)
             else:
                 _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
@@ -126,6 +140,47 @@ def _fill(
     left = [name for name in sorted(missing) if _is_empty(model, name) and name not in index]
     if left:
         raise CheckpointMismatchError(f"{location} lacks {', '.join(left[:5])}: it is of another model")
+
+
+def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: Any, index: dict[str, Any]) -> None:
+    """Quantize a weight that is brought in for each forward, and keep it in 8 bits.
+
+    Args:
+        model: The model.
+        name: The weight's dotted name.
+        value: The weight, in floating point.
+        folder: The offload folder; None: main memory.
+        index: Where dtype and shape are noted, of what goes to the folder.
+    """
+    eight_bit = importlib.import_module(_EIGHT_BIT)
+    if folder is None:
+        eight_bit.place_8bit(model, name, value)
+    else:
+        eight_bit.offload_8bit(model, name, value, folder, index)
+
+
+def make_offloadable_below(model: torch.nn.Module, names: list[str]) -> None:
+    """Make layers of bitsandbytes in 8 bits below some modules ones whose weights can be elsewhere.
+
+    Args:
+        model: The model; changed in place.
+        names: The modules.
+    """
+    layers = [name for name, module in model.named_modules() if type(module).__name__ == "Linear8bitLt"]
+    for layer in layers:
+        if set(prefixes(layer)) & set(names):
+            importlib.import_module(_EIGHT_BIT).make_offloadable(model, layer)
+
+
+def is_offloadable(model: torch.nn.Module, name: str) -> bool:
+    """Tell whether a tensor is the weight of a layer in 8 bits whose weights can be elsewhere.
+
+    Args:
+        model: The model.
+        name: The tensor's dotted name.
+    """
+    eight_bit = sys.modules.get(_EIGHT_BIT)  # nobody has made such a layer without it
+    return eight_bit is not None and bool(eight_bit.is_offloadable(model, name))
 
 
 def _is_empty(model: torch.nn.Module, name: str) -> bool:
@@ -299,7 +354,7 @@ def quantize_and_offload_8bit(
     """Quantize one weight to 8 bits and write it, with its scales, to an offload folder.
 
     Args:
-        model: The model; its weight goes to the meta device.
+        model: The model; the layer becomes one that takes its weight and scales from where they are kept.
         param: The weight.
         param_name: Its dotted name.
         new_dtype: Dtype before it is quantized.
@@ -307,20 +362,7 @@ def quantize_and_offload_8bit(
         offload_index: Where dtype and shape are noted.
         fp16_statistics: Scales, where `param` is quantized already.
     """
-    if fp16_statistics is None:
-        _place(model, param_name, param.to(new_dtype), get_quantizing_device())
-        owner, key = submodule(model, param_name)
-        quantized: Any = owner._parameters[key]
-        param, fp16_statistics = quantized.data, quantized.SCB
-    offload_weight(param.cpu(), param_name, offload_folder, index=offload_index)
-    if fp16_statistics is not None:
-        name = param_name.replace("weight", "SCB")
-        offload_weight(fp16_statistics.cpu(), name, offload_folder, index=offload_index)
-    absent = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    set_module_tensor_to_device(model, param_name, "meta", value=absent, dtype=param.dtype)
-
-
-def get_quantizing_device() -> Any:
-    """Return where weights are quantized: the accelerator, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator
+    weight = param.to(new_dtype) if fp16_statistics is None else param
+    importlib.import_module(_EIGHT_BIT).offload_8bit(
+        model, param_name, weight, offload_folder, offload_index, fp16_statistics
+    )

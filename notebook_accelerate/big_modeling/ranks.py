@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.shards import Shard, shards_of, tensors_of
+from notebook_accelerate.big_modeling.shards import Shard, names_of, shards_of, tensors_of
 from notebook_accelerate.big_modeling.sources import Source
 from notebook_accelerate.collectives import broadcast_object_list
 from notebook_accelerate.errors import CheckpointError
@@ -17,6 +17,7 @@ def load_on_ranks(
     model: torch.nn.Module,
     checkpoint: Any,
     check: Callable[[dict[str, Source]], None],
+    check_names: Callable[[Iterable[str]], None],
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> list[str]:
@@ -26,7 +27,8 @@ def load_on_ranks(
         model: The model: whole on each rank, or of distributed tensors; on the meta device too.
         checkpoint: A file, an index, or a folder; where rank 0 broadcasts, it alone needs it.
         check: Raises where the tensors of a file are not the model's.
-        full_state_dict: The files have whole tensors.
+        check_names: The same for the names of all files, before the first is loaded.
+        full_state_dict: The files have whole tensors; False: distributed ones, each rank its own files.
         broadcast_from_rank0: Rank 0 alone reads.
 
     Returns:
@@ -45,6 +47,7 @@ def load_on_ranks(
 
     def find() -> int:
         shards.extend(shards_of(checkpoint))
+        check_names(names_of(shards))
         return len(shards)
 
     names: list[str] = []
@@ -55,12 +58,24 @@ def load_on_ranks(
             sources = shards[index].sources()
             check(sources)
             part.update(tensors_of(sources, lambda _: "cpu"))
+            if not full_state_dict:
+                _check_divided(model, part)
             return list(sources)
 
         names += _told(read, reads, tell)
         options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=tell, strict=False)
         set_model_state_dict(model, part, options=options)
     return names
+
+
+def _check_divided(model: torch.nn.Module, part: dict[str, Any]) -> None:
+    """Refuse whole tensors for a model's distributed ones where the files are said to have none."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in part and hasattr(parameter, "device_mesh") and not hasattr(part[name], "device_mesh"):
+            raise ValueError(
+                f"full_state_dict=False says that the files have distributed tensors, and {name} is whole there; pass "
+                "full_state_dict=True, and each rank takes its part of it"
+            )
 
 
 def _told(action: Callable[[], Any], reads: bool, tell: bool) -> Any:

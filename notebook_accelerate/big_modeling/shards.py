@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,15 @@ def _in_folder(folder: AnyPath) -> AnyPath:
     raise ValueError(
         f"{folder} is not a folder containing a `.index.json` file or a pytorch_model.bin or a model.safetensors file"
     )
+
+
+def names_of(shards: Iterable[Shard]) -> set[str]:
+    """Return the names of all tensors, from indexes and headers where there are some.
+
+    Args:
+        shards: The files.
+    """
+    return {name for shard in shards for name in (shard.sources() if shard.names is None else shard.names)}
 
 
 def tensors_of(sources: dict[str, Source], device_for: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -83,7 +83,7 @@ def load_something_wrong(folder: str, what: str) -> None:
     ("what", "message"),
     [
         ("shapes", r"0\.weight: \(8, 4\) in the checkpoint, \(9, 4\) in the model"),
-        ("names", r"Missing key\(s\): extra.bias, extra.weight"),
+        ("names", r"Missing key\(s\): extra.bias, extra.weight. Nothing was loaded"),
         ("file", "b.safetensors is broken"),
         ("folder", "should be the path to a file"),
     ],
@@ -96,6 +96,35 @@ def test_what_rank_0_finds_wrong_every_rank_raises(tmp_path: Path, what: str, me
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(load_something_wrong, str(folder), what, timeout=60)
     assert sorted(caught.value.reports) == [0, 1], "no rank waits for the other"
+
+
+def load_parts(folder: str, whole: str) -> list[Any]:
+    """Load what this rank wrote of its own, and then whole tensors as if they were parts."""
+    from notebook_accelerate import PartialState
+
+    state = PartialState(cpu=True)
+    saved, model = made("sharded"), made("sharded")
+    path = f"{folder}/{state.process_index}.bin"
+    torch.save(saved.state_dict(), path)
+    load_checkpoint_in_model(model, path, strict=True, full_state_dict=False)
+    expected = {name: _whole(value) for name, value in saved.state_dict().items()}
+    same = [torch.equal(_whole(value), expected[name]) for name, value in model.state_dict().items()]
+    alone = net()
+    load_checkpoint_in_model(alone, whole, full_state_dict=False, broadcast_from_rank0=False)
+    with pytest.raises(ValueError, match=r"0\.weight is whole there; pass full_state_dict=True"):
+        load_checkpoint_in_model(model, whole, full_state_dict=False)
+    unchanged = [torch.equal(_whole(value), expected[name]) for name, value in model.state_dict().items()]
+    return [*same, *unchanged, alone.state_dict()["0.weight"].tolist()]
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def test_each_rank_loads_its_part_of_distributed_tensors(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    weight = write(tmp_path / "whole")["0.weight"].tolist()
+    assert run_ranks(load_parts, str(tmp_path), str(tmp_path / "whole")) == [[*[True] * 18, weight]] * 2
 
 
 def dispatch(folder: str, device_map: Any) -> list[Any]:

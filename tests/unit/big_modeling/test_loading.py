@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from notebook_accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from notebook_accelerate.big_modeling.loading import _made_map
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.utils import load_state_dict, shard_checkpoint
 from tests.unit.big_modeling.models import Deep, ThreeLayers, devices
@@ -54,7 +58,7 @@ def test_every_form_loads_everywhere(tmp_path: Path, kind: str, place: Any) -> N
         assert devices(loaded)["h.0.a.weight"] == "meta"
 
 
-@pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
 def test_maps_that_are_made(tmp_path: Path, strategy: str) -> None:
     model = Deep(width=16).eval()
     loaded: Any = load_checkpoint_and_dispatch(
@@ -64,6 +68,14 @@ def test_maps_that_are_made(tmp_path: Path, strategy: str) -> None:
     assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS), model(TOKENS))
+
+
+def test_low_0_keeps_the_first_accelerator_free() -> None:
+    limits = {0: 3000, 1: 3000, 2: 3000, "cpu": 9000}
+    usual, low = (_made_map(_empty(), kind, limits, ["Block"], None, False) for kind in ("balanced", "balanced_low_0"))
+    assert 0 in usual.values()
+    assert 0 not in low.values()
+    assert {1, 2} <= set(low.values())
 
 
 def test_strategies_that_are_none(tmp_path: Path) -> None:
@@ -108,6 +120,81 @@ def test_names_that_do_not_match(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "zip.weight" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["pickle", "safetensors", "shards", "pickled shards"])
+@pytest.mark.parametrize("wrong", ["missing", "unexpected"])
+def test_names_are_compared_before_anything_is_loaded(tmp_path: Path, kind: str, wrong: str) -> None:
+    saved = Deep(blocks=4, own=wrong == "unexpected")
+    if kind == "pickled shards":
+        _pickled_shards(tmp_path, saved)
+    else:
+        _save(saved, tmp_path, kind)
+    model = Deep(blocks=4, own=wrong == "missing")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointMismatchError, match=rf"(?i){wrong} key\(s\): scale\. Nothing was loaded"):
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    load_checkpoint_in_model(model, tmp_path)
+    assert torch.equal(model.emb.weight, saved.emb.weight)
+
+
+_MEASURED = """
+import gc, sys
+from pathlib import Path
+import torch
+from notebook_accelerate import init_empty_weights, load_checkpoint_in_model
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(name)))
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = torch.nn.ModuleList([torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)])
+
+load_checkpoint_in_model(Blocks(), f"{sys.argv[1]}/bin")  # what the first load imports is in memory now
+for kind, dtype in (("safetensors", None), ("safetensors", torch.float64), ("bin", None)):
+    with init_empty_weights():
+        model = Blocks()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = memory("VmRSS")
+    load_checkpoint_in_model(model, f"{sys.argv[1]}/{kind}", {"": "cpu"}, dtype=dtype)
+    total = sum(parameter.sum().item() for parameter in model.parameters())  # what is mapped is in memory now
+    print(memory("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters()), total)
+    del model
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell its peak anew")
+def test_the_peak_of_memory(tmp_path: Path) -> None:
+    state = {f"h.{number}.weight": torch.full((2048, 2048), 1.0) for number in range(12)}
+    for kind in ("safetensors", "bin"):
+        (tmp_path / kind).mkdir()
+        weight_map = {}
+        for first in range(0, 12, 3):
+            part = dict(list(state.items())[first : first + 3])
+            file = tmp_path / kind / f"part-{first}.{kind}"
+            save_file(part, file) if kind == "safetensors" else torch.save(
+                {k: v.clone() for k, v in part.items()}, file
+            )
+            weight_map.update(dict.fromkeys(part, file.name))
+        (tmp_path / kind / "model.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, str(tmp_path)],
+        capture_output=True, text=True, timeout=150, check=False,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed goes back to the system
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    largest = 3 * 2048 * 2048 * 4
+    for line in done.stdout.splitlines():
+        peak, share, total = (float(word) for word in line.split())
+        assert total == 12 * 2048 * 2048
+        assert share <= peak + 20e6, "all of it was in memory"
+        assert peak <= share + 1.1 * largest
+    assert len(done.stdout.splitlines()) == 3
+
+
 @pytest.mark.parametrize("place", [None, {"": "cpu"}])
 def test_shapes_that_do_not_match_leave_the_model_alone(tmp_path: Path, place: Any) -> None:
     state = {name: torch.zeros_like(tensor) for name, tensor in ThreeLayers().state_dict().items()}
@@ -131,8 +218,8 @@ def test_broken_files(tmp_path: Path) -> None:
         load_checkpoint_in_model(_empty(), folder)
 
 
-def _pickled_shards(folder: Path) -> list[Path]:
-    state = list(Deep().state_dict().items())
+def _pickled_shards(folder: Path, model: nn.Module | None = None) -> list[Path]:
+    state = list((model or Deep()).state_dict().items())
     weight_map = {}
     for number in range(3):
         file = f"pytorch_model-{number + 1:05d}-of-00003.bin"

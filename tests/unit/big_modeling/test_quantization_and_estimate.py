@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from notebook_accelerate import init_empty_weights
+from notebook_accelerate import dispatch_model, init_empty_weights
 from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.big_modeling.estimate import placed
 from notebook_accelerate.hardware.checks import is_bnb_available
@@ -20,6 +21,7 @@ from notebook_accelerate.utils import (
     BnbQuantizationConfig,
     has_4bit_bnb_layers,
     load_and_quantize_model,
+    load_checkpoint_in_model,
     load_offloaded_weight,
 )
 from notebook_accelerate.utils.bnb import quantize_and_offload_8bit, replace_with_bnb_layers
@@ -63,30 +65,75 @@ def test_modules_that_are_skipped() -> None:
     assert [type(layer).__name__ for layer in model] == ["Linear", "LayerNorm", "ReLU", "Linear", "Linear4bit"]
 
 
-@needs_bitsandbytes
-@pytest.mark.parametrize("how", [EIGHT, NF4], ids=["8", "4"])
-def test_modules_on_disk_are_not_quantized_the_others_are(
-    tmp_path: Path, how: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+AWAY = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "disk", "4": "cpu"}
+
+
+def _saved(folder: Path) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
+    """Return an input, the whole model's output, and the model without its weights, which are in the folder."""
     model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
-    plain = model(x)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    save_file(model.state_dict(), folder / "model.safetensors")
     with init_empty_weights():
-        empty = _network().eval()
-    device_map = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "disk", "4": "cpu"}
+        return x, model(x).detach(), _network().eval()
+
+
+def _is_near(model: nn.Module, x: torch.Tensor, plain: torch.Tensor, tolerance: float) -> None:
+    with torch.no_grad():
+        for _ in range(3):
+            assert ((model(x) - plain).norm() / plain.norm()).item() < tolerance
+
+
+@needs_bitsandbytes
+def test_modules_on_disk_are_not_quantized_to_4_bits_the_others_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, plain, empty = _saved(tmp_path)
     with pytest.raises(ValueError, match="pass offload_folder="):
-        load_and_quantize_model(empty, BnbQuantizationConfig(**how), tmp_path, device_map=device_map)
+        load_and_quantize_model(empty, BnbQuantizationConfig(**NF4), tmp_path, device_map=AWAY)
     with caplog.at_level(logging.WARNING):
-        quantized = load_and_quantize_model(
-            empty, BnbQuantizationConfig(**how), tmp_path, device_map=device_map, offload_folder=tmp_path / "away"
+        quantized: Any = load_and_quantize_model(
+            empty, BnbQuantizationConfig(**NF4), tmp_path, device_map=AWAY, offload_folder=tmp_path / "away"
         )
     assert "3 will not be quantized: they are offloaded" in caplog.text
     assert type(quantized[3]) is nn.Linear
     assert quantized[3].weight.is_meta
     assert type(quantized[0]) is not nn.Linear
+    _is_near(quantized, x, plain, 0.15)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("empty", [False, True])
+def test_modules_on_disk_are_kept_in_8_bits(tmp_path: Path, empty: bool, caplog: pytest.LogCaptureFixture) -> None:
+    x, plain, hollow = _saved(tmp_path)
+    model, weights = (hollow, tmp_path) if empty else (_network().eval(), None)
+    away = tmp_path / "away"
+    quantized: Any = load_and_quantize_model(
+        model, BnbQuantizationConfig(**EIGHT), weights, device_map=AWAY, offload_folder=away
+    )
+    assert "will not be quantized" not in caplog.text
+    assert isinstance(quantized[3], type(quantized[0]))
+    assert quantized[3].weight.is_meta
+    assert quantized[3].SCB.is_meta
+    assert (away / "3.weight.dat").stat().st_size == 256 * 512, "a byte for each number"
+    assert (away / "3.SCB.dat").stat().st_size == 256 * 4
+    whole = load_and_quantize_model(_network().eval(), BnbQuantizationConfig(**EIGHT), device_map={"": "cpu"})
     with torch.no_grad():
-        for _ in range(3):
-            assert ((quantized(x) - plain).norm() / plain.norm()).item() < 0.15
+        expected = whole(x)
+    _is_near(quantized, x, plain, 0.02)
+    _is_near(quantized, x, expected, 1e-6)
+    x.requires_grad_(True)
+    quantized(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.norm() > 0
+
+
+@needs_bitsandbytes
+def test_a_checkpoint_is_loaded_into_offloaded_layers_of_8_bits(tmp_path: Path) -> None:
+    x, plain, model = _saved(tmp_path)
+    replace_with_bnb_layers(model, BnbQuantizationConfig(**EIGHT), modules_to_not_convert=["0", "4"])
+    away = tmp_path / "away"
+    load_checkpoint_in_model(model, tmp_path, AWAY, offload_folder=away, offload_8bit_bnb=True, strict=True)
+    assert json.loads((away / "index.json").read_text())["3.weight"] == {"dtype": "int8", "shape": [256, 512]}
+    _is_near(dispatch_model(model, AWAY, offload_dir=away), x, plain, 0.02)
 
 
 @needs_bitsandbytes

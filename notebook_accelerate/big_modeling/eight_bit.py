@@ -1,0 +1,145 @@
+"""Linear layers in 8 bits whose weights are kept elsewhere; needs bitsandbytes when it is imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.offload import offload_weight
+from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accelerate.big_modeling.walk import submodule
+
+bitsandbytes: Any = importlib.import_module("bitsandbytes")  # its types export nothing
+
+
+class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc] # published without types
+    """bitsandbytes' layer with whole numbers and scales as plain parameters: hooks bring them in and put them away.
+
+    Args:
+        layer: The layer it takes the place of, empty; its bias stays.
+    """
+
+    weight: Any
+    bias: Any
+    state: Any
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(
+            layer.in_features, layer.out_features, False, has_fp16_weights=False, threshold=layer.state.threshold,
+            device="meta",
+        )  # fmt: skip
+        shape = (layer.out_features, layer.in_features)
+        self.weight = _parameter(torch.empty(shape, dtype=torch.int8, device="meta"))
+        self.SCB = _parameter(torch.empty(shape[:1], dtype=torch.float32, device="meta"))
+        self.bias = layer.bias
+        self.train(layer.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute with what is here now; nothing of it is kept, for the next time it is elsewhere.
+
+        Args:
+            x: The input, of `in_features` in its last dimension.
+        """
+        state = bitsandbytes.MatmulLtState()
+        state.threshold, state.use_pool = self.state.threshold, self.state.use_pool
+        state.has_fp16_weights, state.is_training = False, self.training
+        state.CB, state.SCB = self.weight, self.SCB
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        output: torch.Tensor = bitsandbytes.matmul(x, self.weight, bias=bias, state=state)
+        return output
+
+
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def make_offloadable(model: torch.nn.Module, name: str) -> None:
+    """Make a layer of bitsandbytes in 8 bits one whose weights can be elsewhere; others stay as they are.
+
+    Args:
+        model: The model; changed in place.
+        name: The layer's dotted name.
+    """
+    owner, key = submodule(model, name)
+    layer = getattr(owner, key)
+    if isinstance(layer, bitsandbytes.nn.Linear8bitLt) and not isinstance(layer, OffloadedLinear8bitLt):
+        setattr(owner, key, OffloadedLinear8bitLt(layer))
+
+
+def is_offloadable(model: torch.nn.Module, name: str) -> bool:
+    """Tell whether a tensor is the weight of such a layer.
+
+    Args:
+        model: The model.
+        name: The tensor's dotted name.
+    """
+    try:
+        owner, key = submodule(model, name)
+    except AttributeError:
+        return False
+    return key == "weight" and isinstance(owner, OffloadedLinear8bitLt)
+
+
+def in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a weight, on the accelerator where there is one.
+
+    Args:
+        weight: The weight, of two dimensions.
+
+    Returns:
+        The whole numbers and the scale of each row, on the CPU.
+    """
+    made: Any = bitsandbytes.nn.Int8Params(weight, requires_grad=False).to(quantizing_device())
+    return made.data.cpu(), made.SCB.cpu()
+
+
+def quantizing_device() -> Any:
+    """Return where weights are quantized: the accelerator, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator
+
+
+def place_8bit(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Quantize a weight and keep it in main memory, with its scales.
+
+    Args:
+        model: The model; the layer is made offloadable.
+        name: The weight's dotted name.
+        weight: The weight, in floating point.
+    """
+    make_offloadable(model, name.rpartition(".")[0])
+    layer, _ = submodule(model, name)
+    layer.weight, layer.SCB = (_parameter(tensor) for tensor in in_8_bits(weight))
+
+
+def offload_8bit(
+    model: torch.nn.Module,
+    name: str,
+    weight: torch.Tensor,
+    folder: str | os.PathLike[str],
+    index: dict[str, Any],
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Quantize a weight and write it, with its scales, to an offload folder.
+
+    Args:
+        model: The model; the layer is made offloadable, its weight goes to the meta device.
+        name: The weight's dotted name.
+        weight: The weight, in floating point; whole numbers where scales are given.
+        folder: The folder.
+        index: Where dtype and shape are noted.
+        scales: Scales, where the weight is quantized already.
+    """
+    make_offloadable(model, name.rpartition(".")[0])
+    if scales is None:
+        weight, scales = in_8_bits(weight)
+    for each, tensor in ((name, weight), (name.replace("weight", "SCB"), scales)):
+        offload_weight(tensor.cpu(), each, folder, index=index)
+        absent = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        set_module_tensor_to_device(model, each, "meta", value=absent, dtype=tensor.dtype)
+
+
+__all__ = ["OffloadedLinear8bitLt", "is_offloadable", "make_offloadable", "offload_8bit", "place_8bit"]
