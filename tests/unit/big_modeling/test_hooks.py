@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from notebook_accelerate import hooks
+from notebook_accelerate import dispatch_model, hooks
 from notebook_accelerate.big_modeling import attach_layerwise_casting_hooks, cpu_offload_with_hook
 from notebook_accelerate.utils import align_module_device, has_offloaded_params, set_module_tensor_to_device
 from tests.unit.big_modeling.models import ThreeLayers, devices
@@ -117,6 +117,64 @@ def test_layerwise_casting() -> None:
         other, torch.bfloat16, torch.float32, skip_modules_pattern="^0", skip_modules_classes=(nn.Embedding,)
     )
     assert _hooked(other) == set()
+
+
+class Masked(nn.Module):
+    """Says where what it was called with is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.seen: dict[str, str] = {}
+
+    def forward(self, x: Any, mask: Any = None, cache: Any = None) -> None:
+        self.seen = {"x": str(x.device), "mask": str(mask.device), "cache": str(cache[0].device)}
+
+
+@pytest.mark.parametrize("skipped", [None, "cache", ["mask", "cache"]])
+@pytest.mark.parametrize("how", ["hook", "dispatch"])
+def test_keys_that_are_skipped_stay_where_they_are(skipped: Any, how: str) -> None:
+    inner = Masked()
+    if how == "hook":
+        model: nn.Module = hooks.add_hook_to_module(
+            inner, hooks.AlignDevicesHook(execution_device="meta", skip_keys=skipped)
+        )
+    else:
+        model = dispatch_model(inner, {"": "meta"}, skip_keys=skipped, force_hooks=True)
+    model(torch.ones(2), mask=torch.ones(2), cache=[torch.ones(2)])
+    stays = {"cache"} if skipped == "cache" else set(skipped or [])
+    assert inner.seen == {key: "cpu" if key in stays else "meta" for key in ("x", "mask", "cache")}
+
+
+class Told(nn.Linear):
+    """Notes where it is sent."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__(2, 2)
+        self.name, self.log = name, log
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.log.append(f"{self.name} to {args[0]}")
+        return super().to(*args, **kwargs)
+
+    def forward(self, x: Any) -> Any:
+        self.log.append(f"{self.name} computes")
+        return super().forward(x)
+
+
+def test_the_model_before_is_put_away_before_the_next_one_comes() -> None:
+    log: list[str] = []
+    first, first_hook = cpu_offload_with_hook(Told("first", log), CPU)
+    second, second_hook = cpu_offload_with_hook(Told("second", log), CPU, prev_module_hook=first_hook)
+    assert log == ["first to cpu", "second to cpu"]
+    log.clear()
+    second(first(torch.ones(1, 2)))
+    assert log == ["first to cpu", "first computes", "first to cpu", "second to cpu", "second computes"]
+    assert second_hook.hook.prev_module_hook is first_hook
+    other, _ = cpu_offload_with_hook(Told("other", log), "meta", prev_module_hook=first_hook)
+    log.clear()
+    other(torch.ones(1, 2))
+    assert log == ["other to meta", "other computes"], "the first is not on that device: nothing to put away"
 
 
 def test_offloading_by_hand() -> None:

@@ -13,9 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch._inductor import config as inductor_config
 
-from notebook_accelerate import cpu_offload, disk_offload, dispatch_model, hooks
+from notebook_accelerate import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    hooks,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from notebook_accelerate.big_modeling import mapping, offloaded_gradients
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.utils import (
@@ -306,6 +315,62 @@ def test_dispatch_to_one_device_needs_no_hooks() -> None:
     model: Any = dispatch_model(Deep(), {"": "cpu"})
     assert not hasattr(model, "_hf_hook")
     assert hasattr(dispatch_model(model, {"": "cpu"}, force_hooks=True), "_hf_hook")
+
+
+class Borrowing(nn.Module):
+    """Computes with the weights of a module that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.inner.weight, self.inner.bias)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk", "map", "checkpoint"])
+def test_classes_whose_weights_come_all_at_once(tmp_path: Path, where: str) -> None:
+    def offloaded(classes: Any, model: nn.Module) -> nn.Module:
+        known: Any = {"preload_module_classes": classes}
+        if where == "cpu":
+            return cpu_offload(model, **known)
+        if where == "disk":
+            return disk_offload(model, tmp_path / "away", **known)
+        map_: Any = {"0": "disk", "1": "cpu"}
+        if where == "map":
+            return dispatch_model(model, map_, offload_dir=tmp_path / "away", **known)
+        with init_empty_weights():
+            model = nn.Sequential(Borrowing(), nn.Linear(4, 4))
+        return load_checkpoint_and_dispatch(model, tmp_path, map_, offload_folder=tmp_path / "away", **known)
+
+    model, x = nn.Sequential(Borrowing(), nn.Linear(4, 4)), torch.ones(2, 4)
+    plain = model(x).detach()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match="meta"), torch.no_grad():
+        offloaded(None, copy.deepcopy(model))(x)
+    whole = offloaded(["Borrowing"], model)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(whole(x), plain)
+    assert whole[0].inner.weight.is_meta  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("inductor", marks=pytest.mark.leaks_ok("torch's progress bars keep the thread of tqdm"))],
+)
+def test_a_compiled_model_on_memory_and_disk_gives_the_same(tmp_path: Path, backend: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    x = torch.ones(2, 4)
+    plain = model(x)
+    dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    # In this process: others that wait to compile would outlive the test.
+    with torch.no_grad(), inductor_config.patch(compile_threads=1):
+        compiled = torch.compile(model, backend=backend)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), plain, rtol=0 if backend == "eager" else 1e-5, atol=1e-6)
+    assert model[1].weight.is_meta
 
 
 def test_a_compiled_model_gives_the_same(tmp_path: Path) -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from notebook_accelerate import infer_auto_device_map, init_empty_weights, init_on_device
+from notebook_accelerate import (
+    cpu_offload,
+    disk_offload,
+    infer_auto_device_map,
+    init_empty_weights,
+    init_on_device,
+    load_checkpoint_and_dispatch,
+)
 from notebook_accelerate.big_modeling.memory import get_balanced_memory, get_max_memory
 from notebook_accelerate.utils import CustomDtype
 from notebook_accelerate.utils.modeling import (
@@ -22,6 +31,7 @@ from notebook_accelerate.utils.modeling import (
     dtype_byte_size,
     find_tied_parameters,
     get_max_layer_size,
+    named_module_tensors,
     retie_parameters,
 )
 from tests.unit.big_modeling.models import Deep, ThreeLayers, devices
@@ -62,6 +72,75 @@ def test_empty_models_hold_no_memory_and_a_parameter_of_two_modules_stays_one() 
         assert first.w is second.w
         del made
         assert watched() is None
+
+
+class Rotary(nn.Module):
+    """A layer with a buffer that is in no state dict, as rotary embeddings have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.ones(4))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * self.angles + self.kept
+
+
+def test_named_module_tensors() -> None:
+    model = Rotary()
+    named = named_module_tensors
+    assert [name for name, _ in named(model)] == ["kept", "angles"]
+    assert [name for name, _ in named(model.layer)] == ["weight", "bias"]
+    assert [name for name, _ in named(model, include_buffers=False)] == []
+    everything = ["layer.weight", "layer.bias", "kept", "angles"]
+    assert [name for name, _ in named(model, recurse=True)] == everything
+    assert [name for name, _ in named(model, recurse=True, include_buffers=False)] == everything[:2]
+    outer = nn.Sequential(model)
+    found = dict(named(outer, recurse=True, remove_non_persistent=True))
+    assert list(found) == ["0.layer.weight", "0.layer.bias", "0.kept"]
+    assert found["0.layer.weight"] is model.layer.weight
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("where", ["cpu", "disk", "checkpoint"])
+def test_buffers_that_are_in_no_state_dict_keep_their_values(tmp_path: Path, where: str, offload_buffers: bool) -> None:
+    with init_empty_weights():
+        empty = Rotary()
+    assert empty.layer.weight.is_meta
+    assert torch.equal(empty.angles, torch.arange(4.0))
+    with init_empty_weights(include_buffers=True):
+        assert Rotary().angles.is_meta
+    model, x = Rotary(), torch.ones(2, 4)
+    plain = model(x)
+    if where == "checkpoint":
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        load_checkpoint_and_dispatch(
+            empty, tmp_path, {"": "disk"}, offload_folder=tmp_path / "away", offload_buffers=offload_buffers
+        )
+        model = empty
+    elif where == "cpu":
+        cpu_offload(model, offload_buffers=offload_buffers)
+    else:
+        disk_offload(model, tmp_path, offload_buffers=offload_buffers)
+    assert model.kept.is_meta == offload_buffers
+    assert not model.angles.is_meta
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x), plain)
+
+
+def test_dtypes_of_single_tensors_change_the_map() -> None:
+    assert infer_auto_device_map(ThreeLayers(), {0: 100, 1: 200}, special_dtypes={"linear1.weight": torch.float64}) == {
+        "linear1": 1, "batchnorm": 1,  "linear2": "disk",
+    }  # fmt: skip
+    halved = {"linear1.weight": torch.float16, "linear1.bias": torch.float16}
+    assert infer_auto_device_map(ThreeLayers(), {0: 132, 1: 200}, dtype=torch.float32, special_dtypes=halved) == {
+        "linear1": 0, "batchnorm": 1, "linear2": 1,
+    }  # fmt: skip
+    sizes = compute_module_sizes(ThreeLayers(), special_dtypes=halved)
+    assert sizes["linear1"] == 32
+    assert sizes["linear2"] == 100
 
 
 def test_module_sizes() -> None:
