@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.benchmarks.big_models_worker import TOKENS
 
@@ -22,11 +24,12 @@ class Side:
 
     def __init__(self, package: str, folder: str) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.big_models_worker", package, folder]
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed where the process is ended
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._said,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -37,14 +40,24 @@ class Side:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+        self._said.close()
 
     def ask(self, command: str) -> Any:
-        """Give a command and return the answer."""
+        """Give a command and return the answer.
+
+        Raises:
+            RuntimeError: The process ended; the message has the last of what it said.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        answer = self._process.stdout.readline()
+        if not answer:
+            self._said.seek(0)
+            tail = self._said.read().decode(errors="replace")[-2000:]
+            raise RuntimeError(f"{command!r} ended the process that measures:\n{tail}")
+        return json.loads(answer)
 
 
 @row("big models", "hooks")
@@ -73,6 +86,29 @@ def disk() -> Iterator[Figure]:
         goal="≥ 1.5 × peer, ≥ 0.8 × bound",
         met=here_speed >= 1.5 * there_speed and here_speed >= 0.8 * bound,
         note=f"compute alone {1e3 * compute:.0f} ms, reading alone {1e3 * read:.0f} ms: bound {bound:.3g} tokens/s",
+    )
+
+
+@row("big models", "gpu")
+def gpu() -> Iterator[Figure]:
+    """Measure tokens per second of a 1 GB model in main memory that computes on a GPU."""
+    what, goal = "tokens per second, 1 GB in main memory, on a GPU", "≥ 0.85 × bound"
+    if not torch.cuda.is_available():
+        yield Figure(what=what, unit="tokens/s", ours=None, goal=goal, note="not measured: there is no GPU here")
+        return
+    with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
+        compute, transfer = here.ask("gpu_compute"), here.ask("gpu_transfer")
+        ours, peer = alternate(10, lambda: here.ask("gpu"), lambda: there.ask("gpu"))
+    here_speed, there_speed = TOKENS / statistics.median(ours), TOKENS / statistics.median(peer)
+    bound = TOKENS / max(compute, transfer)
+    yield Figure(
+        what=what,
+        unit="tokens/s",
+        ours=here_speed,
+        peer=there_speed,
+        goal=goal,
+        met=here_speed >= 0.85 * bound,
+        note=f"compute alone {1e3 * compute:.1f} ms, copying alone {1e3 * transfer:.1f} ms: bound {bound:.3g} tokens/s",
     )
 
 

@@ -97,6 +97,31 @@ class Worker:
             _median(lambda: self._model(x), 2)
         return _median(lambda: self._model(x), 1)
 
+    def gpu_compute(self) -> float:
+        """Return the seconds of a forward of the 1 GB model that is on the GPU."""
+        model, x = self._filled().to("cuda"), torch.randn(TOKENS, WIDTH, device="cuda")
+        return _median(lambda: _on_gpu(model, x), 10)
+
+    def gpu_transfer(self) -> float:
+        """Return the seconds of copying its weights from pinned memory to the GPU."""
+        weights = [parameter.detach().pin_memory() for parameter in self._filled().parameters()]
+        places = [torch.empty_like(weight, device="cuda") for weight in weights]
+
+        def copy() -> None:
+            for place, weight in zip(places, weights, strict=True):
+                place.copy_(weight, non_blocking=True)
+            torch.cuda.synchronize()
+
+        return _median(copy, 10)
+
+    def gpu(self) -> float:
+        """Return the seconds of a forward of the 1 GB model in main memory, computed on the GPU."""
+        x = torch.randn(TOKENS, WIDTH, device="cuda")
+        if self._model is None:
+            self._model = self._package.cpu_offload(self._filled(), torch.device("cuda", 0))
+            _median(lambda: _on_gpu(self._model, x), 2)
+        return _median(lambda: _on_gpu(self._model, x), 1)
+
     def map(self, layout: str) -> dict[str, float]:
         """Return the seconds of a device map of 128,000 modules, and of a walk over them."""
         with torch.device("meta"):
@@ -143,6 +168,11 @@ def _fill(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         parameter.data.fill_(1e-3)
     return model
+
+
+def _on_gpu(model: nn.Module, x: torch.Tensor) -> None:
+    model(x)
+    torch.cuda.synchronize()
 
 
 def _flat(count: int) -> nn.Module:
