@@ -168,13 +168,7 @@ def accelerated(case: Case, save: str | None = None, load: str | None = None) ->
     losses = list(training.losses())
     if save is not None:
         training.accelerator.save_state(save)
-    state = training.optimizer.state.values()
-    return {
-        "losses": losses,
-        "weights": training.accelerator.get_state_dict(training.model),
-        "elements": sum(held(p) for p in training.model.parameters()),
-        "state": sum(held(v) for s in state for v in s.values() if isinstance(v, torch.Tensor)),
-    }
+    return {"losses": losses, "weights": training.accelerator.get_state_dict(training.model)}
 
 
 def killed(case: Case, folder: str, results: str) -> None:

@@ -10,9 +10,11 @@ WORLD = -1
 """As a degree: as many as there are ranks."""
 _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
+_PREFETCHING = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
 _SECOND = {"fsdp_version": 2, **_UNITS}
 # Traces and partitions forward and backward as the default back end does, and leaves out what takes long: kernels.
 _COMPILED = {"backend": "AOT_EAGER"}
+_KERNELS = {"backend": "INDUCTOR"}
 _REGIONS = {**_COMPILED, "use_regional_compilation": True}
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -20,6 +22,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp1": {"fsdp": _FIRST},
     "fsdp1, gradients and optimizer": {"fsdp": {**_FIRST, "sharding_strategy": "SHARD_GRAD_OP"}},
     "fsdp1, checkpointed activations": {"fsdp": {**_FIRST, "activation_checkpointing": True}},
+    "fsdp1, offloaded, other prefetching": {"fsdp": {**_FIRST, **_PREFETCHING, "cpu_offload": True}},
     "fsdp1, rank 0 loads": {"fsdp": {**_FIRST, "cpu_ram_efficient_loading": True}},
     "fsdp2": {"fsdp": _SECOND},
     "fsdp2, one unit": {"fsdp": {"fsdp_version": 2}},
@@ -31,12 +34,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2 by degrees": {"fsdp": _SECOND, "degrees": {"dp_shard_size": WORLD}},
     "tp": {"degrees": {"tp_size": WORLD}},
     "ddp, compiled": {"dynamo": _COMPILED},
+    "ddp, compiled to kernels": {"dynamo": _KERNELS},
     "ddp, compiled regions": {"dynamo": _REGIONS},
     "fsdp2, compiled": {"fsdp": _SECOND, "dynamo": _COMPILED},
     "fsdp2, compiled regions": {"fsdp": _SECOND, "dynamo": _REGIONS},
     "tp, compiled regions": {"degrees": {"tp_size": WORLD}, "dynamo": _REGIONS},
 }
 """By name: what a `Case` is made of, on any number of ranks."""
+
+SLOW = {"ddp, compiled to kernels"}
+"""Those that compile C++: in the whole table only."""
 
 ON_FOUR: dict[str, dict[str, Any]] = {
     "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}, "ranks_of_a_machine": 2},
