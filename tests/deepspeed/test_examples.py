@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from tests.support.examples import run_all
 from tests.support.kernel import ROOT, Kernel
 from tests.support.launching import ready_kernel
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
+)
 
 
 @pytest.fixture(scope="module")
