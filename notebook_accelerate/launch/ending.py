@@ -48,6 +48,7 @@ class Ending:
         reason: Why the ranks are stopped, when no failure is the cause.
         on_hold: Called when the ranks are kept as they are after a failure, for the debugger.
         on_stopping: Called when a stop begins: with its reason, or with None when a rank has failed.
+        on_letting_go: Called when ranks that were kept are let go because the debugger of one was quit.
     """
 
     def __init__(self, run: Run) -> None:
@@ -61,6 +62,7 @@ class Ending:
         self.reason: StopReason | None = None
         self.on_hold: Callable[[], None] | None = None
         self.on_stopping: Callable[[StopReason | None], None] | None = None
+        self.on_letting_go: Callable[[], None] | None = None
 
     # ---- stopping
 
@@ -69,6 +71,11 @@ class Ending:
         """Whether the ranks are being stopped."""
         return self._ladder is not None
 
+    @property
+    def held(self) -> bool:
+        """Whether the ranks are kept for the debugger, though the run has ended."""
+        return self._held
+
     def stop(self, grace: float, reason: StopReason) -> None:
         """Climb the ladder; a second call kills at once."""
         if self._asked_to_stop and self._ladder is not None:
@@ -76,18 +83,28 @@ class Ending:
             return
         self._asked_to_stop = True
         self.reason = reason
-        if not self.failures:
+        if not (self.failures or self._held):
             self._run._set_status("stopping")
         if self.on_stopping is not None:
             self.on_stopping(reason)
         self._begin_ladder(grace)
 
-    def follow(self, reason: StopReason) -> bool:
-        """Stop because another notebook of the run does; return whether that is news to this one."""
-        if self._ladder is not None or self._held:
+    def follow(self, reason: StopReason, *, hold: bool = False) -> bool:
+        """Stop because another notebook of the run does; return whether that is news to this one.
+
+        Args:
+            reason: Why.
+            hold: Keep the ranks for the debugger instead, as the other notebook does.
+        """
+        kept = self._held or self._hold_at is not None
+        if self._ladder is not None or (hold and kept):
             return False
-        self.reason = reason
-        self._run._set_status("stopping")
+        if hold:
+            self._hold_at = time.monotonic() + SETTLE_SECONDS
+            return True
+        self.reason, self._hold_at = reason, None
+        if not (self._held or self.failures):
+            self._run._set_status("stopping")
         self._begin_ladder(FAILURE_GRACE)
         return True
 
@@ -144,6 +161,8 @@ class Ending:
             info.state = "stopped"
         if self._held and self._ladder is None:  # its debugger was quit: the others are let go too
             self._ladder = Ladder(FAILURE_GRACE)
+            if self.on_letting_go is not None:
+                self.on_letting_go()
 
     def _died_alone(self, end: Exit) -> bool:
         """Whether a rank that left no word ended before anything was done to end it."""

@@ -30,6 +30,7 @@ from notebook_accelerate.launch.ranks import Ranks, Watched
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.stall import StallWatch
 from notebook_accelerate.telemetry import (
+    AnsweredEvent,
     Decoder,
     DisplayEvent,
     Event,
@@ -219,18 +220,19 @@ class Ears:
         self._publisher.display(event, self._label(watched.process.rank, watched.process.local_rank))
 
     def _on_input(self, watched: Watched, event: InputRequest) -> None:
-        if not watched.process.asks_here:
-            where = f"node {watched.process.node} ({watched.process.host})"
-            self._publisher.line("stderr", f"rank {watched.process.rank} waits for input in the notebook of {where}")
-            return
         event.shown = tracebacks.name_cells(event.shown)
-        question = Question(watched.process.rank, event, watched.process.channel, self._stopwatch.resume)
+        process, resume = watched.process, self._stopwatch.resume
+        question = Question(process.rank, event, process.channel, resume, here=process.asks_here)
         known = question.of_debugger and question.rank in self._run._board.debugged()
-        if not (self._run.config.block or self._run._prompts_in_cell or known):
+        if question.here and not (self._run.config.block or self._run._prompts_in_cell or known):
             self._publisher.line("stderr", f"rank {question.rank} {_how_to_answer(question)}")
         self._publisher.flush(force=True)
         self._stopwatch.pause(question.rank)
         self._run._board.put(question)
+
+    def _on_answered(self, watched: Watched, event: AnsweredEvent) -> None:
+        self._stopwatch.resume(watched.process.rank)
+        self._run._board.withdraw(watched.process.rank, event.number)
 
     # ---- ends
 
@@ -265,6 +267,7 @@ _HANDLERS: dict[type[Event], Callable[[Ears, Watched, Any], None]] = {
     FailureEvent: Ears._on_failure,
     DisplayEvent: Ears._on_display,
     InputRequest: Ears._on_input,
+    AnsweredEvent: Ears._on_answered,
     HeartbeatEvent: Ears._on_heartbeat,
     DumpReadyEvent: Ears._on_dump_ready,
     GroupTimeoutEvent: Ears._on_group_timeout,

@@ -227,6 +227,8 @@ class _Launcher:
         if self._party is not None:
             return self._party.conclude(group)
         run = self._run
+        if run.ended is not None:  # its ranks were kept after a failure, and have been let go
+            return False
         if run.failures and not group.ending.reason and number == run.config.max_restarts:
             run._end_attempt(messages.headline(run.failures))
         return bool(run.failures) and not group.ending.reason and number < run.config.max_restarts
@@ -289,7 +291,7 @@ class _Launcher:
     def _hold(self, group: Group) -> None:
         """Tell of the failure while the ranks are kept."""
         run = self._run
-        run.failures = group.verdicts()
+        run.failures = group.verdicts() or (self._party.told if self._party else ())
         run._end_attempt(messages.headline(run.failures))
         self._publisher.flush(force=True)
         run._hold("failed", messages.worker_error(run))

@@ -51,6 +51,11 @@ class Stopwatch:
         with self._lock:
             return [who for who in self._since if not isinstance(who, Elsewhere)]
 
+    def forget_elsewhere(self) -> None:
+        """Nobody waits in other notebooks any longer."""
+        for who in [who for who in list(self._since) if isinstance(who, Elsewhere)]:
+            self.resume(who)
+
     @property
     def standing(self) -> bool:
         """Whether somebody waits."""

@@ -68,6 +68,7 @@ class Group:
     Attributes:
         ears: What the ranks say is heard there.
         ending: What went wrong, and how the ranks are stopped.
+        on_step: Called whenever something may have changed.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Group:
         self._ranks = Ranks()
         self.stopwatch = stopwatch
         self.ending = Ending(run)
+        self.on_step: Callable[[], None] | None = None
         self.ears = Ears(run, publisher, self._selector, self._ranks, self.ending, stopwatch)
 
     # ---- start
@@ -116,6 +118,8 @@ class Group:
         """Show what comes from now on under another cell: the one whose message is ``cell``."""
         self._publisher.flush(force=True)
         self._publisher.show_under(cell)
+        if self.ears.tap is not None:
+            self.ears.tap.tell_cells()
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send a KeyboardInterrupt to ranks that are to live on."""
@@ -190,6 +194,8 @@ class Group:
         for rank in list(self._ranks.asked):
             self.ears.take_end(rank)
         self.ending.climb(watched.process for watched in self._ranks.living.values())
+        if self.on_step is not None:
+            self.on_step()
 
     # ---- the run's time limits
 
@@ -206,7 +212,8 @@ class Group:
     def _limits_count(self) -> bool:
         """Whether the run's time limits are in force: it runs, nobody is being asked, nobody looks into it already."""
         ending = self.ending
-        return not (ending.reason or self.stopwatch.standing or ending.failures or self.ears.stall.busy)
+        over = ending.reason or ending.failures or ending.held
+        return not (over or self.stopwatch.standing or self.ears.stall.busy)
 
     def _give_up(self, reason: str, verdict: str) -> None:
         self.stop(DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {verdict}" if verdict else reason))

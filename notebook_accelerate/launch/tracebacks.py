@@ -113,12 +113,16 @@ def with_named_cells(chain: tuple[ExceptionInfo, ...], where: str) -> tuple[Exce
     return tuple(
         info._replace(
             frames=tuple(
-                frame._replace(filename=name + where) if (name := cell_name(frame.filename)) else frame
+                frame._replace(filename=_of_notebook(name, where)) if (name := cell_name(frame.filename)) else frame
                 for frame in info.frames
             )
         )
         for info in chain
     )
+
+
+def _of_notebook(name: str, where: str) -> str:
+    return name if " of node " in name else name + where
 
 
 def name_cells(text: str) -> str:

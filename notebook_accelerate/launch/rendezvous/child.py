@@ -136,7 +136,7 @@ class Child:
         elif isinstance(event, say.EndOrder):
             self._ended = True
             self._ends[self._node.name] = {
-                "outcome": event.outcome, "text": event.text, "failures": event.failures,
+                "outcome": event.outcome, "text": event.text, "failures": event.failures, "final": event.final,
             }  # fmt: skip
             self._post("end", self._ends[self._node.name])
         elif isinstance(event, say.DoorEvent):

@@ -11,6 +11,8 @@ from notebook_accelerate.launch.rendezvous.meeting import SECRET_VARIABLE, share
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch import LaunchConfig
 
+WARM = "warm_rank"
+"""Name of the function that warm ranks run."""
 _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
 
 
@@ -40,6 +42,8 @@ def invitation(config: LaunchConfig, function: str) -> list[str]:
 def cell_line(config: LaunchConfig, function: str) -> str:
     """Return the call that another notebook makes; a secret is not written into it."""
     given = config.non_default()
+    if function == WARM:
+        return _start_line(config)
     address, port = config.meeting_point
     values = {"num_processes": config.num_processes, "num_nodes": config.num_nodes}
     call = [function, "args", *(f"{name}={value}" for name, value in values.items() if value is not None)]
@@ -56,6 +60,19 @@ def cell_line(config: LaunchConfig, function: str) -> str:
     if settings:
         call.append(f"rdzv_conf={{{', '.join(settings)}}}")
     return f"notebook_launcher({', '.join(call)})"
+
+
+def _start_line(config: LaunchConfig) -> str:
+    """Return the line magic with which another notebook starts its warm ranks."""
+    place = " --node-rank 1" if config.rdzv_backend == "static" else ""
+    if config.non_default().keys() & {"rdzv_conf", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes"}:
+        return f"%rank_start -c config{place}, where config is the same LaunchConfig"
+    address, port = config.meeting_point
+    ranks = "" if config.num_processes is None else f" -n {config.num_processes}"
+    backend = "" if place else f" --rdzv-backend {config.rdzv_backend}"
+    precision = "" if config.mixed_precision == "no" else f" -p {config.mixed_precision}"
+    where = f" --master-addr {address} --port {port}"
+    return f"%rank_start{ranks}{precision} --num-nodes {config.num_nodes}{place}{backend}{where}"
 
 
 def _is_loopback(address: str) -> bool:

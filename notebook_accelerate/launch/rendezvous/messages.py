@@ -139,13 +139,17 @@ class StandEvent(Event):
 
 @dataclass(slots=True)
 class EndOrder(Event):
-    """All ranks of this notebook have ended: how ("succeeded", "failed", "stopped"), why, and what failed."""
+    """All ranks of this notebook have ended: how ("succeeded", "failed", "stopped"), why, and what failed.
+
+    ``final``: it must not start again.
+    """
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
     outcome: str
     text: str = ""
     failures: list[dict[str, Any]] = field(default_factory=list)
+    final: bool = False
 
 
 @dataclass(slots=True)

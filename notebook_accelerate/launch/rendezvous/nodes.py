@@ -147,7 +147,7 @@ def decide(
 
     Args:
         nodes: The nodes in order.
-        ends: What each told ("outcome", "text", "failures"), by name.
+        ends: What each told ("outcome", "text", "failures", "final"), by name.
         lost: Why a node counts as lost, by name.
         attempt: Number of this attempt, from 0.
         backend: "static" or "c10d".
@@ -164,6 +164,7 @@ def decide(
     outcomes = {ends[name]["outcome"] for name in left if name in ends}
     reason = _reason(nodes, ends, lost)
     again = attempt < first.max_restarts and "stopped" not in outcomes and ("failed" in outcomes or bool(gone))
+    again = again and not any(end.get("final") for end in ends.values())
     if gone:
         hosting = any(node.hosting and node.name in gone for node in nodes)
         again = again and backend == "c10d" and len(left) >= first.min_nodes and not hosting

@@ -6,7 +6,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,11 @@ from notebook_accelerate.launch.rendezvous.invitation import invitation
 from notebook_accelerate.launch.rendezvous.meeting import Meeting, shared_secret
 from notebook_accelerate.launch.rendezvous.nodes import Node
 from notebook_accelerate.launch.rendezvous.tap import Tap
+from notebook_accelerate.launch.stopwatch import Elsewhere, Stopwatch
 from notebook_accelerate.launch.supervisor import dispatch
 from notebook_accelerate.telemetry import Event, RankFailure
 from notebook_accelerate.telemetry.failure import to_chain
+from notebook_accelerate.telemetry.naming import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.backends.base import ProcessBackend
@@ -97,6 +99,11 @@ class Party:
         self._odd: list[dict[str, Any]] = []
         self._own_stop: StopReason | None = None
         self._secret = shared_secret(run.config).encode()
+        self._stopwatch = Stopwatch()
+        self._told_standing = (False, "")
+        self._said_standing: dict[int, str] = {}
+        self.told: tuple[RankFailure, ...] = ()
+        """What failed in another notebook, which keeps its ranks for the debugger as this one does."""
         self._links: dict[int, GuestLink] = {}
         self._tap: Tap | None = None
 
@@ -199,8 +206,12 @@ class Party:
         """Hear the others while ``group`` runs, and tell them when it stops."""
         self._group = group
         self.stopped, self._own_stop = "", None
+        self._stopwatch, self._told_standing, self._said_standing = group.stopwatch, (False, ""), {}
+        self._stopwatch.forget_elsewhere()
         group.listen(self._meeting.channel, self._take_news)
+        group.on_step = self._tell_standing
         group.ending.on_stopping = self._tell_others
+        group.ending.on_letting_go = self._tell_of_letting_go
         group.ears.tap = self._tap
         for link in self._links.values():
             link.stopping, link.react = lambda: group.ending.stopping, partial(self._react, group=group)
@@ -216,13 +227,58 @@ class Party:
             found = failures.ordered(self._group.ending.failures)
             # Of a peer that has gone, whoever has lost it tells: this rank only followed.
             if not failures.looks_like_lost_peer(found[0]):
-                self._meeting.send(say.NewsOrder("failed", messages.headline(found)))
+                told = [_as_dict(failure, self.index) for failure in found]
+                self._meeting.send(say.NewsOrder("failed", messages.headline(found), told))
+
+    def _tell_of_letting_go(self) -> None:
+        self._meeting.send(say.NewsOrder("released", "the ranks that were kept after the failure have been let go"))
+
+    def _tell_standing(self) -> None:
+        """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
+        here = self._stopwatch.waiting_here()
+        told = (bool(here), self._where_it_waits(here))
+        if told != self._told_standing:
+            self._told_standing = told
+            self._meeting.send(say.StandOrder(*told))
+
+    def _where_it_waits(self, here: Iterable[object]) -> str:
+        stopped = self._own(self._run._board.debugged())
+        kinds = {
+            "stopped at a breakpoint": stopped,
+            "waiting for input": self._own(who for who in here if who not in stopped),
+            "paused": self._own(who[1] for who in here if isinstance(who, tuple)),
+        }
+        parts = [f"{rank_names(who)} {'is' if len(who) == 1 else 'are'} {how}" for how, who in kinds.items() if who]
+        return " and ".join(parts)
+
+    def _own(self, ranks: Iterable[object]) -> list[int]:
+        return sorted(rank for rank in ranks if isinstance(rank, int) and self._is_here(rank))
+
+    def _on_standing(self, event: say.StandEvent) -> None:
+        """Have time stand still here as long as it does in another notebook, and say where it is waited for."""
+        change = self._stopwatch.pause if event.standing else self._stopwatch.resume
+        change(Elsewhere(event.node))
+        told, self._said_standing[event.node] = self._said_standing.get(event.node, ""), event.text
+        asked_here = bool(self._links) and self._run._prompts_in_cell
+        if event.text and event.text != told and not asked_here:
+            name = rules.title(event.node, self.nodes[event.node].host)
+            self._say(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
+
+    def _how_to_open(self, event: say.StandEvent) -> str:
+        first = rules.first_rank(self.nodes, event.node)
+        ranks = range(first, first + self.nodes[event.node].processes)
+        open_here = [rank for rank in self._run._board.debugged() if rank in ranks]
+        if not self._links or self._run.config.block or not open_here:
+            return ", in its notebook"
+        return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
 
     def _take_news(self) -> None:
         assert self._group is not None
         for event in self._hear():
             if isinstance(event, say.NewsEvent):
                 self._react(event, self._group)
+            elif isinstance(event, say.StandEvent):
+                self._on_standing(event)
             else:
                 self._heard.append(event)
 
@@ -240,7 +296,12 @@ class Party:
         if news.kind == "stopped":
             self.stopped = self.stopped or news.text
         error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
-        if group.ending.follow(StopReason(error, news.text)):
+        hold = news.kind == "failed" and self._run.config.debug
+        if hold and not self.told:
+            rank = rules.first_rank(self.nodes, news.node)
+            told = _failures_of({"failures": news.failures}) or [RankFailure(rank, "exception", time.time(), news.text)]
+            self.told = tuple(failures.ordered(told))
+        if group.ending.follow(StopReason(error, news.text), hold=hold):
             self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
 
     # ---- after
@@ -248,6 +309,7 @@ class Party:
     def conclude(self, group: Group) -> bool:
         """Tell the others how this notebook's ranks ended, hear how theirs did, and say whether all start again."""
         run, self._group = self._run, None
+        self._tell_standing()
         self._unlink()
         if self._over:  # without the child there is nobody to ask
             run.failures = run.failures or self._lost({str(self.index): "its rendezvous process ended"})
@@ -257,7 +319,9 @@ class Party:
         outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"
         text = self._own_stop.text if self._own_stop else messages.headline(run.failures) if run.failures else ""
         own = [failure for failure in run.failures if self._is_here(failure.rank) or failure.kind == "lost"]
-        self._meeting.send(say.EndOrder(outcome, text, [_as_dict(failure, self.index) for failure in own]))
+        told = [_as_dict(failure, self.index) for failure in own]
+        # A run whose ranks were kept after its failure has ended for the user long ago.
+        self._meeting.send(say.EndOrder(outcome, text, told, final=run.ended is not None))
         decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
         if decision is None:  # stopped, after all ranks here had ended
             decision = self._await(say.DecisionEvent, stoppable=False)
@@ -266,6 +330,8 @@ class Party:
 
     def _settle(self, decision: say.DecisionEvent) -> bool:
         run = self._run
+        if run.ended is not None:
+            return False
         told = {f.rank: f for end in decision.ends.values() for f in _failures_of(end)}
         for failure in run.failures:  # these have their exceptions; the others' cells have their names in what was told
             chain = (
@@ -288,6 +354,8 @@ class Party:
     def verdict(self) -> tuple[str, WorkerError | None]:
         """Return the run's status and error, the same in every notebook."""
         run = self._run
+        if run.ended is not None:
+            return run.status, run.error
         if self._own_stop is not None or self.stopped:
             run._end_attempt("stopped")
             kind, text = (
@@ -361,6 +429,8 @@ class Party:
                 self._on_waiting(event)
             elif isinstance(event, say.NoteEvent):
                 self._note(event.text)
+            elif isinstance(event, say.StandEvent):
+                self._on_standing(event)
             elif isinstance(event, say.NewsEvent) and event.kind == "stopped" and not self.stopped:
                 self.stopped = event.text
                 self._say(event.text)
@@ -384,7 +454,7 @@ class Party:
     def _stopped_in(self, lobby: Lobby) -> bool:
         run = self._run
         limit = run.config.timeout
-        if limit is not None and time.time() > run.started + limit:
+        if limit is not None and self._stopwatch.now() > run.started + limit:
             lobby.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
         if lobby.stop_reason is None:
             return False

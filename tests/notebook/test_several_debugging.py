@@ -1,0 +1,226 @@
+"""Debugging a run of several notebooks: from the notebook of a rank, and from the first one."""
+
+from __future__ import annotations
+
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.kernel import Cell, Kernel
+from tests.support.launching import children, said
+from tests.support.notebooks import LIMIT, Notebooks, free_port, notebooks
+
+pytestmark = [pytest.mark.notebook, pytest.mark.slow, pytest.mark.timeout(600)]
+HOST = platform.node()
+SECRET = {"secret": "hush"}
+ONE_EACH = ("num_processes=1", "num_processes=1")
+RUN = "notebook_accelerate.runs()[-1]"
+STANDS = f"{RUN}._stopper.__self__._watch.standing"
+HANG = 10.0
+FUNCTIONS = """
+def stops(*who):
+    group()
+    value = 40 + rank()
+    dist.barrier()
+    for each in who:
+        if rank() == each:
+            breakpoint()
+            value += 1
+        dist.barrier()
+    return value
+
+def fails(who):
+    group()
+    value = 40 + rank()
+    dist.barrier()
+    if rank() == who:
+        raise KeyError("bad batch")
+    dist.barrier()
+
+def skips():
+    group()
+    dist.barrier()
+    nothing, room = os.pipe()[0], ctypes.create_string_buffer(1)
+    if rank() == 1:
+        ctypes.PyDLL(None).read(nothing, room, 1)  # holds the interpreter
+    dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Notebooks]:
+    """Return two kernels."""
+    with notebooks(2) as found:
+        for kernel in found.kernels:
+            kernel.check(FUNCTIONS, LIMIT)
+            kernel.check("%load_ext notebook_accelerate", LIMIT)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(pair: Notebooks) -> Iterator[None]:
+    """Compare what a launch may not change in the kernels before and after each test."""
+    before = pair.values("look()")
+    yield
+    for kernel in pair.kernels:
+        kernel.answer = None
+    assert pair.changed(before) == [{}, {}]
+    assert [children(kernel) for kernel in pair.kernels] == [[], []]
+    assert pair.values("[n for n in __import__('linecache').cache if ' of node ' in n]") == [[], []]
+
+
+def until(kernel: Kernel, condition: str) -> None:
+    """Wait until an expression holds in a kernel."""
+    deadline = time.monotonic() + LIMIT
+    while not kernel.value(condition, LIMIT):
+        assert time.monotonic() < deadline, f"not in {LIMIT} s: {condition}"
+        time.sleep(0.1)
+
+
+def types(kernel: Kernel, *lines: str) -> list[str]:
+    """Have a kernel's user type lines, one at each prompt; return the prompts as they come."""
+    prompts: list[str] = []
+    left = list(lines)
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return left.pop(0)
+
+    kernel.answer = answer
+    return prompts
+
+
+def plain(cell: Cell) -> str:
+    """Return what a cell shows, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", cell.stdout + cell.stderr)
+
+
+def shows(pair: Notebooks, index: int, cell: Cell, text: str) -> None:
+    """Wait until a cell of a notebook shows a text."""
+    shown: Callable[[], bool] = lambda: text in plain(cell)  # noqa: E731 - typed
+    pair.kernels[index].wait_for(shown, LIMIT, text)
+
+
+def test_a_breakpoint_is_answered_in_its_notebook_and_time_stands_still_in_all(pair: Notebooks) -> None:
+    cells = pair.finish(pair.launch("stops, 0, 1", *ONE_EACH, block=False, hang_timeout=HANG))
+    for rank in (0, 1):
+        own, other = pair.kernels[rank], pair.kernels[1 - rank]
+        shows(pair, rank, cells[rank], f"rank {rank} is stopped at a breakpoint; run.debug(rank={rank}) opens it")
+        shows(pair, 1 - rank, cells[1 - rank], f"node {rank} ({HOST}): rank {rank} is stopped at a breakpoint, in its")
+        until(other, STANDS)
+        if rank == 0:
+            time.sleep(HANG + 3)
+            assert pair.values("run.status") == ["running", "running"]
+        prompts = types(own, "p value", "c")
+        assert f"[rank {rank}] {40 + rank}" in plain(own.check("run.debug()", LIMIT))
+        assert len(prompts) == 2
+    for kernel in pair.kernels:
+        assert kernel.value("run.wait(100)", LIMIT)
+    assert pair.values("run.results") == [[41], [42]]
+    assert pair.values(STANDS) == [False, False]
+
+
+def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Notebooks) -> None:
+    first, second = pair.kernels
+    cells = pair.finish(pair.launch("stops, 1", *ONE_EACH, block=False, rdzv_conf=SECRET))
+    shows(pair, 1, cells[1], "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it")
+    shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint, in its notebook; run.debug(rank=1) opens it here too")
+    assert first.check("run.cast('p value', ranks=[1])", LIMIT).result_text == "rank 1 │ 41"
+    types(first, "w", "c")
+    shown = plain(first.check("run.debug(rank=1)", LIMIT))
+    assert re.search(r"Cell In\[\d+\] of node 1", shown), shown
+    for kernel in (first, second):
+        assert kernel.value("run.wait(100)", LIMIT)
+        assert kernel.value("len(run._board.open_questions())") == 0
+    assert pair.values("run.results") == [[40, 42], [42]]
+
+
+@pytest.mark.parametrize(("failing", "conf"), [(1, SECRET), (0, {})])
+def test_a_failure_keeps_the_ranks_of_all_notebooks(pair: Notebooks, failing: int, conf: dict[str, str]) -> None:
+    cells = pair.finish(pair.launch(f"fails, {failing}", *ONE_EACH, debug=True, hang_timeout=HANG, rdzv_conf=conf))
+    for cell in cells:
+        assert f"rank {failing} failed" in said(cell)
+        assert 'raise KeyError("bad batch")' in said(cell)
+    assert pair.values(f"{RUN}.status") == ["failed", "failed"]
+    first, second = pair.kernels
+    assert second.value(f"{RUN}.ask('value', ranks=[1], timeout=60)[1]", LIMIT) == 41
+    if conf:  # the other notebook's rank is debugged in the first, until it is quit
+        types(first, "p value", "q")
+        assert "[rank 1] 41" in plain(first.check(f"{RUN}.debug()", LIMIT))
+    else:
+        assert first.value(f"{RUN}.ask('value', timeout=60)[0]", LIMIT) == 40
+        second.check(f"{RUN}.stop()", LIMIT)
+    for kernel in pair.kernels:
+        until(kernel, f"{RUN}._released.is_set()")
+    assert pair.values(f"{RUN}.status") == ["failed", "failed"]
+
+
+def test_a_diagnosis_names_the_lines_of_another_notebooks_cells(pair: Notebooks) -> None:
+    pair.finish(pair.launch("skips", *ONE_EACH, block=False, rdzv_conf=SECRET))
+    first = pair.kernels[0]
+    line = "ctypes.PyDLL(None).read(nothing, room, 1)  # holds the interpreter"
+    deadline = time.monotonic() + LIMIT
+    while line not in (text := first.value("run.diagnose().text", LIMIT)) or "waits in" not in text:
+        assert time.monotonic() < deadline, text
+    assert re.search(r"rank 1: Cell In\[\d+\] of node 1, line \d+, in skips: " + re.escape(line), text), text
+    assert re.search(r"rank 0: Cell In\[\d+\], line \d+, in skips: dist\.barrier\(\); waits in", text), text
+    first.check("run.stop(grace=1.0)", LIMIT)
+    assert pair.kernels[1].value("run.wait(100)", LIMIT)
+
+
+def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
+    first, second = pair.kernels
+    config = f"LaunchConfig(num_processes=1, num_nodes=2, use_port={free_port()}, rdzv_conf={SECRET})"
+    for kernel in pair.kernels:
+        kernel.check(f"from notebook_accelerate import LaunchConfig\nconfig = {config}\nmine = 5", LIMIT)
+    summing = "import torch, torch.distributed as dist\nx = torch.tensor([rank + mine])\ndist.all_reduce(x)\nx.item()"
+    begun = first.submit(f"%%ranks -c config -i mine\n{summing}")
+    started = second.submit("%rank_start -c config --node-rank 1")
+    for kernel, cell in ((first, begun), (second, started)):
+        kernel.finish(cell, LIMIT).expect_ok()
+    assert "%rank_start -c config --node-rank 1" in begun.stdout
+    assert "[rank 0] 11\n[rank 1] 11\n" in begun.stdout
+    failed = first.run("%%ranks -o there\nthere = 1 / (1 - rank)", LIMIT)
+    assert "rank 1 failed:" in said(failed)
+    assert "there = 1 / (1 - rank)" in said(failed)
+    prompts = types(first, "p there", "c", "Ada")
+    asked = first.check("%%rank 1\nthere = 7\nbreakpoint()\nname = input('who? ')\nname", LIMIT)
+    assert "[rank 1] 7" in plain(asked)
+    assert "[rank 1] 'Ada'" in plain(asked)
+    assert prompts[2] == "[rank 1] who? "
+    first.answer = None
+    second.check("%%rank 1 -o there\nthere += 1", LIMIT)
+    assert second.value("there") == [8]
+    endless = first.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
+    first.wait_for(lambda: all(f"on {rank}" in endless.stdout for rank in (0, 1)), LIMIT)
+    first.interrupt()
+    assert "the ranks live on" in said(first.finish(endless, LIMIT))
+    assert "[rank 1] 'Ada'" in first.check("%%rank 1\nname", LIMIT).stdout
+    first.check("%rank_stop", LIMIT)
+    until(second, f"{RUN}.ended is not None")
+    assert "the warm ranks have ended" in second.check("%rank_status", LIMIT).stdout
+    second.check("%rank_stop", LIMIT)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+def test_a_late_notebook_is_told_who_runs_without_it(pair: Notebooks, num_nodes: int) -> None:
+    conf = {**SECRET, "last_call_timeout": 1}
+    options = {"num_nodes": num_nodes, "use_port": free_port(), "min_nodes": 2, "rdzv_backend": "c10d"}
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    call = f"launch(meet, -1, 600.0, num_processes=1, {given}, rdzv_conf={conf}, block=False)"
+    cells = pair.finish(pair.submit(f"run = {call}", f"run = {call}"))
+    for index, cell in enumerate(cells):
+        shows(pair, index, cell, "sum 1.0")
+    second = pair.kernels[1]
+    second.check(f"late = {call}", LIMIT)
+    assert second.value("late.wait(100)", LIMIT)
+    text = second.value("str(late.error)")
+    how = "the run has its 2 notebooks already: " if num_nodes == 2 else "began without this notebook, with 2 of 3: "
+    assert how in text
+    assert all(f"{HOST} (kernel {kernel.pid})" in text for kernel in pair.kernels)
+    assert pair.values("run.status") == ["running", "running"]
+    second.check("run.stop()", LIMIT)
+    assert pair.kernels[0].value("run.wait(100)", LIMIT)
