@@ -113,3 +113,51 @@ def go_on(package: str, folder: str, precision: str = "no", loading: str = "in o
     accelerator, counter, _, _, schedule, _ = parts
     scale = with_scaler(accelerator, 2.0, lambda: accelerator.load_state(folder))
     return [*epoch(*parts), counter.count, *schedule.get_last_lr(), scale]
+
+
+DTYPES = {"half": "bfloat16", "scalar": "int64", "whole.weight": "float32", "flags": "bool", "small": "float16"}
+
+
+def _weights() -> dict[str, Any]:
+    import torch
+
+    values = torch.randn(len(DTYPES), 3, 4, generator=torch.Generator().manual_seed(0))
+    found = {name: value.to(getattr(torch, dtype)) for value, (name, dtype) in zip(values, DTYPES.items(), strict=True)}
+    found["scalar"] = torch.tensor(7)
+    return found
+
+
+def offload(package: str, folder: str) -> None:
+    """Write a folder of offloaded weights."""
+    import_module(f"{package}.utils").offload_state_dict(folder, _weights())
+
+
+def offloaded(package: str, folder: str) -> dict[str, str]:
+    """Read such a folder; return the dtypes of those that are what they were."""
+    import torch
+
+    loader = import_module(f"{package}.utils").OffloadedWeightsLoader(save_folder=folder)
+    same = {name: loader[name] for name, weight in _weights().items() if torch.equal(loader[name], weight)}
+    return {name: str(weight.dtype).removeprefix("torch.") for name, weight in same.items()}
+
+
+def _layers(numbers: Any) -> Any:
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    for number, parameter in zip(numbers, model.parameters(), strict=True):
+        torch.nn.init.constant_(parameter, float(number))
+    return model
+
+
+def save_model(package: str, folder: str, safe: bool) -> None:
+    """Write a model as several files."""
+    accelerator = import_module(package).Accelerator(cpu=True)
+    accelerator.save_model(_layers(range(6)), folder, max_shard_size="5KB", safe_serialization=safe)
+
+
+def loaded_model(package: str, folder: str) -> list[float]:
+    """Read it."""
+    model = _layers([9] * 6)
+    import_module(f"{package}.utils").load_checkpoint_in_model(model, folder)
+    return [parameter.flatten()[0].item() for parameter in model.parameters()]

@@ -11,7 +11,7 @@ from tests.parity.training.scripts import Case, Result, accelerated
 from tests.parity.training.test_plain_torch import CASES, assert_equal
 from tests.support.ranks import run_ranks
 
-pytest.importorskip("accelerate", reason="the real package is not installed: pip install accelerate==1.15.0")
+pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
 
 # Accelerate refuses fp16 on the CPU.
 SHARED = {name: case for name, case in CASES.items() if case.precision != "fp16"}
