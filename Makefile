@@ -12,8 +12,6 @@ BROWSER_READY := $(VENV)/.browser-ready
 CHROMIUM ?= $(shell command -v chromium)
 COLAB_VENV := .venv-colab
 COLAB_READY := $(COLAB_VENV)/.ready
-CLIENTS_VENV := .venv-clients
-CLIENTS_READY := $(CLIENTS_VENV)/.ready
 MEGATRON_VENV := .venv-megatron
 MEGATRON_READY := $(MEGATRON_VENV)/.ready
 DEEPSPEED_VENV := .venv-deepspeed
@@ -40,8 +38,8 @@ help:
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
-	@echo "make test-parity    checkpoints, losses and weights against the real Accelerate, in the environment of make bench"
-	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate"
+	@echo "make test-parity    checkpoints, losses and weights against the real Accelerate; in the environment of make bench"
+	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate; in DeepSpeed's environment"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
 	@echo "make test-s3        checkpoints in an S3 server on this machine; in an environment of its own"
@@ -94,19 +92,13 @@ $(COLAB_READY): $(READY) requirements/colab.txt
 	$(COLAB_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/colab.txt
 	touch $@
 
-# The clients' environment is the development environment plus libraries that import Accelerate.
-$(CLIENTS_READY): $(READY) requirements/clients.txt
-	$(call over_development,$(CLIENTS_VENV))
-	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/clients.txt
-	touch $@
-
 # Megatron-LM's environment is the development environment plus megatron-core.
 $(MEGATRON_READY): $(READY) requirements/megatron.txt
 	$(call over_development,$(MEGATRON_VENV))
 	$(MEGATRON_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/megatron.txt
 	touch $@
 
-# DeepSpeed's environment is the development environment plus DeepSpeed and transformers, which knows about it.
+# DeepSpeed's environment is the development environment plus DeepSpeed and transformers, a client of both.
 $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 	$(call over_development,$(DEEPSPEED_VENV))
 	$(DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
@@ -173,8 +165,8 @@ test-browser: $(BROWSER_READY)
 test-gpu: $(SETUP)
 	$(PY) -m pytest -m gpu -rs tests
 
-test-clients: $(CLIENTS_READY)
-	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
+test-clients: $(DEEPSPEED_READY)
+	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
 
 test-deepspeed: $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed -m "not benchmark" \
@@ -193,8 +185,8 @@ test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
 
 test-parity: $(BENCH_READY)
-	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-parity \
-		tests/parity/checkpoints tests/parity/training
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
+		tests/parity/checkpoints tests/parity/training/test_accelerate.py
 
 test-strategies: $(SETUP) $(DEEPSPEED_OPS)
 	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
@@ -222,5 +214,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(CLIENTS_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

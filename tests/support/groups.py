@@ -25,15 +25,17 @@ GROUPS = {
     "megatron": ["megatron"],
     "ray": ["ray"],
     "s3": ["s3"],
+    "parity": ["parity/checkpoints"],
     "notebook": ["notebook"],
     "distributed": ["distributed"],
     "unit": ["unit"],
     "rules": ["architecture", "parity"],
+    "clients": ["clients"],
     "browser": ["browser"],
-    "devices": ["gpu", "xla", "clients"],
+    "devices": ["gpu", "xla"],
 }
 # Groups with an environment of their own: what make is asked for instead.
-OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("deepspeed", "megatron", "ray", "s3")}
+OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "megatron", "parity", "ray", "s3")}
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
 _NOTHING_COLLECTED = 5
