@@ -63,7 +63,7 @@ def test_deepspeeds_optimizer_for_main_memory() -> None:
     assert found == pytest.approx(plain(case), rel=1e-4)  # its square roots are the processor's approximations
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2])  # 3: tests/deepspeed/test_stores.py
 def test_resuming_with_a_schedule(stage: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     whole = Case(**ZERO[f"stage {stage}"], steps=2 * HALF)
