@@ -16,7 +16,8 @@ class AcceleratedScheduler:
     The schedule was written for one process: where ranks read different batches, one step here is as many steps of the
     schedule as there are such ranks. Ranks that work on the same batch by tensor, context, sequence or pipeline
     parallelism count as one: the loader is no shorter for them. (Accelerate 1.15 counts all ranks, and is through with
-    the schedule before the data.)
+    the schedule before the data.) Batches that are accumulated are no steps: a schedule that ends with the training is
+    as long as there are windows, whatever the plugin's adjust_scheduler says.
 
     Args:
         scheduler: The schedule that does the work.

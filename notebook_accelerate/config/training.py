@@ -19,7 +19,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     num_steps: int | None = None
     """Batches per optimizer step; None: as the Accelerator says."""
     adjust_scheduler: bool = True
-    """Whether a scheduler advances for accumulated batches too, so that its length in batches stays right."""
+    """As in Accelerate 1.15 it changes no learning rate: a schedule moves once a window, not once a batch."""
     sync_with_dataloader: bool = True
     """Whether the last batch of an epoch ends a window, however short."""
     sync_each_batch: bool = False

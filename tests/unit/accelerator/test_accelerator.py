@@ -309,6 +309,51 @@ class TestAccumulation:
         ):
             pass
 
+    @pytest.mark.parametrize("adjust", [True, False])
+    def test_a_schedule_moves_once_a_window(self, adjust: bool) -> None:
+        """Twelve windows of four batches each are what a schedule of twelve steps takes, with either setting.
+
+        Accelerate 1.15 has the same rates: its plugin tells adjust_scheduler only where it is not the default.
+        """
+        settings = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=adjust)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=settings)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=12)
+        model, prepared, schedule = accelerator.prepare(model, optimizer, cycle)
+        rates = [schedule.get_last_lr()[0]]
+        for _ in range(48):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                prepared.step()
+                schedule.step()
+                prepared.zero_grad()
+            rates.append(schedule.get_last_lr()[0])
+        alone = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        reference = torch.optim.lr_scheduler.OneCycleLR(alone, 1.0, total_steps=12)
+        expected = [reference.get_last_lr()[0]]
+        for _ in range(11):
+            alone.step()
+            reference.step()
+            expected.append(reference.get_last_lr()[0])
+        assert rates[:48:4] == expected
+        assert all(rates[4 * window : 4 * window + 4] == [expected[window]] * 4 for window in range(12))
+
+    def test_a_schedule_that_is_told_to_count_batches_counts_those_of_a_window(self) -> None:
+        """What a client may set by hand: the count moves with each batch, the rate with each window."""
+        accelerator, model, optimizer, _, scheduler = parts(gradient_accumulation_steps=3)
+        GradientState().plugin_kwargs["adjust_scheduler"] = True
+        counts, rates = [scheduler.scheduler._step_count], [scheduler.get_last_lr()[0]]
+        for _ in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                scheduler.step()
+            counts.append(scheduler.scheduler._step_count)
+            rates.append(round(scheduler.get_last_lr()[0], 6))
+        assert counts == [1, 2, 3, 4, 5, 6, 7]
+        assert rates == [0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.001]
+
 
 class TestOptimizer:
     def test_it_is_its_optimizer(self) -> None:
