@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
 
 import anywidget
 import traitlets
 
+from notebook_accelerate.widgets.assets import asset
+
 
 class CopyButton(anywidget.AnyWidget):
     """Puts ``text`` on the browser's clipboard when it is clicked."""
 
-    _esm = files(__package__).joinpath("static/copy.js").read_text(encoding="utf-8")
+    _esm = asset("copy.js")
     text: Any = traitlets.Unicode("").tag(sync=True)
     label: Any = traitlets.Unicode("Copy").tag(sync=True)
 

@@ -6,11 +6,11 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 import ipywidgets
 
+from notebook_accelerate.widgets.assets import asset
 from notebook_accelerate.widgets.draft import Checked, Draft
 from notebook_accelerate.widgets.fields import KINDS, Field, summary, text_of
 
@@ -369,7 +369,7 @@ def styled(box: Any) -> Any:
 
 def style_sheet() -> Any:
     """Return a widget that brings the style sheet of forms along."""
-    css = files(__package__).joinpath("static/forms.css").read_text(encoding="utf-8")
+    css = asset("forms.css")
     sheet = ipywidgets.HTML(f"<style>{css}</style>")
     sheet.layout.display = "none"
     return sheet

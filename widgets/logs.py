@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from html import escape
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
 
+from notebook_accelerate.widgets.assets import script
 from notebook_accelerate.widgets.plot import REFRESH_AGES
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class LogView(anywidget.AnyWidget):
         run: Whose lines.
     """
 
-    _esm = files(__package__).joinpath("static/logs.js").read_text(encoding="utf-8")
+    _esm = script("feed.js", "logs.js")
     full: Any = traitlets.Dict().tag(sync=True)
     delta: Any = traitlets.Dict().tag(sync=True)
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import anywidget
@@ -16,6 +15,7 @@ import traitlets
 
 from notebook_accelerate.launch import curves
 from notebook_accelerate.telemetry.thinning import m4
+from notebook_accelerate.widgets.assets import asset, script
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -39,10 +39,6 @@ REFRESH_AGES = (0.4, 1.0, 2.0, 4.0, 8.0)
 REFRESH_SECONDS = 30.0
 """A view that is opened while the kernel is busy cannot ask for what it missed: it is sent everything now and then,
 soon after the beginning and every so many seconds."""
-
-
-def _static(name: str) -> str:
-    return files(__package__).joinpath("static").joinpath(name).read_text(encoding="utf-8")
 
 
 @dataclass
@@ -126,8 +122,8 @@ class Plot(anywidget.AnyWidget):
         empty_text: Shown while there are none.
     """
 
-    _esm = f"{_static('uPlot.iife.min.js')}\n{_static('plot.js')}"
-    _css = _static("uPlot.min.css")
+    _esm = script("uPlot.iife.min.js", "feed.js", "plot.js")
+    _css = asset("uPlot.min.css")
     full: Any = traitlets.Dict().tag(sync=True)
     delta: Any = traitlets.Dict().tag(sync=True)
     wanted: Any = traitlets.Unicode("").tag(sync=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
 
 from notebook_accelerate.widgets import coalesced
+from notebook_accelerate.widgets.assets import script
 from notebook_accelerate.widgets.plot import REFRESH_AGES
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RankTable(anywidget.AnyWidget):
     only less often.
     """
 
-    _esm = files(__package__).joinpath("static/ranks.js").read_text(encoding="utf-8")
+    _esm = script("feed.js", "ranks.js")
     full: Any = traitlets.Dict().tag(sync=True)
     delta: Any = traitlets.Dict().tag(sync=True)
     unfolded: Any = traitlets.List([]).tag(sync=True)

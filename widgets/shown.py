@@ -15,11 +15,11 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from html import escape
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
 from notebook_accelerate.launch.places import Place, forget, leave_at_exit
+from notebook_accelerate.widgets.assets import asset
 from notebook_accelerate.widgets.binding import live_bundle
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ _all: weakref.WeakSet[Shown] = weakref.WeakSet()
 
 @cache
 def _sheet() -> str:
-    return files(__package__).joinpath("static/left.css").read_text(encoding="utf-8")
+    return asset("left.css")
 
 
 __all__ = ["LEAVE_AGES", "LEAVE_SECONDS", "Shown"]

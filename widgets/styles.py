@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
+
+from notebook_accelerate.widgets.assets import asset
 
 
 @cache
 def style_sheet() -> str:
     """Return the style element of run panels."""
-    return f"<style>{files(__package__).joinpath('static/panel.css').read_text(encoding='utf-8')}</style>"
+    return f"<style>{asset('panel.css')}</style>"
 
 
 __all__ = ["style_sheet"]

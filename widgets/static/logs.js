@@ -1,28 +1,16 @@
 /* What the ranks wrote: tabs per rank and a search that work while the kernel is busy.
  *
- * `full` and `delta` hold {seq, prev, lines: [[rank, seconds, stream, text], ...], skipped: {rank: count}}; a delta
- * continues the message `prev`. Text is set as text, never as markup.
+ * `full` and `delta` (see feed.js) hold {seq, prev, lines: [[rank, seconds, stream, text], ...], skipped: {rank: count}}.
+ * Text is set as text, never as markup.
  */
 const KEPT = 2000;
 const SHOWN = 1000;
 const MAX_TABS = 16;
 const ANSI = /\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*(?:\x07|\x1b\\)/g;
 
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") node.className = value;
-    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
 class Logs {
   constructor(model, el) {
     this.model = model;
-    this.seq = -1;
     this.lines = [];
     this.counts = new Map();
     this.skipped = new Map();
@@ -43,31 +31,17 @@ class Logs {
         make("label", { class: "na-check" }, this.errors, " stderr only"),
         make("label", { class: "na-check" }, this.follow, " Follow"), this.count),
       this.body));
-    const full = () => this.full(), delta = () => this.delta();
-    model.on("change:full", full);
-    model.on("change:delta", delta);
-    this.stop = () => { model.off("change:full", full); model.off("change:delta", delta); };
-    this.full();
-    this.delta();
+    this.feed = new Feed(model, "lines", (message) => this.full(message), (message) => this.take(message));
     this.schedule();
   }
-  full() {
-    const message = this.model.get("full");
-    if (!message || !message.lines || message.seq < this.seq) return;
+  full(message) {
     this.lines = [];
     this.counts = new Map();
     this.skipped = new Map();
     this.nodes = new Map(Object.entries(message.nodes || {}).map(([rank, node]) => [Number(rank), node]));
     this.take(message);
   }
-  delta() {
-    const message = this.model.get("delta");
-    if (!message || !message.lines || message.seq <= this.seq) return;
-    if (message.prev === this.seq) this.take(message);
-    else if (performance.now() - (this.asked || -1e9) > 2000) { this.asked = performance.now(); this.model.send({ kind: "hello" }); }
-  }
   take(message) {
-    this.seq = message.seq;
     for (const [rank, time, stream, text] of message.lines) {
       this.lines.push({ rank, time, stream, text: text.replace(ANSI, "") });
       this.counts.set(rank, (this.counts.get(rank) || 0) + 1);
@@ -166,6 +140,6 @@ class Logs {
 export default {
   render({ model, el }) {
     const logs = new Logs(model, el);
-    return () => logs.stop();
+    return () => logs.feed.stop();
   },
 };

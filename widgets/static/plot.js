@@ -1,8 +1,8 @@
 /* Curves of a run: one uPlot chart per metric, controls that work while the kernel is busy.
  *
- * The model's traits `full` and `delta` hold {seq, prev, series: [[metric, label, count], ...], data}: little-endian
- * float64, for each series its steps, then its seconds, then its values. A delta continues the message `prev`; a view
- * that missed one says "hello" and waits for the next full. All text is set as text, never as markup.
+ * The model's traits `full` and `delta` (see feed.js) hold {seq, prev, series: [[metric, label, count], ...], data}:
+ * little-endian float64, for each series its steps, then its seconds, then its values. All text is set as text, never as
+ * markup.
  *
  * An entry [metric, label, count, from] is a band over many ranks: steps, seconds, mean, smallest and largest; what was
  * known at steps from `from` on (null: all of it) is replaced.
@@ -13,17 +13,6 @@ const PALETTE = {
   light: ["#2563c9", "#c9541a", "#1c8558", "#8f47bd", "#9a6a06", "#0f7f8d", "#c23a73", "#5f6672"],
   dark: ["#6aa5f8", "#f29560", "#5cc795", "#c796ea", "#dbb04f", "#52c3d1", "#f083ad", "#a7aebb"],
 };
-
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") node.className = value;
-    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
 
 function isDark(node) {
   for (let at = node; at; at = at.parentElement) {
@@ -116,7 +105,7 @@ class Band {
 }
 
 class Data {
-  constructor() { this.metrics = new Map(); this.labels = []; this.seq = -1; }
+  constructor() { this.metrics = new Map(); this.labels = []; }
   take(message) {
     const view = message.data;
     const data = new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
@@ -132,7 +121,6 @@ class Data {
       at += (banded ? 5 : 3) * count;
       changed.add(metric);
     }
-    this.seq = message.seq;
     return changed;
   }
   full(message) {
@@ -315,8 +303,7 @@ class Panel {
     this.build();
     this.watch();
     this.layout();
-    this.full();
-    this.delta();
+    this.feed = new Feed(model, "data", (message) => this.mark(this.data.full(message)), (message) => this.mark(this.data.take(message)));
   }
   build() {
     const radio = (value, text) => {
@@ -366,34 +353,15 @@ class Panel {
         if (chart.visible && chart.stale) this.schedule();
       }
     }, { rootMargin: "200px" });
-    const full = () => this.full(), delta = () => this.delta(), hidden = () => this.layout();
-    this.model.on("change:full", full);
-    this.model.on("change:delta", delta);
+    const hidden = () => this.layout();
     this.model.on("change:hidden_metrics", hidden);
     this.stop = () => {
       themes.disconnect(); sizes.disconnect(); this.seen.disconnect();
       media.removeEventListener("change", theme);
-      this.model.off("change:full", full);
-      this.model.off("change:delta", delta);
+      this.feed.stop();
       this.model.off("change:hidden_metrics", hidden);
       this.charts.forEach((chart) => chart.u && chart.u.destroy());
     };
-  }
-  full() {
-    const message = this.model.get("full");
-    if (!message || !message.data || message.seq < this.data.seq) return;
-    this.mark(this.data.full(message));
-  }
-  delta() {
-    const message = this.model.get("delta");
-    if (!message || !message.data || message.seq <= this.data.seq) return;
-    if (message.prev === this.data.seq) this.mark(this.data.take(message));
-    else this.hello();
-  }
-  hello() {
-    if (performance.now() - (this.asked || -1e9) < 2000) return;
-    this.asked = performance.now();
-    this.model.send({ kind: "hello" });
   }
   ask() {
     if (!this.model.get("hidden_metrics") && this.model.get("wanted") === "") return;

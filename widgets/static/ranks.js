@@ -1,21 +1,10 @@
 /* The table of many ranks: nodes, ranks that stand out, all others behind a fold that opens while the kernel is busy.
  *
  * `full` holds {seq, prev, head, parts: [{key, title, folded, whole: [[key, name, kind, badge, state, ...cells], ...]}]};
- * a `delta` continues the message `prev` with parts of {key, title, order, rows, cells: [[key, place, text, ...], ...]}.
+ * a `delta` (see feed.js) has parts of {key, title, order, rows, cells: [[key, place, text, ...], ...]}.
  * Text is set as text, never as markup.
  */
 const NAME = 0, KIND = 1, BADGE = 2, STATE = 3, CELLS = 4;
-
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") node.className = value;
-    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
 
 const STATES = new Set(["starting", "running", "stopping", "succeeded", "failed", "stopped"]);
 
@@ -91,22 +80,13 @@ class Part {
 class Table {
   constructor(model, el) {
     this.model = model;
-    this.seq = -1;
     this.parts = new Map();
     this.unfolded = new Set(model.get("unfolded") || []);
     this.table = make("table", { class: "na-table na-many" });
     el.append(make("div", { class: "na-scroll" }, this.table));
-    const full = () => this.full(), delta = () => this.delta();
-    model.on("change:full", full);
-    model.on("change:delta", delta);
-    this.stop = () => { model.off("change:full", full); model.off("change:delta", delta); };
-    this.full();
-    this.delta();
+    this.feed = new Feed(model, "parts", (message) => this.full(message), (message) => this.delta(message));
   }
-  full() {
-    const message = this.model.get("full");
-    if (!message || !message.parts || message.seq < this.seq) return;
-    this.seq = message.seq;
+  full(message) {
     this.width = message.head.length + 2;
     this.parts = new Map();
     const titles = message.head.map((text) => make("th", { scope: "col", class: "na-num" }, text));
@@ -122,14 +102,7 @@ class Table {
     if (fold) fold.head.before(made.head, made.body);
     else this.table.append(made.head, made.body);
   }
-  delta() {
-    const message = this.model.get("delta");
-    if (!message || !message.parts || message.seq <= this.seq) return;
-    if (message.prev !== this.seq) {
-      if (performance.now() - (this.asked || -1e9) > 2000) { this.asked = performance.now(); this.model.send({ kind: "hello" }); }
-      return;
-    }
-    this.seq = message.seq;
+  delta(message) {
     for (const part of message.parts) {
       if (part.whole) this.put(part);
       else this.parts.get(part.key)?.take(part);
@@ -151,6 +124,6 @@ class Table {
 export default {
   render({ model, el }) {
     const table = new Table(model, el);
-    return () => table.stop();
+    return () => table.feed.stop();
   },
 };
