@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.examples import find, run_all
-from tests.support.kernel import ROOT, Kernel
-from tests.support.launching import ready_kernel
+from tests.support.kernel import ROOT, Cell, Kernel
+from tests.support.launching import ready_kernel, said
 from tests.support.ray_cluster import LocalCluster
 
 ON_RAY = "[run.plan.start_method for run in notebook_accelerate.runs()]"
@@ -61,12 +63,54 @@ def test_the_example_of_clusters(kernel: Kernel) -> None:
     assert cells[-1].stdout == "The cluster is through: 2 ranks on Ray, 2 attempts.\n"
 
 
+def types(kernel: Kernel, *lines: str) -> list[str]:
+    """Have the kernel's user type lines, one at each prompt; return the prompts as they come."""
+    prompts: list[str] = []
+    left = list(lines)
+
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return left.pop(0)
+
+    kernel.answer = answer
+    return prompts
+
+
+def plain(cell: Cell) -> str:
+    """Return what a cell shows, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", cell.stdout + cell.stderr)
+
+
+def until(kernel: Kernel, condition: str) -> None:
+    """Wait until an expression holds in the kernel."""
+    deadline = time.monotonic() + 300
+    while not kernel.value(condition, 300):
+        assert time.monotonic() < deadline, f"waited in vain: {condition}"
+        time.sleep(0.1)
+
+
 def test_warm_ranks_and_breakpoints(kernel: Kernel) -> None:
     kernel.check("%load_ext notebook_accelerate")
     kernel.check("%%ranks -n 2\nimport os\nx = int(os.environ['RANK']) * 10", timeout=300)
     cell = kernel.run("%%ranks\nx + 1", timeout=120)
     assert "[rank 0] 1" in cell.expect_ok().stdout
     assert "[rank 1] 11" in cell.stdout
+    kernel.check("mine = 5")
+    kernel.check("%%ranks -i mine -o there\nthere = x + mine", timeout=120)
+    assert kernel.value("there") == [5, 15]
+    failed = kernel.run("%%rank 1\nthere / 0", timeout=120)
+    assert "rank 1 failed:" in said(failed)
+    assert "there / 0" in said(failed)
+    prompts = types(kernel, "p there", "c", "Ada")
+    asked = kernel.check("%%rank 1\nbreakpoint()\nname = input('who? ')\nname", timeout=120)
+    assert "[rank 1] 15" in plain(asked)
+    assert "[rank 1] 'Ada'" in plain(asked)
+    assert prompts[2] == "[rank 1] who? "
+    endless = kernel.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
+    kernel.wait_for(lambda: all(f"on {rank}" in endless.stdout for rank in (0, 1)), 120)
+    kernel.interrupt()
+    assert "the ranks live on" in said(kernel.finish(endless, 120))
+    assert "[rank 1] 'Ada'" in kernel.check("%%rank 1\nname", timeout=120).stdout
     kernel.check("%rank_stop")
     kernel.check("from notebook_accelerate import RayCluster\nmine = RayCluster(strategy='STRICT_PACK')")
     cell = kernel.check("%%ranks -n 2 --on mine\nimport os\nos.environ['NODE_RANK']", timeout=300)
@@ -76,14 +120,7 @@ def test_warm_ranks_and_breakpoints(kernel: Kernel) -> None:
 
 
 def test_a_breakpoint_on_a_rank_elsewhere(kernel: Kernel) -> None:
-    asked: list[str] = []
-    waiting = ["p value", "n", "p value", "c"]
-
-    def answer(prompt: str) -> str:
-        asked.append(prompt)
-        return waiting.pop(0)
-
-    kernel.answer = answer
+    asked = types(kernel, "p value", "n", "p value", "c")
     kernel.check(
         "def stopped():\n    group()\n    value = 40 + rank()\n    if rank() == 1:\n        breakpoint()\n"
         "        value += 1\n    dist.barrier()\n    return value"
@@ -93,4 +130,30 @@ def test_a_breakpoint_on_a_rank_elsewhere(kernel: Kernel) -> None:
     assert asked in (["[rank 1] ipdb> "] * 4, ["[rank 1] (Pdb) "] * 4)
     shown = cell.stdout + cell.stderr
     assert "stopped()" in shown
-    assert "[rank 1] 41" in re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert "[rank 1] 41" in plain(cell)
+
+
+def test_ranks_elsewhere_are_looked_into_while_they_run_and_kept_when_they_fail(kernel: Kernel, tmp_path: Path) -> None:
+    flag = str(tmp_path / "flag")
+    kernel.check(
+        "def watched(flag):\n    group()\n    value = 40 + rank()\n    dist.barrier()\n"
+        "    while not os.path.exists(flag):\n        time.sleep(0.05)\n"
+        "    if rank() == 1:\n        raise KeyError('bad batch')\n    dist.barrier()"
+    )
+    kernel.check(f"run = launch(watched, {flag!r}, block=False, debug=True)", timeout=300)
+    until(kernel, "run.status == 'running' and list(run.ask('value', timeout=60).values()) == [40, 41]")
+    assert kernel.value("list(run.pause(timeout=60).values())", 300) == ["paused", "paused"]
+    text = kernel.value("run.diagnose().text", 300)
+    assert re.search(r"Cell In\[\d+\], line [56], in watched: ", text), text
+    assert "in watched" in kernel.value("str(run.stacks(ranks=[1]))", 300)
+    assert kernel.value("list(run.resume(timeout=60).values())", 300) == ["resumed", "resumed"]
+    types(kernel, "p value", "c")
+    assert "[rank 1] 41" in plain(kernel.check("run.debug(rank=1)", timeout=300))
+    kernel.check(f"open({flag!r}, 'w').close()")
+    until(kernel, "run.status == 'failed'")
+    assert "KeyError: 'bad batch'" in kernel.value("str(run.error)")
+    assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40  # where it stands, in a barrier
+    types(kernel, "p value", "q")
+    assert "[rank 1] 41" in plain(kernel.check("run.debug()", timeout=300))
+    until(kernel, "run._released.is_set()")
+    assert set(kernel.value(ON_RAY)) == {"ray"}
