@@ -455,6 +455,22 @@ def parameters_in(given: Any) -> list[torch.Tensor]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
+def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm over several sets of gradients.
+
+    Args:
+        norms: That of each set.
+        norm_type: Which norm.
+
+    Returns:
+        Theirs together; 0 where there is none.
+    """
+    if len(norms) == 1:
+        return norms[0]
+    joint: torch.Tensor = torch.linalg.vector_norm(torch.stack(list(norms) or [torch.zeros(())]), norm_type)
+    return joint
+
+
 @contextmanager
 def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Iterator[list[Any]]:
     """Give loaders another `even_batches` inside a block.

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDat
 
 from notebook_accelerate.state.world import world_from_environ
 from notebook_accelerate.strategies import holdings
+from notebook_accelerate.strategies.base import joint_norm, parameters_in
 from notebook_accelerate.strategies.fsdp import FSDPStrategy
 from notebook_accelerate.strategies.fsdp_units import (
     checkpoint_activations,
@@ -168,13 +169,13 @@ class FSDP1Strategy(FSDPStrategy):
             The norm before clipping, over all shards.
         """
         self.unscale_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = parameters_in(parameters)
         wanted = {id(parameter) for parameter in given}
         owners = [model for model in self.models if any(id(parameter) in wanted for parameter in model.parameters())]
         if not owners:
             return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
         norms: list[torch.Tensor] = [model.clip_grad_norm_(max_norm, norm_type) for model in owners]  # type: ignore[operator]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return joint_norm(norms, norm_type)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from notebook_accelerate.collectives.attendance import open_desk
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.notices import warn_once
 from notebook_accelerate.strategies import fsdp_files
-from notebook_accelerate.strategies.base import NOTHING, Strategy
+from notebook_accelerate.strategies.base import NOTHING, Strategy, joint_norm, parameters_in
 from notebook_accelerate.strategies.fsdp_units import upcast
 from notebook_accelerate.strategies.parameters import Pointers, names_of, parameters_of
 from notebook_accelerate.strategies.setup import Setup
@@ -190,17 +190,11 @@ class ShardedStrategy(Strategy):
             The norm before clipping, over all shards.
         """
         self.unscale_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        for parameter in given:
+        for parameter in parameters_in(parameters):
             if parameter.grad is not None:
                 groups[getattr(parameter.grad, "device_mesh", None)].append(parameter)
-        norms = [_norm_of(group, norm_type) for group in groups.values()]
-        total = (
-            norms[0]
-            if len(norms) == 1
-            else torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
-        )
+        total = joint_norm([_norm_of(group, norm_type) for group in groups.values()], norm_type)
         for group in groups.values():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
         return total
@@ -213,8 +207,7 @@ class ShardedStrategy(Strategy):
             clip_value: The largest absolute value allowed.
         """
         self.unscale_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        for parameter in given:
+        for parameter in parameters_in(parameters):
             if parameter.grad is not None:
                 grad = parameter.grad
                 (grad.to_local() if hasattr(grad, "to_local") else grad).clamp_(-clip_value, clip_value)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accelerate.errors import CheckpointError
@@ -194,6 +195,75 @@ def test_ignored_modules_stay_whole_and_count_in_the_norm() -> None:
     (names, norm), (_, other) = run_ranks(left_alone)
     assert names == ["2.weight", "2.bias"]
     assert norm == other > 0
+
+
+def a_model_to_clip(version: int) -> None:
+    accelerator = accelerator_of(version)
+    raw = net()
+    model, _ = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(ValueError, match=r"gradients are clipped of parameters; got .*model\.parameters\(\)"):
+            clip(model, 1.0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_in_place_of_its_parameters_is_refused_in_words(version: int) -> None:
+    run_ranks(a_model_to_clip, version)
+
+
+def exchanged_while_accumulating(version: int) -> dict[str, list[int]]:
+    """Count what each of four batches exchanges, of which two make a step."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=version == 1 or None)
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found: dict[str, list[int]] = {"reduce_scatter": [], "all_reduce": [], "gather": []}
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            loss = model(torch.ones(2, 4)).square().mean()
+            with CommDebugMode() as counted:
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        names = {str(operation): count for operation, count in counted.get_comm_counts().items()}
+        for kind, counts in found.items():
+            wanted = "gather" if kind == "gather" else kind.replace("all_reduce", "allreduce")
+            counts.append(sum(count for name, count in names.items() if wanted in name))
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_batches_that_are_accumulated_exchange_no_gradients(version: int) -> None:
+    first, second = run_ranks(exchanged_while_accumulating, version)
+    assert first == second
+    scattered = first["reduce_scatter"]
+    assert scattered[0] == scattered[2] == 0
+    assert scattered[1] == scattered[3] > 0
+    assert first["all_reduce"] == [0, 0, 0, 0]
+
+
+def told_to_torch(settings: dict[str, Any]) -> dict[str, Any]:
+    accelerator = accelerator_of(1, **settings)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [train(accelerator, model, optimizer) for _ in range(3)]
+    return {
+        "backward": getattr(model.backward_prefetch, "name", None),
+        "forward": model.forward_prefetch,
+        "limit": model.limit_all_gathers,
+        "devices": sorted({str(parameter.device) for parameter in model.parameters()}),
+        "losses": losses,
+    }
+
+
+def test_settings_of_fsdp_1_reach_torch_and_change_no_loss() -> None:
+    usual, _ = run_ranks(told_to_torch, {})
+    assert (usual["backward"], usual["forward"], usual["limit"]) == (None, False, True)
+    settings = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
+    other, _ = run_ranks(told_to_torch, {**settings, "cpu_offload": True})
+    assert (other["backward"], other["forward"], other["limit"]) == ("BACKWARD_POST", True, False)
+    assert other["devices"] == ["cpu"]
+    assert other["losses"] == usual["losses"]
 
 
 def alone() -> tuple[str, str]:
