@@ -75,15 +75,10 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
     """
     if ranks is None or "tp" not in (ranks.mesh_dim_names or ()):
         return
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return
     mesh = ranks["tp"]
-    size = getattr(model, "tp_size", None)
-    if isinstance(size, int) and size > 1:  # transformers split it while loading
-        if size != mesh.size():
-            raise ValueError(
-                f"{type(model).__name__} was loaded with tp_size={size}, and this Accelerator has tp_size={mesh.size()}"
-            )
+    if _split_while_loading(model, mesh.size()):
+        return
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
     ties = tied_names(model)
     for name, style in _resolved(model, plan_of(model)).items():
@@ -98,6 +93,22 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
                 'style, as "embedding_rowwise" and "colwise_rep", or leave both out'
             )
     retie(model, ties)
+
+
+def _split_while_loading(model: nn.Module, ranks: int) -> bool:
+    """Tell whether transformers split a model while it was loaded.
+
+    Raises:
+        ValueError: It was split over another number of ranks.
+    """
+    size = getattr(model, "tp_size", None)
+    if not isinstance(size, int) or size < 2:
+        return False
+    if size != ranks:
+        raise ValueError(
+            f"{type(model).__name__} was loaded with tp_size={size}, and this Accelerator has tp_size={ranks}"
+        )
+    return True
 
 
 def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
@@ -147,9 +158,14 @@ class TensorParallelStrategy(ShardedStrategy):
 
         Args:
             model: The model.
+
+        Raises:
+            ValueError: transformers split it over another number of ranks.
         """
-        size = getattr(model, "tp_size", None)
-        return any(isinstance(parameter, DTensor) for parameter in model.parameters()) or (size or 1) > 1
+        mesh = self.setup.state.device_mesh
+        ranks = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
+        by_transformers = _split_while_loading(model, ranks)
+        return by_transformers or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Split a model; every rank must call this.

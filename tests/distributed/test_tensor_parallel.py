@@ -89,6 +89,21 @@ def test_tied_weights_are_split_once(plugin: bool) -> None:
         torch.testing.assert_close(results[0]["weights"][name], weight)
 
 
+def split_while_loading(size: int) -> list[bool]:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
+    model: Any = made()
+    model.tp_size = size  # as transformers notes it on what it has split
+    before = [id(parameter) for parameter in model.parameters()]
+    model = accelerator.prepare(model)
+    return [id(parameter) == old for parameter, old in zip(model.parameters(), before, strict=True)]
+
+
+def test_what_was_split_while_it_was_loaded_is_left_alone() -> None:
+    assert all(all(found) for found in run_ranks(split_while_loading, 2))
+    with pytest.raises(RankError, match="was loaded with tp_size=4, and this Accelerator has tp_size=2"):
+        run_ranks(split_while_loading, 4)
+
+
 def test_checkpoints_load_into_fsdp_and_back(tmp_path: Path) -> None:
     first = {"degrees": {"tp_size": 2}}
     second = {"fsdp": {"fsdp_version": 2}}
