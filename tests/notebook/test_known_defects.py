@@ -178,13 +178,12 @@ def test_defect_13_functions_of_the_notebook_start_everywhere(kernel: Kernel, me
 
 
 def test_defect_14_install_xla_names_no_old_wheel(kernel: Kernel) -> None:
-    cell = kernel.run(
-        "import inspect\nfrom notebook_accelerate import utils\nsource = inspect.getsource(utils.install_xla)\n"
-        "'cp37' in source or '3.7' in source"
-    )
-    if not cell.ok and cell.error is not None and cell.error.ename in ("AttributeError", "ImportError"):
-        pytest.skip("install_xla is not there yet")
-    assert cell.result_text == "False"
+    kernel.check("from notebook_accelerate.utils import install_xla\ncommand = install_xla(dry_run=True)")
+    command = kernel.value("command")
+    assert command[1:4] == ["-m", "pip", "install"]
+    assert command[0] == kernel.value("sys.executable")
+    assert any(part.startswith("torch_xla") for part in command)
+    assert not [part for part in command if "cp37" in part or part.endswith(".whl")]
 
 
 def test_defect_15_zero_processes_is_an_error_and_any_other_number_is_meant(kernel: Kernel) -> None:

@@ -186,7 +186,9 @@ def test_a_rank_that_dies_while_the_cell_asks(kernel: Kernel, answers: Answers) 
         "    return input('? ')\nlaunch(ask)",
         timeout=20,
     )
-    assert cell.ok or "exit status 5" in said(cell)
+    assert not cell.ok, "the other rank has its answer or not: this one is dead"
+    assert "rank 1 failed" in said(cell)
+    assert "exit status 5" in said(cell)
 
 
 def test_ten_thousand_lines_from_each_of_two_ranks(kernel: Kernel) -> None:
