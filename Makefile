@@ -23,18 +23,20 @@ S3_VENV := .venv-s3
 S3_READY := $(S3_VENV)/.ready
 RAY_VENV := .venv-ray
 RAY_READY := $(RAY_VENV)/.ready
+TRACKERS_VENV := .venv-trackers
+TRACKERS_READY := $(TRACKERS_VENV)/.ready
 XLA_VENV := .venv-xla
 XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-xla test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-strategies lint bench lab clean
 
 help:
 	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
 	@echo "make test           lint and all tests that this machine can run"
 	@echo "make test-notebook  the tests that start Jupyter kernels"
-	@echo "make test-colab     launch and panels with the versions of Colab's kernel image"
+	@echo "make test-colab     launch, panels and faults with the versions of Colab's kernel image"
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
@@ -44,6 +46,7 @@ help:
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
 	@echo "make test-s3        checkpoints in an S3 server on this machine; in an environment of its own"
 	@echo "make test-ray       ranks on Ray clusters of two and three nodes; in an environment of its own"
+	@echo "make test-trackers  every vendor's tracker, offline; an environment of 160 packages, not part of make test"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
 	@echo "make test-strategies  every strategy in every precision against plain torch (half an hour or more)"
 	@echo "make lint           ruff, mypy, import-linter"
@@ -129,6 +132,12 @@ $(RAY_READY): $(READY) requirements/ray.txt
 	$(RAY_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/ray.txt
 	touch $@
 
+# The trackers' environment is the development environment plus the packages of all vendors.
+$(TRACKERS_READY): $(READY) requirements/trackers.txt
+	$(call over_development,$(TRACKERS_VENV))
+	$(TRACKERS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/trackers.txt
+	touch $@
+
 # torch_xla takes one version of torch only, so this environment shares nothing.
 $(XLA_READY): requirements/xla.txt
 	test -x $(XLA_VENV)/bin/python || $(PYTHON) -m venv $(XLA_VENV)
@@ -150,7 +159,7 @@ test-colab: $(COLAB_READY)
 	OMP_NUM_THREADS=1 TEST_KERNEL_VERSION=6.17.1 JUPYTER_PATH=$(CURDIR)/$(VENV)/share/jupyter \
 		$(COLAB_VENV)/bin/python -m pytest -m "not benchmark" \
 		-o cache_dir=.build/pytest-colab tests/unit/launch tests/unit/telemetry tests/unit/widgets tests/unit/support \
-		tests/notebook
+		tests/notebook tests/faults
 
 test-kernels: $(KERNELS:%=$(KERNELS_BUILD)/%/.ready)
 	for version in $(KERNELS); do \
@@ -180,6 +189,10 @@ test-s3: $(S3_READY)
 
 test-ray: $(RAY_READY)
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-ray -m "not benchmark" tests/ray
+
+test-trackers: $(TRACKERS_READY)
+	OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -rs -o cache_dir=.build/pytest-trackers \
+		tests/unit/tracking/test_vendors.py
 
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
@@ -214,5 +227,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(XLA_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
