@@ -6,31 +6,19 @@ import selectors
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.remote.protocol import (
-    AsideEvent,
-    ClockEvent,
-    DumpOrder,
-    EndedEvent,
-    FarewellEvent,
-    FramesEvent,
-    LookAnswer,
-    LookOrder,
-    OutputEvent,
-    SignalOrder,
-    StartedEvent,
-)
+from notebook_accelerate.launch.remote.protocol import DumpOrder, FarewellEvent
+from notebook_accelerate.launch.remote.relay import Relay
 from notebook_accelerate.launch.supervisor import dispatch
-from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
+from notebook_accelerate.telemetry import Channel, Event
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.backends.base import ProcessBackend, RankProcess
     from notebook_accelerate.launch.worker import WorkerOrder
-    from notebook_accelerate.telemetry.store import Record
 
 ASK_SECONDS = 0.1
 """How often ranks are looked at on systems that cannot tell when a process ends."""
@@ -38,7 +26,7 @@ FAREWELL_SECONDS = 10.0
 """How long the kernel may take to hear the last rank's end, before the host leaves by itself."""
 
 
-class Host:
+class Host(Relay):
     """Serves one kernel: hears its orders on a thread of its own from now on.
 
     Args:
@@ -46,9 +34,7 @@ class Host:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._ranks: dict[int, RankProcess] = {}
-        self._left = threading.Event()
+        super().__init__(channel)
         self._wake, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, lambda: self._wake.recv(4096))
@@ -68,7 +54,7 @@ class Host:
         """
         try:
             self._start(backend, orders)
-            sampler = Sampler({rank: process.pid for rank, process in self._ranks.items()}, self._sample)
+            sampler = Sampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
             sampler.start()
             try:
                 self._relay()
@@ -100,8 +86,7 @@ class Host:
             backend.close()
 
     def _begin(self, process: RankProcess) -> None:
-        self._ranks[process.rank] = process
-        self._tell(StartedEvent(process.rank, process.pid, process.local_rank))
+        self.started(process)
         process.connect(self._selector, self)
 
     def _relay(self) -> None:
@@ -113,19 +98,11 @@ class Host:
 
     # ---- from the ranks: Hearing
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """See ``Hearing.take_output``."""
-        self._tell(OutputEvent(rank, stream, data))
-
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``Hearing.take_frames``; what the rank wrote before it said something goes before."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
-        self._tell(FramesEvent(rank, data))
-
-    def take_aside(self, rank: int, data: bytes) -> None:
-        """See ``Hearing.take_aside``."""
-        self._tell(AsideEvent(rank, data))
+        super().take_frames(rank, data)
 
     def take_end(self, rank: int) -> None:
         """See ``Hearing.take_end``."""
@@ -136,12 +113,7 @@ class Host:
         process.drain(self, channel=True)
         process.disconnect(self._selector)
         process.close()
-        del self._ranks[rank]
-        self._tell(EndedEvent(rank, end.code, end.signal, end.max_rss))
-
-    def _sample(self, records: list[Record]) -> None:
-        for record in records:
-            self.take_aside(record.rank, encode([Stamped(record.time, record.event)]))
+        self.ended(rank, end)
 
     def _tell(self, event: Event) -> None:
         try:
@@ -151,43 +123,17 @@ class Host:
 
     # ---- from the kernel
 
-    def _listen(self) -> None:
-        try:
-            while not self._left.is_set():
-                for _, event in self._channel.receive():
-                    self._obey(event)
-        except ChannelClosedError:
-            self._leave()
-
-    def _obey(self, event: Event) -> None:
-        if isinstance(event, FarewellEvent):
-            self._leave()
-        elif isinstance(event, ClockEvent):
-            self._tell(event)
-        elif (order := _ORDERS.get(type(event))) is not None:
-            process = self._ranks.get(event.rank)  # type: ignore[attr-defined]
-            if process is not None:
-                order(self, process, event)
-
     def _leave(self) -> None:
-        self._left.set()
+        super()._leave()
         self._waker.send(b"!")
-
-    def _on_signal(self, process: RankProcess, event: SignalOrder) -> None:
-        process.send_signal(event.number, group=event.group)
-
-    def _on_frames(self, process: RankProcess, event: FramesEvent) -> None:
-        process.pass_on(event.payload)
 
     def _on_dump(self, process: RankProcess, event: DumpOrder) -> None:
         process.open_dump(event.path)
 
-    def _on_look(self, process: RankProcess, event: LookOrder) -> None:
-        def look() -> None:
-            seen = process.look()
-            self._tell(LookAnswer(event.rank, event.number, seen.dump, list(seen.native)))
-
-        threading.Thread(target=look, name="notebook-accelerate-look", daemon=True).start()
+    _orders: ClassVar[Mapping[type[Event], Callable[[Any, RankProcess, Any], None]]] = {
+        **Relay._orders,
+        DumpOrder: _on_dump,
+    }
 
     def _kill(self) -> None:
         for process in self._ranks.values():
@@ -198,12 +144,5 @@ class Host:
             process.close()
         self._ranks.clear()
 
-
-_ORDERS: dict[type[Event], Callable[[Host, RankProcess, Any], None]] = {
-    SignalOrder: Host._on_signal,
-    FramesEvent: Host._on_frames,
-    DumpOrder: Host._on_dump,
-    LookOrder: Host._on_look,
-}
 
 __all__ = ["Host"]
