@@ -22,20 +22,10 @@ from typing import IO, TYPE_CHECKING, Any
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
+from notebook_accelerate.launch.backends import ray_protocol as say
 from notebook_accelerate.launch.backends.base import Ends, Hearing, RankProcess
 from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command, last_words
 from notebook_accelerate.launch.backends.ray_driver import versions
-from notebook_accelerate.launch.backends.ray_protocol import (
-    ActorEndedEvent,
-    LeaveOrder,
-    NoteEvent,
-    PlacedEvent,
-    PlaceOrder,
-    ReachedEvent,
-    RefusedEvent,
-    ServeOrder,
-    TakenEvent,
-)
 from notebook_accelerate.launch.remote.door import Door
 from notebook_accelerate.launch.remote.link import NodeLink, RemoteRank
 from notebook_accelerate.launch.remote.seal import new_secret
@@ -99,12 +89,12 @@ class DriverProcess:
         while time.monotonic() < deadline:
             if not self._come:
                 self._come += self._heard(LOOK_SECONDS, what)
-            event = self._come.popleft() if self._come else NoteEvent("")
+            event = self._come.popleft() if self._come else say.NoteEvent("")
             if isinstance(event, kind):
                 return event
-            if isinstance(event, RefusedEvent):
+            if isinstance(event, say.RefusedEvent):
                 raise LaunchError(event.text)
-            if isinstance(event, ActorEndedEvent):
+            if isinstance(event, say.ActorEndedEvent):
                 raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
             waiting(event)
         raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self.last_words()}")
@@ -123,9 +113,9 @@ class DriverProcess:
         """
         self._come += self._heard(0.0, "starting the ranks")
         for event in self._come:
-            if isinstance(event, RefusedEvent):
+            if isinstance(event, say.RefusedEvent):
                 raise LaunchError(event.text)
-            if isinstance(event, ActorEndedEvent) and event.reason:
+            if isinstance(event, say.ActorEndedEvent) and event.reason:
                 raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
 
     def why(self, rank: int) -> str:
@@ -138,8 +128,8 @@ class DriverProcess:
                 return str(error)
         return found[0].reason if found else ""
 
-    def _told_of(self, rank: int) -> list[ActorEndedEvent]:
-        return [event for event in self._come if isinstance(event, ActorEndedEvent) and event.rank == rank]
+    def _told_of(self, rank: int) -> list[say.ActorEndedEvent]:
+        return [event for event in self._come if isinstance(event, say.ActorEndedEvent) and event.rank == rank]
 
     def opened(self, rank: int) -> None:
         """A link to a rank's actor is in use."""
@@ -159,7 +149,7 @@ class DriverProcess:
         if self._process.returncode is not None:
             return
         with suppress(ChannelClosedError):
-            self.channel.send(LeaveOrder())
+            self.channel.send(say.LeaveOrder())
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -240,7 +230,7 @@ class RayBackend(PickledBackend):
             secret = new_secret()
             with _opened(here, secret, self._note) as door:
                 payload = pickle.dumps((secret, [self._ready(order, placed) for order in orders]))
-                driver.channel.send(ServeOrder(door.address, door.port, payload))
+                driver.channel.send(say.ServeOrder(door.address, door.port, payload))
                 links = self._links(door, driver, len(orders))
             for link in links:
                 started(link.await_started(self._cluster.start_timeout))
@@ -250,12 +240,12 @@ class RayBackend(PickledBackend):
             driver.end(GIVE_UP_SECONDS)
             raise
 
-    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, PlacedEvent]:
+    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, say.PlacedEvent]:
         """Have the driver find places; return this machine's address as the nodes know it, and the places."""
         cluster = self._cluster
         wait = cluster.wait if cluster.when_full == "wait" else 0.0
         driver.channel.send(
-            PlaceOrder(
+            say.PlaceOrder(
                 address_of(cluster),
                 ranks,
                 cluster.cpus,
@@ -268,18 +258,18 @@ class RayBackend(PickledBackend):
             )
         )
         limit = cluster.start_timeout
-        reached = driver.next(ReachedEvent, limit, f"reaching {cluster.where}", self._hear)
-        driver.next(TakenEvent, wait + limit, "reserving resources", self._hear)
-        return reached.here, driver.next(PlacedEvent, limit, "starting Ray's actors", self._hear)
+        reached = driver.next(say.ReachedEvent, limit, f"reaching {cluster.where}", self._hear)
+        driver.next(say.TakenEvent, wait + limit, "reserving resources", self._hear)
+        return reached.here, driver.next(say.PlacedEvent, limit, "starting Ray's actors", self._hear)
 
     def _hear(self, event: Event) -> None:
         """Tell the user what the driver says, and see whether the run is to be stopped."""
-        if isinstance(event, NoteEvent) and event.text:
+        if isinstance(event, say.NoteEvent) and event.text:
             self._note(event.text)
         if self._stopping():
             raise RunStoppedError("the run was stopped while it waited for the Ray cluster")
 
-    def _ready(self, order: WorkerOrder, placed: PlacedEvent) -> bytes:
+    def _ready(self, order: WorkerOrder, placed: say.PlacedEvent) -> bytes:
         """Return a rank's order with what its place calls for, pickled."""
         place = placed.places[order.rank]
         carried = {
@@ -305,7 +295,7 @@ class RayBackend(PickledBackend):
         found: dict[int, RayLink] = {}
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < ranks:
-            self._hear(NoteEvent(""))
+            self._hear(say.NoteEvent(""))
             driver.look()
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(ranks) if rank not in found)

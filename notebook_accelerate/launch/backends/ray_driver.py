@@ -21,17 +21,7 @@ from typing import Any, NoReturn
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch import worker
-from notebook_accelerate.launch.backends.ray_protocol import (
-    ActorEndedEvent,
-    LeaveOrder,
-    NoteEvent,
-    PlacedEvent,
-    PlaceOrder,
-    ReachedEvent,
-    RefusedEvent,
-    ServeOrder,
-    TakenEvent,
-)
+from notebook_accelerate.launch.backends import ray_protocol as say
 from notebook_accelerate.launch.backends.ray_words import amounts, cause, mismatches, unreachable
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -67,7 +57,7 @@ def main(control: int, payload: int, parent: int) -> NoReturn:
         code = 1  # the kernel has gone
     except LaunchError as error:
         with suppress(ChannelClosedError):
-            channel.send(RefusedEvent(str(error)))
+            channel.send(say.RefusedEvent(str(error)))
     except BaseException:  # noqa: BLE001 - the kernel shows what this process has printed
         traceback.print_exc()
         code = 1
@@ -86,7 +76,7 @@ class Driver:
 
     def __init__(self, channel: Channel, payload: int) -> None:
         self._channel, self._payload = channel, payload
-        self._order: PlaceOrder
+        self._order: say.PlaceOrder
         self._come: deque[Event] = deque()
         self._group: Any = None
         self._actors: list[Any] = []
@@ -95,16 +85,16 @@ class Driver:
     def run(self) -> None:
         """Do what the kernel says until it says no more."""
         order = self._next()
-        assert isinstance(order, PlaceOrder)
+        assert isinstance(order, say.PlaceOrder)
         self._order = order
         try:
             self._reach()
             self._take_room()
             self._place()
             serve = self._next()
-            if isinstance(serve, ServeOrder):
+            if isinstance(serve, say.ServeOrder):
                 self._serve(serve)
-                while not isinstance(self._next(), LeaveOrder):
+                while not isinstance(self._next(), say.LeaveOrder):
                     pass
         finally:
             self._leave()
@@ -129,9 +119,9 @@ class Driver:
                 reason = unreachable(address, error)
                 if not left or "Initialization failure from server" not in str(error):
                     raise LaunchError(reason) from error
-                self._channel.send(NoteEvent(f"{reason}; trying again"))
+                self._channel.send(say.NoteEvent(f"{reason}; trying again"))
         by_client = address.startswith("ray://")
-        self._channel.send(ReachedEvent("" if by_client else ray.util.get_node_ip_address()))
+        self._channel.send(say.ReachedEvent("" if by_client else ray.util.get_node_ip_address()))
 
     def _take_room(self) -> None:
         """Reserve what the ranks need, waiting for it where that was asked for.
@@ -153,12 +143,12 @@ class Driver:
                 raise LaunchError(self._too_small())
             if stuck and now - told > TELL_SECONDS:
                 told = now
-                self._channel.send(NoteEvent(f"waiting for the Ray cluster: {self._room()}"))
-        self._channel.send(TakenEvent())
+                self._channel.send(say.NoteEvent(f"waiting for the Ray cluster: {self._room()}"))
+        self._channel.send(say.TakenEvent())
 
     def _see_whether_wanted(self) -> None:
         self._come += [event for _, event in self._channel.receive(0.0)]
-        if any(isinstance(event, LeaveOrder) for event in self._come):
+        if any(isinstance(event, say.LeaveOrder) for event in self._come):
             raise LaunchError("the kernel no longer waits")
 
     def _bundle(self) -> dict[str, float]:
@@ -221,7 +211,7 @@ class Driver:
             raise LaunchError(wrong)
         self._order_by_node(actors, facts)
         port = self._asked(self._actors[:1], "do", "hold_port")[0]
-        self._channel.send(PlacedEvent(self._places, port))
+        self._channel.send(say.PlacedEvent(self._places, port))
 
     def _order_by_node(self, actors: list[Any], facts: list[dict[str, Any]]) -> None:
         """Number the ranks so that those of a node follow each other."""
@@ -260,7 +250,7 @@ class Driver:
 
     # ---- the ranks
 
-    def _serve(self, order: ServeOrder) -> None:
+    def _serve(self, order: say.ServeOrder) -> None:
         self._hand_out_payload()
         secret, orders = pickle.loads(order.payload)
         for rank, (actor, place, told) in enumerate(zip(self._actors, self._places, orders, strict=True)):
@@ -299,7 +289,7 @@ class Driver:
         except Exception as error:  # noqa: BLE001 - whatever ended it is what the kernel wants to know
             reason = self._why(rank, error)
         with suppress(ChannelClosedError):
-            self._channel.send(ActorEndedEvent(rank, reason))
+            self._channel.send(say.ActorEndedEvent(rank, reason))
 
     def _why(self, rank: int, error: Exception) -> str:
         """Return why a rank's actor has ended; where Ray only misses it yet, it is asked until it knows."""
