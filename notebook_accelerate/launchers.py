@@ -71,7 +71,8 @@ def notebook_launcher(
         env: Environment variables for the ranks, over the kernel's.
         debug: Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line.
         min_nodes: Notebooks that are enough to go on with: where others are lost, the group starts again with those
-            that are left (needs "c10d" and ``max_restarts``); None means all of ``num_nodes``.
+            that are left (needs "c10d" and ``max_restarts``), and again with one that comes late; None means all of
+            ``num_nodes``.
         on: Where the ranks run: None (this machine), "ray" (the cluster that this machine belongs to, or the notebook's
             own ``ray.init()``), "ray://host:port", or a ``RayCluster``; the variable NOTEBOOK_ACCELERATE_ON stands in
             for None. ``num_processes`` counts the ranks on the whole cluster then.

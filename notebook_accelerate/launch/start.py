@@ -210,6 +210,8 @@ class _Launcher:
             found = self._gathered(launch_plan, number)
             if found is None:
                 return self._stopped_waiting()
+            if self._party is not None:
+                number = self._party.attempt  # a late notebook joins the others in one of their later attempts
             run._begin_attempt(number)
             group = self._supervised(found, number)
             run.failures = group.verdicts()
@@ -218,7 +220,8 @@ class _Launcher:
             headline = self._party.reason if self._party else messages.headline(run.failures)
             run._end_attempt(headline)
             run._set_status("starting")
-            self._publisher.line("stderr", f"attempt {number + 1} failed ({headline}); starting again")
+            how = "failed" if run.failures else "ended"
+            self._publisher.line("stderr", f"attempt {number + 1} {how} ({headline}); starting again")
             number += 1
         return self._party.verdict() if self._party else self._verdict(group)
 

@@ -138,6 +138,27 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Note
     assert pair.values("run.results") == [[40, 42], [42]]
 
 
+def test_a_blocking_cell_asks_in_the_notebook_of_the_rank(pair: Notebooks) -> None:
+    first, second = pair.kernels
+    for kernel in pair.kernels:
+        kernel.check(
+            "def asks():\n    group()\n    name = input('who? ') if rank() else ''\n    dist.barrier()\n    return name"
+        )
+    prompts: list[str] = []
+
+    def answer(prompt: str) -> str:
+        shows(pair, 0, cells[0], f"node 1 ({HOST}): rank 1 is waiting for input, in its notebook")
+        prompts.append(prompt)
+        return "Ada"
+
+    second.answer = answer
+    cells = pair.launch("asks", *ONE_EACH, rdzv_conf=SECRET)
+    second.finish(cells[1], LIMIT).expect_ok()
+    first.finish(cells[0], LIMIT).expect_ok()
+    assert pair.values("run.results") == [["", "Ada"], ["Ada"]]
+    assert prompts == ["[rank 1] who? "]
+
+
 @pytest.mark.parametrize(("failing", "conf"), [(1, SECRET), (0, {})])
 def test_a_failure_keeps_the_ranks_of_all_notebooks(pair: Notebooks, failing: int, conf: dict[str, str]) -> None:
     cells = pair.finish(pair.launch(f"fails, {failing}", *ONE_EACH, debug=True, hang_timeout=HANG, rdzv_conf=conf))
@@ -203,6 +224,39 @@ def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
     until(second, f"{RUN}.ended is not None")
     assert "the warm ranks have ended" in second.check("%rank_status", LIMIT).stdout
     second.check("%rank_stop", LIMIT)
+
+
+def test_a_late_notebook_is_taken_in_by_a_restart(pair: Notebooks) -> None:
+    grows = """
+def grows():
+    group()
+    size = int(os.environ["WORLD_SIZE"])
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "with", size, flush=True)
+    if size == 2:
+        time.sleep(600.0)
+    dist.barrier()
+    return size
+"""
+    conf = {**SECRET, "last_call_timeout": 5}
+    options = {"num_nodes": 3, "use_port": free_port(), "min_nodes": 2, "rdzv_backend": "c10d", "max_restarts": 9}
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    call = f"launch(grows, num_processes=1, {given}, rdzv_conf={conf}, block=False)"
+    for kernel in pair.kernels:
+        kernel.check(grows, LIMIT)
+    cells = pair.finish(pair.submit(f"run = {call}", f"run = {call}"))
+    for index, cell in enumerate(cells):
+        shows(pair, index, cell, "attempt 0 with 2")
+    second = pair.kernels[1]
+    late = second.check(f"late = {call}", LIMIT)
+    for kernel, name in ((pair.kernels[0], "run"), (second, "run"), (second, "late")):
+        assert kernel.value(f"{name}.wait(150)", LIMIT + 50)
+        assert kernel.value(f"{name}.status == 'succeeded' or str({name}.error)") is True
+        assert set(kernel.value(f"{name}.results")) == {3}
+    who = f"{HOST} (kernel {second.pid})"
+    assert "the run began without this notebook, with 2 of 3: " in plain(late)
+    for index, cell in enumerate(cells):
+        shows(pair, index, cell, f"attempt 1 ended (a late notebook joins, {who}: all start again with it); starting")
+    assert second.value("late.attempts[0].number") > 0
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])

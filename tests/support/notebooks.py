@@ -95,6 +95,13 @@ class Notebooks:
             kernel.wait_for(shown, LIMIT, f"{count} lines with {text!r}")
             assert cell.error is None, (cell.stdout, cell.stderr, cell.error)
 
+    def wait_until_all(self, condition: str) -> None:
+        """Wait until an expression holds in every kernel."""
+        deadline = time.monotonic() + LIMIT
+        while not all(self.values(condition)):
+            assert time.monotonic() < deadline, f"not in {LIMIT} s: {condition}"
+            time.sleep(0.1)
+
     def changed(self, before: Sequence[dict[str, Any]], seconds: float = 20.0) -> list[dict[str, Any]]:
         """Return what `look()` tells otherwise than `before`, for each kernel, after so many seconds at most."""
         deadline = time.monotonic() + seconds

@@ -76,6 +76,7 @@ class Child:
         self._ends: dict[str, dict[str, Any]] = {}
         self._ended = self._orphaned = False
         self._broken = ""
+        self._wished: dict[str, Any] | None = None
         self._door: dict[str, Any] | None = None
         self._beat_at = 0.0
         self._beats: dict[str, tuple[int, float]] = {}
@@ -218,20 +219,20 @@ class Child:
         hello = self._directory.read("hello")
         running = None if hello is None else self._directory.read("running")
         if running is not None and not self._has_ended(running):
-            self._break("late", rules.late_text(running["nodes"], self._order.num_nodes))
+            self._come_late(running)
             return
         if hello is None or running is not None or self._directory.read("closed") is not None:
             # A store of another run, or of one that has just ended and will be followed by this one.
             if hello is not None:
-                self._connection = None
+                self._connection, self._arrival = None, 0
                 self._connecting_task = stores.Task(lambda: stores.connect(self._order))
                 self._phase = self._connecting
             elif time.monotonic() > self._deadline:
                 where = f"{self._order.address}:{self._order.port}"
                 self._break("timeout", f"a rendezvous answers at {where}, but not for rdzv_id={self._order.run_id!r}")
             return
-        self._arrival = self._directory.count("arrivals", 1)
-        self._directory.post(f"arrival/{self._arrival}", self._node.as_dict())
+        if not self._arrival:
+            self._sign_in()
         self._start_joining()
 
     def _has_ended(self, running: dict[str, Any]) -> bool:
@@ -244,8 +245,58 @@ class Child:
         running = self._directory.read("running")
         if running is None or any(each["name"] == self._node.name for each in running["nodes"]):
             return False
-        self._break("late", rules.late_text(running["nodes"], self._order.num_nodes))
+        if self._attempt > running["attempt"]:  # that was before
+            return False
+        self._come_late(running)
         return True
+
+    def _come_late(self, running: dict[str, Any]) -> None:
+        """The run has begun without this notebook: have it start again with it, where it has room."""
+        members = [Node.from_dict(each) for each in running["nodes"]]
+        if trouble := rules.problem(self._order.backend, [*members, self._node]):
+            self._break("mismatch", trouble)
+        elif not rules.has_room(members, running["attempt"], self._order.backend):
+            self._break("late", rules.late_text(members, self._order.num_nodes))
+        else:
+            if not self._arrival:
+                self._sign_in()
+            self._wished = running
+            number = self._directory.count("wishes", 1)
+            self._directory.post(f"wish/{number}", {**self._node.as_dict(), "arrival": self._arrival})
+            self._directory.under(running["round"]).count("news", 1)
+            self._channel.send(say.WaitingEvent(rules.wish_text(members, self._order.num_nodes)))
+            self._phase = self._wishing
+
+    def _wishing(self) -> None:
+        """Wait until those that run have decided to start again with this notebook."""
+        assert self._wished is not None
+        decision = self._directory.under(self._wished["round"]).read("decision")
+        if time.monotonic() > self._deadline:
+            members = [Node.from_dict(each) for each in self._wished["nodes"]]
+            self._break("late", rules.late_text(members, self._order.num_nodes))
+        elif decision is None:
+            return
+        elif decision["action"] == "restart" and self._node.name in decision["left"]:
+            self._attempt, self._left = int(self._wished["attempt"]) + 1, list(decision["left"])
+            self._deadline = time.monotonic() + stores.join_seconds(self._order)
+            self._start_joining()
+        elif decision["action"] == "end" or self._directory.read("running") != self._wished:
+            self._phase = self._arriving  # it is over, or has started again without this notebook
+
+    def _sign_in(self) -> None:
+        self._arrival = self._directory.count("arrivals", 1)
+        self._directory.post(f"arrival/{self._arrival}", self._node.as_dict())
+
+    def _wishes(self) -> dict[str, Node]:
+        """Return the notebooks that wish to be taken in by the run, by name."""
+        found = [self._directory.read(f"wish/{n}") for n in range(1, self._directory.count("wishes") + 1)]
+        members = {node.name for node in self._members}
+        there = [
+            Node.from_dict(wish)
+            for wish in found
+            if wish and wish["name"] not in members and not self._directory.read(f"gone/{wish['arrival']}")
+        ]
+        return {node.name: node for node in there[: max(0, self._order.num_nodes - len(members))]}
 
     def _start_joining(self) -> None:
         self._generation = self._directory.count("generation")
@@ -275,7 +326,7 @@ class Child:
                 self._break("mismatch", trouble)
             elif time.monotonic() > self._deadline:
                 self._missing(come)
-            elif not self._left and not self._began_without_us():
+            elif not self._began_without_us() and not self._left:
                 self._say_waiting(come)
             return
         if self._hosting and not self._hosted:  # all have come at once: how they were asked is kept
@@ -332,8 +383,8 @@ class Child:
         self._members = members
         index = [node.name for node in members].index(self._node.name)
         if index == 0:
-            told = [{"name": node.name, "host": node.host, "pid": node.pid} for node in members]
-            self._directory.post("running", {"round": f"{self._attempt}.{self._generation}", "nodes": told})
+            told = {"nodes": [node.as_dict() for node in members], "attempt": self._attempt}
+            self._directory.post("running", {"round": f"{self._attempt}.{self._generation}", **told})
         if note := rules.version_note(members):
             self._channel.send(say.NoteEvent(note))
         way = stores.way_to(self._order.address, self._order.port)
@@ -353,6 +404,7 @@ class Child:
         if news != self._seen_news:
             self._seen_news = news
             self._read_news()
+            self._read_wishes()
             self._decide()
 
     def _leaving(self) -> None:
@@ -400,6 +452,14 @@ class Child:
             if node.name != self._node.name:
                 self._read_news_of(index, node)
 
+    def _read_wishes(self) -> None:
+        if not rules.has_room(self._members, self._attempt, self._order.backend):
+            return
+        for name, node in self._wishes().items():
+            if (name, "joining") not in self._told:
+                self._told.add((name, "joining"))
+                self._tell_kernel("joining", 0, rules.joining_text(node))
+
     def _read_news_of(self, index: int, node: Node) -> None:
         stand = self._round.read(f"stand/{node.name}")
         if stand is not None and stand != self._stands.get(node.name):
@@ -417,7 +477,9 @@ class Child:
     def _decide(self) -> None:
         if not self._ended:
             return
-        wanted = rules.decide(self._members, self._ends, self._lost, self._attempt, self._order.backend)
+        again = rules.has_room(self._members, self._attempt, self._order.backend)
+        wishes = list(self._wishes().values()) if again else []
+        wanted = rules.decide(self._members, self._ends, self._lost, self._attempt, self._order.backend, wishes)
         if wanted is not None:
             self._decided(self._round.first("decision", wanted))
 

@@ -93,22 +93,40 @@ def timeout_text(backend: str, num_nodes: int, come: Sequence[Node], seconds: fl
     return f"{missing_count} {noun} did not join {limit}: {text}"
 
 
-def late_text(members: Sequence[Mapping[str, Any]], num_nodes: int) -> str:
-    """Return what a notebook is told that comes when the run has begun.
+def late_text(members: Sequence[Node], num_nodes: int) -> str:
+    """Return what a notebook is told that comes when the run has begun, and that is not taken in.
 
     Args:
-        members: Those that run, each with "host" and "pid".
+        members: Those that run.
         num_nodes: How many the late notebook was told there are.
     """
-    who = ", ".join(f"{each['host']} (kernel {each['pid']})" for each in members)
+    who = ", ".join(f"{node.host} (kernel {node.pid})" for node in members)
     again = "stop it in one of them, and run the cell in every notebook again"
     if len(members) < num_nodes:
         return (
-            f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; it takes nobody in while "
-            f"it runs. To take this one in, {again}: a function that loads the newest checkpoint goes on from there"
+            f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; it takes one in by "
+            f"starting again, and max_restarts={members[0].max_restarts} leaves no restart. To take this one in, "
+            f"{again}: a function that loads the newest checkpoint goes on from there"
         )
     more = f"num_nodes={len(members) + 1}"
     return f"the run has its {num_nodes} notebooks already: {who}. To take this one in, {again}, with {more}"
+
+
+def has_room(members: Sequence[Node], attempt: int, backend: str) -> bool:
+    """Return whether a run that has begun starts again for a further notebook."""
+    first = members[0]
+    return backend == "c10d" and len(members) < first.num_nodes and attempt < first.max_restarts
+
+
+def wish_text(members: Sequence[Node], num_nodes: int) -> str:
+    """Return what a late notebook says while it waits to be taken in."""
+    who = ", ".join(f"{node.host} (kernel {node.pid})" for node in members)
+    return f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; they start again with it"
+
+
+def joining_text(node: Node) -> str:
+    """Return what those that run say of a late notebook."""
+    return f"a late notebook joins, {node.host} (kernel {node.pid}): all start again with it"
 
 
 def problem(backend: str, come: Sequence[Node]) -> str:
@@ -141,7 +159,12 @@ def version_note(nodes: Sequence[Node]) -> str:
 
 
 def decide(
-    nodes: Sequence[Node], ends: Mapping[str, Mapping[str, Any]], lost: Mapping[str, str], attempt: int, backend: str
+    nodes: Sequence[Node],
+    ends: Mapping[str, Mapping[str, Any]],
+    lost: Mapping[str, str],
+    attempt: int,
+    backend: str,
+    wishes: Sequence[Node] = (),
 ) -> dict[str, Any] | None:
     """Return what all notebooks do now, once every one of them has told its end or was lost.
 
@@ -151,6 +174,7 @@ def decide(
         lost: Why a node counts as lost, by name.
         attempt: Number of this attempt, from 0.
         backend: "static" or "c10d".
+        wishes: Late notebooks that wish to be taken in.
 
     Returns:
         A decision: "action" ("end" or "restart"), "reason", and "left", the names of those that go on; None while
@@ -163,11 +187,16 @@ def decide(
     left = [node.name for node in nodes if node.name not in lost]
     outcomes = {ends[name]["outcome"] for name in left if name in ends}
     reason = _reason(nodes, ends, lost)
-    again = attempt < first.max_restarts and "stopped" not in outcomes and ("failed" in outcomes or bool(gone))
+    # Where nobody failed and nobody was lost, those that followed made room for a late notebook.
+    cause = "failed" in outcomes or "followed" in outcomes or bool(gone)
+    again = attempt < first.max_restarts and "stopped" not in outcomes and cause
     again = again and not any(end.get("final") for end in ends.values())
     if gone:
         hosting = any(node.hosting and node.name in gone for node in nodes)
-        again = again and backend == "c10d" and len(left) >= first.min_nodes and not hosting
+        again = again and backend == "c10d" and len(left) + len(wishes) >= first.min_nodes and not hosting
+    if again:
+        left += [node.name for node in wishes]
+        reason = reason or ", ".join(joining_text(node) for node in wishes)
     return {"action": "restart" if again else "end", "reason": reason, "left": left}
 
 
@@ -192,7 +221,9 @@ __all__ = [
     "Node",
     "decide",
     "first_rank",
+    "has_room",
     "in_order",
+    "joining_text",
     "late_text",
     "lost_text",
     "problem",
@@ -200,4 +231,5 @@ __all__ = [
     "title",
     "version_note",
     "waiting_text",
+    "wish_text",
 ]

@@ -90,6 +90,8 @@ class Party:
         self._heard: list[Event] = []
         self._group: Group | None = None
         self._over = False
+        self._joining: StopReason | None = None
+        self.attempt = 0
         self.nodes: list[Node] = []
         self.index = plan.node
         self.reason = ""
@@ -120,6 +122,7 @@ class Party:
         if met is None:
             return None
         self.nodes, self.index = [Node.from_dict(node) for node in met.nodes], met.index
+        self.attempt = met.attempt
         interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else met.interface
         name = f"{self._run.config.rdzv_id}-{self.nodes[0].name}"
         processes = [node.processes for node in self.nodes]
@@ -208,8 +211,9 @@ class Party:
         self.stopped, self._own_stop = "", None
         self._stopwatch, self._told_standing, self._said_standing = group.stopwatch, (False, ""), {}
         self._stopwatch.forget_elsewhere()
+        self._joining = None
         group.listen(self._meeting.channel, self._take_news)
-        group.on_step = self._tell_standing
+        group.on_step = partial(self._step, group)
         group.ending.on_stopping = self._tell_others
         group.ending.on_letting_go = self._tell_of_letting_go
         group.ears.tap = self._tap
@@ -232,6 +236,13 @@ class Party:
 
     def _tell_of_letting_go(self) -> None:
         self._meeting.send(say.NewsOrder("released", "the ranks that were kept after the failure have been let go"))
+
+    def _step(self, group: Group) -> None:
+        self._tell_standing()
+        # Nobody's debugger is taken away for a late notebook.
+        busy = self._stopwatch.standing or group.ending.failures or group.ending.held
+        if self._joining is not None and not busy and group.ending.follow(self._joining):
+            self._say(self._joining.text)
 
     def _tell_standing(self) -> None:
         """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
@@ -293,6 +304,9 @@ class Party:
             return [say.NewsEvent("lost", self.index, str(error))]
 
     def _react(self, news: say.NewsEvent, group: Group) -> None:
+        if news.kind == "joining":
+            self._joining = StopReason(WorkerError, news.text)
+            return
         if news.kind == "stopped":
             self.stopped = self.stopped or news.text
         error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
@@ -314,6 +328,8 @@ class Party:
         if self._over:  # without the child there is nobody to ask
             run.failures = run.failures or self._lost({str(self.index): "its rendezvous process ended"})
             return False
+        if group.ending.reason is not None and group.ending.reason is self._joining:
+            run.failures = tuple(each for each in run.failures if not failures.looks_like_lost_peer(each))
         stopped = self._own_stop is not None
         followed = group.ending.reason is not None and not stopped
         outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"

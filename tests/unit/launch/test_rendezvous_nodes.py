@@ -10,6 +10,7 @@ from notebook_accelerate.launch.rendezvous.nodes import (
     Node,
     decide,
     first_rank,
+    has_room,
     in_order,
     late_text,
     problem,
@@ -126,9 +127,28 @@ def test_a_lost_node_ends_all_unless_those_left_are_enough() -> None:
 
 
 def test_a_late_notebook_is_told_who_runs() -> None:
-    members = [{"name": "a", "host": "host0", "pid": 7}, {"name": "b", "host": "host1", "pid": 8}]
-    who = "host0 (kernel 7), host1 (kernel 8)"
-    assert f"began without this notebook, with 2 of 3: {who}; it takes nobody in while it runs" in late_text(members, 3)
+    members = [_node(0), _node(1)]
+    who = "host0 (kernel 100), host1 (kernel 101)"
+    said = late_text(members, 3)
+    assert f"began without this notebook, with 2 of 3: {who}; it takes one in by starting again" in said
+    assert "max_restarts=0 leaves no restart" in said
     full = late_text(members, 2)
     assert full.startswith(f"the run has its 2 notebooks already: {who}")
     assert full.endswith("with num_nodes=3")
+
+
+def test_a_late_notebook_is_taken_in_by_a_restart() -> None:
+    members = [_node(rank, num_nodes=3, max_restarts=1) for rank in range(2)]
+    late = _node(0, name="late", num_nodes=3)
+    assert has_room(members, 0, "c10d")
+    assert not has_room(members, 1, "c10d")
+    assert not has_room(members, 0, "static")
+    assert not has_room([*members, late], 0, "c10d")
+    followed = {node.name: {"outcome": "followed"} for node in members}
+    decision = decide(members, followed, {}, 0, "c10d", [late])
+    assert decision == {"action": "restart", "reason": decision["reason"], "left": ["n0", "n1", "late"]}  # type: ignore[index]
+    assert "host0 (kernel 100)" in decision["reason"]
+    gone_again = decide(members, followed, {}, 0, "c10d")
+    assert gone_again == {"action": "restart", "reason": "", "left": ["n0", "n1"]}
+    succeeded = {node.name: {"outcome": "succeeded"} for node in members}
+    assert decide(members, succeeded, {}, 0, "c10d", [late]) == {"action": "end", "reason": "", "left": ["n0", "n1"]}
