@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 WHOLE = "whole"
 """The layout of strategies whose ranks each hold everything: one rank writes it, in single files."""
@@ -86,12 +86,12 @@ def layout_of(strategy: Any) -> str:
     return str(getattr(strategy, "checkpoint_layout", WHOLE))
 
 
-def writes_itself(strategy: Any) -> bool:
+def writes_itself(strategy: Any) -> TypeGuard[OwnsCheckpoint]:
     """Tell whether a strategy writes models and optimizers itself."""
     return layout_of(strategy) != WHOLE
 
 
-def writes_in_parts(strategy: Any) -> bool:
+def writes_in_parts(strategy: Any) -> TypeGuard[WritesInParts]:
     """Tell whether a strategy that writes models and optimizers itself leaves it to whom and when."""
     return writes_itself(strategy) and hasattr(strategy, "state_parts")
 
