@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator
+from notebook_accelerate.utils import set_seed
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed: make test-xla", exc_type=ImportError)
 pytestmark = pytest.mark.xla
@@ -101,6 +103,43 @@ def test_checkpoints_and_saved_models(tmp_path: Path) -> None:
     assert scheduler.get_last_lr() == rate
     for name, weight in accelerator.get_state_dict(model).items():
         assert torch.equal(weight, before[name])
+
+
+def test_bf16_computes_in_bf16_and_follows_float32() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, _, loader, _ = accelerator.prepare(*parts())
+    inner: list[torch.dtype] = []
+    handle = model[0].register_forward_hook(lambda *call: inner.append(call[2].dtype))
+    inputs, _ = next(iter(loader))
+    assert model(inputs).dtype == torch.float32
+    assert inner == [torch.bfloat16]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    handle.remove()
+    accelerator.free_memory()
+    losses, state = train(1, accelerator)
+    expected, weights = train(1, None)
+    assert losses == pytest.approx(expected, rel=2e-2)
+    assert losses != pytest.approx(expected, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=0.1)
+
+
+def test_random_numbers_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Dropout(0.5))
+    ones = torch.ones(4, 64, device=accelerator.device)
+
+    def draw() -> list[Any]:
+        return [model(ones).cpu().tolist(), torch.rand(3, device=accelerator.device).cpu().tolist(),
+                torch.rand(3).tolist(), random.random()]  # fmt: skip
+
+    set_seed(5)
+    draw()
+    accelerator.save_state(tmp_path / "checkpoint")
+    expected = draw()
+    assert draw() != expected
+    accelerator.load_state(tmp_path / "checkpoint")
+    assert draw() == expected
 
 
 SEVERAL_DEVICES = """
