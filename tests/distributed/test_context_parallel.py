@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, ParallelismConfig
@@ -69,6 +70,55 @@ def test_losses_are_those_of_whole_sequences(how: str) -> None:
     first = batches()[0][:, :-1]
     assert results[0]["seen"][0] == torch.cat([first[:, :2], first[:, 6:]], 1).tolist()
     assert results[1]["seen"][0] == first[:, 2:6].tolist()
+
+
+def accumulated(precision: str) -> dict[str, Any]:
+    """Two batches make a step; report what each exchanges, too."""
+    accelerator = Accelerator(
+        mixed_precision=precision, gradient_accumulation_steps=2, parallelism_config=ParallelismConfig(cp_size=2)
+    )
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses, scattered, dtypes = [], [], set()
+    for words in batches():
+        inputs, targets = words[:, :-1].clone(), words[:, 1:].clone()
+        with (
+            accelerator.accumulate(model),
+            accelerator.maybe_context_parallel([inputs, targets], [1, 1], {inputs, targets}),
+        ):
+            scores = model(inputs)
+            dtypes |= {str(scores.dtype), *(str(parameter.dtype) for parameter in model.parameters())}
+            loss = nn.functional.cross_entropy(scores.float().flatten(0, 1), targets.flatten())
+            with CommDebugMode() as counted:
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        counts = counted.get_comm_counts().items()
+        scattered.append(sum(count for name, count in counts if "reduce_scatter" in str(name)))
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return {"losses": losses, "scattered": scattered, "dtypes": sorted(dtypes)}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 1e-2)])
+def test_batches_are_accumulated(precision: str, tolerance: float) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    expected = []
+    for index, words in enumerate(batches()):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            scores = model(words[:, :-1])
+        loss = nn.functional.cross_entropy(scores.float().flatten(0, 1), words[:, 1:].flatten())
+        (loss / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append(loss.item())
+    for found in run_ranks(accumulated, precision):
+        assert found["losses"] == pytest.approx(expected, rel=tolerance)
+        first, second, third, fourth = found["scattered"]
+        assert first == third == 0
+        assert second == fourth > 0
+        assert found["dtypes"] == ["torch.float32"], "weights, and outputs that were computed in bf16"
 
 
 def sharded_and_split(folder: str | None, goes_on: bool) -> dict[str, Any]:
