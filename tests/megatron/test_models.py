@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron.trainings import Case, run
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed: make test-megatron"
@@ -30,7 +30,15 @@ def test_two_ranks_train_as_one(kind: str, tmp_path: Path) -> None:
             assert mine == pytest.approx(theirs, rel=CLOSE)
 
 
-def test_the_stages_of_an_encoder_train_as_one_model() -> None:
-    first, second = run_ranks(run, Case(kind="bert", pp=2), world_size=2)
-    assert first == second
-    assert first[-1][0] < first[0][0]
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 2), (2, 4)], ids=["stages", "tensors and stages"])
+def test_the_stages_of_an_encoder_train_as_one_model(tp: int, ranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    (alone,) = run_ranks(run, Case(kind="bert", save_after=0, save_to=folder), world_size=1)
+    for found in run_ranks(run, Case(kind="bert", tp=tp, pp=2, start=folder, skipped=1), world_size=ranks):
+        for mine, theirs in zip(found, alone[1:], strict=True):
+            assert mine == pytest.approx(theirs, rel=CLOSE)
+
+
+def test_stages_of_an_encoder_with_a_decoder_are_refused() -> None:
+    with pytest.raises(RankError, match="pp_degree=2 is not available for T5: megatron-core keeps"):
+        run_ranks(run, Case(kind="t5", pp=2), world_size=2)
