@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.constants import TORCH_LAUNCH_PARAMS
 from notebook_accelerate.config.environ import as_text
 from notebook_accelerate.errors import LaunchError
 
@@ -149,11 +148,6 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     return env
 
 
-def torchrun_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options in ``args`` that torchrun knows."""
-    return {name: getattr(args, name) for name in TORCH_LAUNCH_PARAMS if getattr(args, name, None) is not None}
-
-
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """Return the command and the environment for DeepSpeed's launcher; no command when torchrun starts the ranks.
 
@@ -167,12 +161,15 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     launcher = _option(args, "deepspeed_multinode_launcher", "standard")
     if int(_option(args, "num_machines", 1)) < 2 or launcher == "standard":
         return None, env
-    command = ["deepspeed", "--hostfile", str(_option(args, "deepspeed_hostfile")), "--launcher", launcher]
-    for option in ("exclusion", "inclusion"):
-        chosen = _option(args, f"deepspeed_{option}_filter")
-        if chosen is not None:
-            command += [f"--{option[:-4]}e", str(chosen)]
-    command += ["--num_gpus", args.nproc_per_node, "--master_port", str(_option(args, "main_process_port", 29500))]
+    command = ["deepspeed", "--hostfile", str(_option(args, "deepspeed_hostfile")), "--no_local_rank"]
+    command += ["--launcher", launcher]
+    filters = {"--exclude": "deepspeed_exclusion_filter", "--include": "deepspeed_inclusion_filter"}
+    chosen = [(flag, str(value)) for flag, name in filters.items() if (value := _option(args, name)) is not None]
+    # DeepSpeed refuses a number of devices beside a choice of devices.
+    command += chosen[0] if chosen else ("--num_gpus", args.nproc_per_node)
+    if address := _option(args, "main_process_ip"):
+        command += ["--master_addr", address]
+    command += ["--master_port", str(_option(args, "main_process_port", 29500))]
     return [*command, args.training_script, *_option(args, "training_script_args", [])], env
 
 
