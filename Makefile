@@ -33,7 +33,7 @@ KERNELS_BUILD := .build/kernels
 .PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-strategies lint bench lab clean
 
 help:
-	@echo "make demo           train in two worker processes from a notebook, in a real Jupyter kernel"
+	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
 	@echo "make test           lint and all tests that this machine can run"
 	@echo "make test-notebook  the tests that start Jupyter kernels"
 	@echo "make test-colab     launch, panels and faults with the versions of Colab's kernel image"
@@ -146,7 +146,8 @@ $(XLA_READY): requirements/xla.txt
 
 demo: $(SETUP)
 	$(PY) examples/run_headless.py examples/01_quickstart.ipynb examples/02_tiny_gpt.ipynb \
-		examples/03_panels.ipynb examples/04_debugging.ipynb examples/05_big_models.ipynb
+		examples/03_panels.ipynb examples/04_debugging.ipynb examples/05_big_models.ipynb \
+		examples/06_parallel.ipynb examples/07_cluster.ipynb
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
 test: lint $(if $(CHROMIUM),$(BROWSER_READY))
