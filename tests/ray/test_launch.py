@@ -309,7 +309,9 @@ def tables(run: Any) -> dict[str, list[str]]:
     """Return the tables of a run's report: the head of each, by its caption."""
     html = run.report().html
     found = re.findall(r"<caption[^>]*>(.*?)</caption><thead><tr>(.*?)</tr></thead>", html)
-    return {caption.partition(":")[0]: re.findall(r"<th[^>]*>(.*?)</th>", head) for caption, head in found}
+    heads = {caption.partition(":")[0]: re.findall(r"<th[^>]*>(.*?)</th>", head) for caption, head in found}
+    heads.pop("Where the step&#x27;s time went", None)  # told once a second, of runs that take longer
+    return heads
 
 
 def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_the_others(
@@ -319,7 +321,7 @@ def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_t
     on = RayCluster(strategy="SPREAD")
     run = notebook_launcher(resumable, (f"mounted://{tmp_path}/a", True), 3, on=on, max_restarts=1, block=False)
     try:
-        until(lambda: all("three steps" in run.logs(rank=rank) for rank in range(3)))
+        until(lambda: all("three steps" in run.logs(rank=rank) for rank in range(3)), 300)
         assert {info.host.rpartition(", ")[2] for info in run.ranks} == {*cluster.nodes, third}
         lost = next(info for info in run.ranks if info.host.endswith(third))
         lost_on = f"rank {lost.rank}: node {lost.node} ({lost.host}) was lost"
@@ -339,7 +341,7 @@ def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_t
     found["Ranks"].remove("node")
     assert found.pop("Attempts") == ["attempt", "started", "seconds", "outcome"]
     assert found == expected
-    assert {"Ranks", "Metrics", "Configuration", "Environment"} < expected.keys()
+    assert {"Ranks", "Metrics", "What is sharded where", "Configuration", "Environment"} == expected.keys()
     assert all(run.store.peak_memory[rank] > 0 for rank in range(3))
 
 
