@@ -117,6 +117,8 @@ class Case:
     save_to: str = ""
     more: dict[str, Any] = field(default_factory=dict)
     """More settings of the plugin."""
+    launched: bool = False
+    """Whether the launch brings the plugin."""
 
     def plugin(self) -> MegatronLMPlugin:
         """Return the plugin."""
@@ -139,7 +141,8 @@ def place() -> Iterator[bool]:
 
 def prepared(case: Case, cpu: bool) -> tuple[Accelerator, Any, Any, Any]:
     """Return an Accelerator with model, optimizer and loader of a case."""
-    accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, megatron_lm_plugin=case.plugin())
+    plugin = {} if case.launched else {"megatron_lm_plugin": case.plugin()}
+    accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, **plugin)
     set_seed(3)
     model = {"gpt": gpt, "bert": bert, "classifier": classifier, "t5": t5}[case.kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
