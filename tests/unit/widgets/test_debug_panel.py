@@ -192,3 +192,39 @@ def test_over_a_real_run(made: list[DebugPanel]) -> None:
         run.stop(1.0)
     assert run.debug_panel() is not None
     run.debug_panel().close()
+
+
+def _stops() -> int:
+    loss = int(os.environ["RANK"]) + 41
+    breakpoint()  # noqa: T100
+    return loss
+
+
+def test_a_line_goes_to_the_debuggers_of_the_ranks_that_are_stopped(made: list[DebugPanel]) -> None:
+    """The same line asks where nobody is stopped: what it does is said below it."""
+    run = notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False)
+    try:
+        deadline = time.monotonic() + 60
+        while sorted(run._board.debugged()) != [0, 1] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        clock = Clock(time.time())
+        panel = _panel(made, run, clock)
+        _render(panel, clock)
+        assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, as p loss"
+        for whom, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
+            panel.whom.value, panel.line.value = whom, line
+            panel.wait()  # what its completion asks
+            panel._send()
+            panel.wait()
+            told = panel.history[-1]
+            assert (told.kind, told.line) == ("cast", line)
+            assert {rank: text.strip() for rank, text in told.answers.items()} == answers
+        assert "p loss * 2" in _render(panel, clock)
+        panel.whom.value, panel.line.value = ALL, "c"
+        panel.wait()
+        panel._send()
+        panel.wait()
+        assert run.wait(60)
+        assert run.results == (41, 42)
+    finally:
+        run.stop(1.0)
