@@ -19,7 +19,7 @@ SECRET = {"secret": "hush"}
 ONE_EACH = ("num_processes=1", "num_processes=1")
 RUN = "notebook_accelerate.runs()[-1]"
 STANDS = f"{RUN}._stopper.__self__._watch.standing"
-HANG = 10.0
+HANG = 20.0
 FUNCTIONS = """
 def stops(*who):
     group()
