@@ -90,7 +90,7 @@ def test_runs_lists_them_and_shutdown_ends_all() -> None:
         assert alive(pids) == []
         assert kernel.process.children(recursive=True) == []
         assert kernel.value("run.status") == "stopped"
-        assert kernel.check("launch(rank, start_method='zygote').results", timeout=20).result_text == "(0, 1)"
+        assert kernel.check("launch(rank, start_method='zygote').results").result_text == "(0, 1)"
 
 
 def test_the_zygote_has_the_kernels_present(kernel: Kernel) -> None:
