@@ -275,8 +275,8 @@ class _Loading:
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
 
     def _dtype_of(self, name: str, source: Source) -> torch.dtype | None:
-        if not source.dtype.is_floating_point:
-            return None
+        if not source.dtype.is_floating_point or name.endswith(".SCB"):
+            return None  # scales of weights in 8 bits: bitsandbytes has them in float32
         if self._dtype is not None and any(part in name.split(".") for part in self._kept):
             return torch.float32
         return self._dtype

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from notebook_accelerate import dispatch_model, init_empty_weights
+from notebook_accelerate import cpu_offload, dispatch_model, init_empty_weights
 from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.big_modeling.estimate import placed
+from notebook_accelerate.big_modeling.quantization import keep_8bit, make_offloadable_below, offloaded_modules
 from notebook_accelerate.hardware.checks import is_bnb_available
 from notebook_accelerate.utils import (
     BnbQuantizationConfig,
@@ -134,6 +135,41 @@ def test_a_checkpoint_is_loaded_into_offloaded_layers_of_8_bits(tmp_path: Path) 
     load_checkpoint_in_model(model, tmp_path, AWAY, offload_folder=away, offload_8bit_bnb=True, strict=True)
     assert json.loads((away / "index.json").read_text())["3.weight"] == {"dtype": "int8", "shape": [256, 512]}
     _is_near(dispatch_model(model, AWAY, offload_dir=away), x, plain, 0.02)
+
+
+@needs_bitsandbytes
+def test_layers_of_8_bits_come_from_main_memory(tmp_path: Path) -> None:
+    x, plain, empty = _saved(tmp_path)
+    replace_with_bnb_layers(empty, BnbQuantizationConfig(**EIGHT), modules_to_not_convert=["0", "4"])
+    on_gpu = {"0": 0, "1": 0, "2": 0, "3": "cpu", "4": 0}
+    assert offloaded_modules(on_gpu) == ["3"]
+    assert offloaded_modules({**on_gpu, "0": "disk"}) == ["0", "3"]
+    assert offloaded_modules(dict.fromkeys(on_gpu, "cpu")) == []
+    make_offloadable_below(empty, ["3"])
+    state = load_file(tmp_path / "model.safetensors")
+    keep_8bit(empty, "3.weight", state.pop("3.weight"), None, {})
+    assert empty[3].weight.dtype == torch.int8  # type: ignore[index]
+    empty.load_state_dict(state, strict=False, assign=True)
+    cpu_offload(empty, torch.device("cpu"))
+    assert empty[3].SCB.is_meta  # type: ignore[index]
+    _is_near(empty, x, plain, 0.02)
+
+
+@needs_bitsandbytes
+def test_a_checkpoint_in_8_bits_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
+    x, plain, empty = _saved(tmp_path)
+    from notebook_accelerate.big_modeling.eight_bit import in_8_bits  # needs bitsandbytes
+
+    state = load_file(tmp_path / "model.safetensors")
+    state["3.weight"], state["3.SCB"] = in_8_bits(state["3.weight"])
+    (tmp_path / "eight").mkdir()
+    save_file(state, tmp_path / "eight" / "model.safetensors")
+    replace_with_bnb_layers(empty, BnbQuantizationConfig(**EIGHT), modules_to_not_convert=["0", "4"])
+    load_checkpoint_in_model(
+        empty, tmp_path / "eight", AWAY, tmp_path / "away", "float32", offload_8bit_bnb=True, strict=True
+    )
+    assert empty[3].SCB.dtype == torch.float32  # type: ignore[index]
+    _is_near(dispatch_model(empty, AWAY, offload_dir=tmp_path / "away"), x, plain, 0.02)
 
 
 @needs_bitsandbytes
