@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from notebook_accelerate import Accelerator, DeepSpeedPlugin
 from notebook_accelerate.state import AcceleratorState, reset_shared_state
 from notebook_accelerate.utils import DummyOptim, DummyScheduler, GatheredParameters
+from tests.parity.strategies.memory import size_of
 from tests.parity.strategies.scripts import GLOBAL_BATCH, Case, accelerator_of, dataset, loss_of, parts
 
 
@@ -65,12 +66,13 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
-def memory(stage: int) -> dict[str, int]:
-    """Return how many elements of parameters, gradients and states this rank holds inside a window."""
+def memory(stage: int) -> dict[str, float]:
+    """Return what this rank holds, in multiples of all parameters' bytes: of gradients, inside a window."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": zero}))
     loader = DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=4)
-    model = Wide()
+    model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     held: dict[str, int] = {}
     for index, (x,) in enumerate(loader):
@@ -81,21 +83,23 @@ def memory(stage: int) -> dict[str, int]:
         else:
             accelerator.backward(model(x).pow(2).mean())
             optimizer.step()
-    held["parameters"] = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
+    held["parameters"] = size_of([*model.parameters(), *(getattr(p, "ds_tensor", None) for p in model.parameters())])
     states = [value for state in optimizer.state.values() for value in state.values()]
-    held["states"] = sum(value.numel() for value in states if isinstance(value, torch.Tensor) and value.numel() > 1)
-    return held
+    held["states"] = size_of(value for value in states if isinstance(value, torch.Tensor) and value.numel() > 1)
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # in stages 1 and 2, and in 3
+    held["masters"] = size_of(part for name in names for part in getattr(model.optimizer, name, ()))
+    return {name: size / whole for name, size in held.items()}
 
 
 def gradients_of(engine: Any) -> int:
-    """Count the gradients that wait for the rest of a window: whole ones, and this rank's part of them."""
+    """Return the bytes of gradients that wait for the rest of a window: whole ones, and this rank's part of them."""
     optimizer = engine.optimizer
     held = {**(getattr(optimizer, "all_grad_tensors", None) or {})}  # stage 2
     waiting = [tensor for group in held.values() for tensor in group or ()]
     buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)  # stage 3
     waiting += [] if buffer is None else [buffer]
     waiting += [p.grad for p in engine.module.parameters() if p.grad is not None]
-    return sum(tensor.numel() for tensor in waiting if isinstance(tensor, torch.Tensor))
+    return size_of(waiting)
 
 
 CONFIG: dict[str, Any] = {

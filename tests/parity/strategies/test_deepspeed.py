@@ -109,18 +109,19 @@ def test_a_checkpoint_becomes_plain_weights(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, CheckpointMismatchError)
 
 
-def test_each_rank_holds_its_share() -> None:
-    held = [run_ranks(scripts.memory, stage, timeout=SECONDS) for stage in range(4)]
-    whole = held[0][0]
-    half = {name: count // 2 for name, count in whole.items()}
-    for rank in range(2):
-        assert held[0][rank] == whole
-        for name, shared in {"parameters": {3}, "gradients": {2, 3}, "states": {1, 2, 3}}.items():
-            for stage in (1, 2, 3):
-                # parts are padded, and parameters that two ranks share are whole on both
-                assert held[stage][rank][name] == pytest.approx(
-                    half[name] if stage in shared else whole[name], abs=300
-                ), (name, stage)
+@patient
+@pytest.mark.parametrize(("stage", "ranks"), product(range(4), (2, 4) if ALL else (2,)))
+def test_each_rank_holds_its_share(stage: int, ranks: int) -> None:
+    expected = {
+        "parameters": 1 / ranks if stage == 3 else 1,
+        "gradients": 1 / ranks if stage >= 2 else 1,
+        "states": 2 / ranks if stage else 2,
+        "masters": 1 / ranks if stage else 0,  # what the optimizer changes: a copy of this rank's part
+    }
+    for rank, held in enumerate(run_ranks(scripts.memory, stage, world_size=ranks, timeout=SECONDS)):
+        print(f"stage {stage} on {ranks} ranks, rank {rank}: {held}")
+        # Parts are padded; the gradient of a weight at the border of two parts is whole on both, a sixteenth of all.
+        assert held == pytest.approx(expected, abs=0.07)
 
 
 def test_optimizer_and_schedule_of_a_configuration(tmp_path: Path) -> None:
