@@ -96,6 +96,9 @@ def start_group_of_one(backend: str) -> None:
         backend: gloo, nccl, xccl, ...
     """
     global _of_one  # noqa: PLW0603 - a fact about this process
+    # Its functions take the group that there is when they are defined as a default, and keep it and its socket open.
+    import torch.distributed.nn.functional
+
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
     _of_one = weakref.ref(dist.group.WORLD)

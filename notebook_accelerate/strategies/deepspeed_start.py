@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from importlib import import_module
 from typing import Any
@@ -30,6 +31,17 @@ def note_engine(engine: Any) -> None:
         engine: The engine.
     """
     _engines.add(engine)
+
+
+def end_engine(engine: Any) -> None:
+    """Have an engine give its memory back, unless it has: it cannot without the process group.
+
+    Args:
+        engine: An engine, noted before.
+    """
+    if engine in _engines:
+        _engines.discard(engine)
+        engine.destroy()
 
 
 def load(device: torch.device) -> Any:
@@ -122,8 +134,8 @@ def _let_go() -> None:
     global _served  # noqa: PLW0603 - DeepSpeed's communication is one per process
     _served = None
     for engine in list(_engines):
-        engine.destroy()
-    _engines.clear()
+        end_engine(engine)
+    _empty_caches()
     groups: Any = import_module("deepspeed.utils.groups")
     if hasattr(groups, "_release_process_group_references"):
         groups._release_process_group_references(group=None)
@@ -131,4 +143,14 @@ def _let_go() -> None:
     comm.cdb = None
 
 
-__all__ = ["check_abilities", "load", "note_engine", "start"]
+def _empty_caches() -> None:
+    """Take models out of what stage 3 keeps as long as the process lives; their parameters know all the rest."""
+    getattr(sys.modules.get("deepspeed.runtime.zero.parameter_offload"), "FWD_MODULE_STACK", []).clear()
+    coordinator = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
+    for method in vars(getattr(coordinator, "PartitionedParameterCoordinator", object)).values():
+        for cell in getattr(method, "__closure__", None) or ():  # a decorator is around the cache
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
+
+
+__all__ = ["check_abilities", "end_engine", "load", "note_engine", "start"]
