@@ -21,6 +21,7 @@ from notebook_accelerate.strategies.base import NOTHING, Strategy, joint_norm, p
 from notebook_accelerate.strategies.fsdp_units import upcast
 from notebook_accelerate.strategies.parameters import Pointers, names_of, parameters_of
 from notebook_accelerate.strategies.setup import Setup
+from notebook_accelerate.strategies.shard_plans import forget_plans
 from notebook_accelerate.strategies.shards import StatePart
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
 
@@ -281,6 +282,7 @@ class ShardedStrategy(Strategy):
         """Forget all prepared objects."""
         super().clear()
         self._pointers.forget()
+        forget_plans()
 
 
 def _bare(model: Any) -> Any:

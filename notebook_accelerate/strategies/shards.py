@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.serialization import config as serialization
 
-Place = tuple[Any, ...]
-"""Keys and positions that lead to a value of a nested state."""
+from notebook_accelerate.strategies.shard_files import Sums
+from notebook_accelerate.strategies.shard_plans import Outline, Place, write_planned
+
 Dress = Callable[[Any], Any]
 """Puts torch's wrapper around a rank's own memory."""
-Sums = dict[str, tuple[int, int]]
-"""Size in bytes and CRC-32 of files, by path relative to the folder they are in."""
-
-
-class ShardsError(RuntimeError):
-    """A rank could not write its part.
-
-    Args:
-        failures: What happened, by rank.
-    """
-
-    def __init__(self, failures: dict[int, BaseException]) -> None:
-        first = min(failures)
-        super().__init__(f"rank {first}: {type(failures[first]).__name__}: {failures[first]}")
-        self.failures = failures
 
 
 @dataclass
@@ -68,7 +53,7 @@ class StatePart:
             ShardsError: Some rank could not.
         """
         assert self.dresses is not None
-        return write_shards(_dressed(value, self.dresses, ()), path, group)
+        return write_shards(value, self.dresses, path, group)
 
     def write_here(self, folder: Path) -> None:
         """Write the value itself into a folder, now; every rank must call this.
@@ -91,13 +76,14 @@ def part_of(name: str, state: dict[str, Any], optimizer: Any = None) -> StatePar
         optimizer: torch's optimizer that the state is of, if it is.
     """
     dresses: dict[Place, Dress] = {}
-    return StatePart(name, _bare(state, dresses, ()), dresses, optimizer)
+    with torch.no_grad():  # autograd takes twenty times as long to show a rank's own memory
+        return StatePart(name, _bare(state, dresses, ()), dresses, optimizer)
 
 
 def _bare(value: Any, dresses: dict[Place, Dress], place: Place) -> Any:
     """Return a nested state with this rank's own memory, and note what was around it."""
     if isinstance(value, DTensor):
-        dresses[place] = _dress_of_dtensor(value)
+        dresses[place] = _WholeTensor(value.device_mesh, tuple(value.placements), value.shape, value.stride())
         return value.to_local().detach()
     if isinstance(value, ShardedTensor):
         dresses[place] = _dress_of_sharded(value)
@@ -119,9 +105,19 @@ def _dressed(value: Any, dresses: dict[Place, Dress], place: Place) -> Any:
     return value
 
 
-def _dress_of_dtensor(tensor: DTensor) -> Dress:
-    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    return lambda local: DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+@dataclass(frozen=True)
+class _WholeTensor:
+    """What is around the one piece that a rank has of a DTensor."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def __call__(self, local: torch.Tensor) -> DTensor:
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
 
 
 def _dress_of_sharded(tensor: ShardedTensor) -> Dress:
@@ -140,11 +136,12 @@ def _dress_of_sharded(tensor: ShardedTensor) -> Dress:
 # -- torch's distributed checkpoints ----------------------------------------------------------------------------------
 
 
-def write_shards(state: dict[str, Any], folder: Path, group: Any = None) -> Sums:
+def write_shards(value: Any, dresses: dict[Place, Dress], folder: Path, group: Any = None) -> Sums:
     """Write a sharded state into a folder, one file per rank; every rank must call this.
 
     Args:
-        state: The state, with torch's sharded tensors.
+        value: The state, without torch's wrappers.
+        dresses: The wrappers.
         folder: The folder; made where it does not exist.
         group: As for `StatePart.write`.
 
@@ -154,19 +151,34 @@ def write_shards(state: dict[str, Any], folder: Path, group: Any = None) -> Sums
     Raises:
         ShardsError: Some rank could not.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save
+    return write_planned(value, _outline_of(value, dresses), lambda: _dressed(value, dresses, ()), folder, group)
 
-    # torch's writer makes the folder, in a step whose failure on one rank every rank learns of.
-    writer, files = FileSystemWriter(folder), _SummedFiles()
-    writer.fs = files
-    try:
-        # The manifest has sums of whole files; torch's, of each record, cost as much again. Set for this thread only.
-        with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-            save(state, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        raise ShardsError({rank: failure for rank, (failure, _) in error.failures.items()}) from error
-    return files.sums
+
+def _outline_of(value: Any, dresses: dict[Place, Dress]) -> Outline | None:
+    """Return all of a state that a plan depends on; None where a value is in several pieces (FSDP 1)."""
+    if not all(isinstance(dress, _WholeTensor) for dress in dresses.values()):
+        return None
+    outline: Outline = [(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)]
+    meshes = {id(dress.mesh): dress.mesh for dress in dresses.values() if isinstance(dress, _WholeTensor)}
+    numbers = {key: number for number, key in enumerate(meshes)}
+    outline += [(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) for mesh in meshes.values()]
+    forms = {
+        place: (numbers[id(dress.mesh)], dress.placements, dress.shape, dress.stride)
+        for place, dress in dresses.items()
+        if isinstance(dress, _WholeTensor)
+    }
+    _add_outline(value, forms, (), outline)
+    return outline
+
+
+def _add_outline(value: Any, forms: dict[Place, Any], place: Place, outline: Outline) -> None:
+    if isinstance(value, torch.Tensor):
+        outline.append((place, value.dtype, value.shape, forms.get(place)))
+        return
+    outline.append((place, type(value)))
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _add_outline(item, forms, (*place, key), outline)
 
 
 def read_shards(state: dict[str, Any], folder: Path) -> None:
@@ -179,88 +191,3 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     load(state, storage_reader=FileSystemReader(folder))
-
-
-class _SummedFiles(FileSystem):
-    """Files whose sums are made while they are written: to read a gigabyte again for them takes a second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: Sums = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file; what is written to it is summed up.
-
-        Args:
-            path: The file.
-            mode: As for `open`.
-        """
-        with super().create_stream(path, mode) as file:
-            if "w" not in mode:
-                yield file
-                return
-            stream = _SummedStream(file)
-            yield stream
-            stream.close()
-            self.sums[Path(path).name] = (stream.size, stream.crc)
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        """Rename a file, and its sums.
-
-        Args:
-            path: The file.
-            new_path: Its new path.
-        """
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-_SMALL, _FULL = 1 << 12, 1 << 18
-
-
-@dataclass
-class _SummedStream:
-    """What torch calls of a file that it writes from the beginning to the end.
-
-    torch writes a tensor in some forty pieces, of which one is large: the small ones are collected.
-    """
-
-    file: Any
-    size: int = 0
-    crc: int = 0
-    _collected: bytearray = field(default_factory=bytearray)
-
-    def write(self, content: Any) -> int:
-        size = len(content)
-        self.size += size
-        if size < _SMALL:
-            self._collected += content
-            if len(self._collected) > _FULL:
-                self._pass_on()
-            return size
-        self._pass_on()
-        self.crc = zlib.crc32(content, self.crc)
-        self.file.write(content)
-        return size
-
-    def _pass_on(self) -> None:
-        if self._collected:
-            self.crc = zlib.crc32(self._collected, self.crc)
-            self.file.write(self._collected)
-            self._collected = bytearray()
-
-    def tell(self) -> int:
-        return self.size
-
-    def fileno(self) -> int:
-        self._pass_on()
-        self.file.flush()
-        return int(self.file.fileno())
-
-    def flush(self) -> None:
-        """Do nothing: torch asks for it after every tensor."""
-
-    def close(self) -> None:
-        self._pass_on()
-        self.file.close()

@@ -14,7 +14,7 @@ from notebook_accelerate.checkpointing import saving, wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.strategies import shards
+from notebook_accelerate.strategies import shard_files, shards
 from tests.support.gates import Gate
 from tests.support.ranks import RankError, run_ranks, run_script
 from tests.support.sharded import FORMS, ShardedTraining
@@ -88,7 +88,7 @@ def failing(place: str, folder: str, blocking: bool) -> tuple[str, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         if training.accelerator.process_index == 1:
-            target, name = (shards._SummedStream, "write") if place == "write" else (Snapshot, "_run")
+            target, name = (shard_files.SummedStream, "write") if place == "write" else (Snapshot, "_run")
             patch.setattr(target, name, full)
         with pytest.raises(CheckpointError) as failure:
             saved_twice(training, folder, blocking)
@@ -126,7 +126,7 @@ def killed(folder: str, at: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if training.accelerator.process_index == 1:
-        target, name = (shards._SummedStream, "write") if at == "writing" else (Snapshot, "finish")
+        target, name = (shard_files.SummedStream, "write") if at == "writing" else (Snapshot, "finish")
         pytest.MonkeyPatch().setattr(target, name, die)
     training.accelerator.save_state(folder, blocking=False)
     pending = saving._pending[-1]
@@ -160,7 +160,7 @@ def test_background_saves_load_into_other_numbers_of_ranks(tmp_path: Path) -> No
 
 _ENDING = """
 import sys
-from notebook_accelerate.strategies import shards
+from notebook_accelerate.strategies import shard_files, shards
 from tests.support.gates import after_the_main_thread
 from tests.support.sharded import ShardedTraining
 
