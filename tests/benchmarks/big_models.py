@@ -54,6 +54,7 @@ class Side:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
+            self._process.wait(60)  # its last words come after the end of its answers
             self._said.seek(0)
             tail = self._said.read().decode(errors="replace")[-2000:]
             raise RuntimeError(f"{command!r} ended the process that measures:\n{tail}")
