@@ -61,6 +61,16 @@ def test_bytes_by_kind(case: Case, ranks: int, axes: dict[str, int]) -> None:
         assert 0.5 * whole <= here < 0.6 * whole
 
 
+@pytest.mark.parametrize("case", [Case(tp=2), Case(pp=2)], ids=["tensors", "layers"])
+def test_each_rank_holds_its_share(case: Case) -> None:
+    ((_, whole),) = run_ranks(told_and_real, Case(), world_size=1)
+    for rank, (_, real) in enumerate(run_ranks(told_and_real, case)):
+        shares = {kind: size / whole[kind] for kind, size in real.items()}
+        print(f"tp={case.tp}, pp={case.pp}, rank {rank}: {shares}")
+        # Norms and some biases are on all ranks; the words are in the first stage and, as the head, in the last.
+        assert shares == pytest.approx(dict.fromkeys(KINDS, 0.55), abs=0.07)
+
+
 def test_an_optimizer_shared_out_over_ranks_is_told_so() -> None:
     case = Case(batch_size=2, more={"use_distributed_optimizer": True})
     for told, real in run_ranks(told_and_real, case, world_size=2):
