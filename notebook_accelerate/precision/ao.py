@@ -49,6 +49,18 @@ class AOPrecision(Bf16Precision):
         Returns:
             The model.
         """
+        self._convert(model, sharded)
+        return super().wrap_model(model, sharded)
+
+    def convert_layers(self, model: nn.Module) -> None:
+        """Convert linear layers, in place.
+
+        Args:
+            model: The model.
+        """
+        self._convert(model, sharded=False)
+
+    def _convert(self, model: nn.Module, sharded: bool) -> None:
         recipe = self.fp8_recipe
         config = replace(
             recipe.config,
@@ -57,7 +69,6 @@ class AOPrecision(Bf16Precision):
         )
         if not has_ao_layers(model):
             convert_model_to_fp8_ao(model, config, recipe.module_filter_func)
-        return super().wrap_model(model, sharded)
 
     def after_step(self, model: nn.Module) -> None:
         """Compute the scales of all weights that are gathered in fp8, in one reduction; every rank must call this.

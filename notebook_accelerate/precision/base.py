@@ -47,6 +47,13 @@ class Precision:
         """
         return models, optimizers
 
+    def convert_layers(self, model: torch.nn.Module) -> None:
+        """Have a model's layers compute in this precision, in place, for an engine that casts what is around them.
+
+        Args:
+            model: The model, before the engine takes it. Its parameters stay the same objects.
+        """
+
     def wrap_model(self, model: torch.nn.Module, sharded: bool = False) -> torch.nn.Module:
         """Make the model compute in this precision, in place; what another precision did to it is undone.
 

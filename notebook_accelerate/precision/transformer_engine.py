@@ -53,11 +53,24 @@ class TEPrecision(Bf16Precision):
         Returns:
             The model.
         """
-        if not has_transformer_engine_layers(model):
-            with torch.no_grad():
-                convert_model(model)
+        _replace_layers(model)
         wrapped = super().wrap_model(model, sharded)
         return apply_fp8_autowrap(wrapped, self.fp8_recipe)
+
+    def convert_layers(self, model: nn.Module) -> None:
+        """Replace layers, and have them compute in fp8, in place.
+
+        Args:
+            model: The model.
+        """
+        _replace_layers(model)
+        apply_fp8_autowrap(model, self.fp8_recipe)
+
+
+def _replace_layers(model: nn.Module) -> None:
+    if not has_transformer_engine_layers(model):
+        with torch.no_grad():
+            convert_model(model)
 
 
 def _te() -> Any:

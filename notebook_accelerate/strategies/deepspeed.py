@@ -18,7 +18,13 @@ from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.notices import warn_once
-from notebook_accelerate.strategies import deepspeed_arguments, deepspeed_files, deepspeed_holdings, deepspeed_start
+from notebook_accelerate.strategies import (
+    deepspeed_arguments,
+    deepspeed_files,
+    deepspeed_holdings,
+    deepspeed_precision,
+    deepspeed_start,
+)
 from notebook_accelerate.strategies.base import NOTHING
 from notebook_accelerate.strategies.compiling import compiling
 from notebook_accelerate.strategies.deepspeed_arguments import (
@@ -27,7 +33,6 @@ from notebook_accelerate.strategies.deepspeed_arguments import (
     parameters_of,
     part_kind,
 )
-from notebook_accelerate.strategies.deepspeed_precision import in_halves
 from notebook_accelerate.strategies.deepspeed_wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -80,8 +85,6 @@ class DeepSpeedStrategy(EngineStrategy):
         self._filled: dict[str, Any] = {}
         self._held = False
         deepspeed_start.start(setup.state)
-        if setup.state.mixed_precision == "fp8":
-            warn_once("mixed_precision='fp8' with DeepSpeed: its engine computes in bf16, and no layer in fp8")
         for plugin in (setup.state.deepspeed_plugins or {}).values():
             plugin.set_mixed_precision(setup.state.mixed_precision)
         self.plugin.set_deepspeed_weakref()
@@ -205,6 +208,7 @@ class DeepSpeedStrategy(EngineStrategy):
         deepspeed_arguments.refresh_autos(self._filled, plugin)
         follows_code = plugin.get_value("gradient_clipping", AUTO) == AUTO
         self._filled = deepspeed_arguments.fill_config(parts, plugin)
+        deepspeed_precision.in_fp8(parts.model, self.setup, plugin)
         if plugin.hf_ds_config.is_zero3():
             plugin.set_moe_leaf_modules(parts.model)
         engine = self._initialize(**deepspeed_arguments.engine_arguments(parts, plugin))
@@ -215,9 +219,10 @@ class DeepSpeedStrategy(EngineStrategy):
     def _initialize(self, **arguments: Any) -> Any:
         deepspeed = deepspeed_start.load(self.setup.device)
         deepspeed_start.check_abilities(self.plugin)
+        deepspeed = deepspeed_precision.initializer(deepspeed, self.plugin)
         with compiling():
             engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
-        in_halves(engine)
+        deepspeed_precision.in_halves(engine)
         deepspeed_start.note_engine(engine)
         engine._is_accelerate_prepared = True
         self.models.append(engine)
@@ -248,6 +253,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if not self.plugin.hf_ds_config.is_zero3() or evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         inner = _bare(model)
+        deepspeed_precision.in_fp8(inner, self.setup, self.plugin)
         self.plugin.set_moe_leaf_modules(inner)
         config = deepspeed_arguments.inference_config(inner, self.plugin, self.setup.state.num_processes)
         return self._initialize(model=inner, config=config)  # type: ignore[no-any-return]
@@ -436,7 +442,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def clear(self) -> None:
         """Forget all prepared objects, and give the engine's memory back."""
         for engine in self.models:
-            engine.destroy()  # type: ignore[operator]
+            deepspeed_start.end_engine(engine)
         self.engine = None
         super().clear()
 

@@ -37,7 +37,10 @@ def make_training() -> Any:
             accelerator.backward(loss)
             optimizer.step()
             losses.append(accelerator.gather(loss.detach()).mean().item())
-        return {"losses": losses, "type": accelerator.distributed_type.value, "ranks": accelerator.num_processes}
+        found = {"losses": losses, "type": accelerator.distributed_type.value, "ranks": accelerator.num_processes}
+        accelerator.end_training()
+        accelerator.free_memory()  # the engine is gone already
+        return found
 
     return train
 
