@@ -1,4 +1,4 @@
-"""Debugging: what it costs a training step while nobody uses it."""
+"""Debugging: what it costs a training step while nobody uses it, and how long an answer takes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
+from tests.support.kernel import Kernel
 
 STEPS, BLOCKS = 10, 25
 SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
@@ -31,6 +32,41 @@ def unused() -> Iterator[Figure]:
         )
     alone = [checks() for _ in range(5)]
     yield compared("checks of a step: the loss, and the optimizer's hooks", alone, unit="µs", scale=1e6, limit=5)
+
+
+STUCK = """
+import ctypes, os, time, torch, torch.distributed as dist
+from notebook_accelerate import notebook_launcher
+
+def skips():
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    dist.all_reduce(torch.ones(4))
+
+def in_native_code():
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@row("debugging", "diagnose")
+def diagnose() -> Iterator[Figure]:
+    """Ask a run that stands still why: one rank waits for another, which sleeps, or holds the interpreter in C."""
+    for function, what in (("skips", "one in Python"), ("in_native_code", "one holds the interpreter in C")):
+        with Kernel() as kernel:
+            kernel.check(STUCK, timeout=60)
+            kernel.check(f"run = notebook_launcher({function}, num_processes=2, use_port=0, block=False, panel=False)")
+            kernel.check(
+                "while 'never reached all_reduce' not in run.diagnose().verdict:\n    time.sleep(0.2)", timeout=120
+            )
+            ask = "(begin := time.monotonic(), run.diagnose(), time.monotonic() - begin)[2]"
+            assert kernel.value("run.status") == "running"
+            took = [float(kernel.value(ask, timeout=60)) for _ in range(REPEATS)]
+            kernel.check("run.stop(0.5)", timeout=60)
+        yield compared(f"run.diagnose() of 2 ranks, {what}", took, unit="s", limit=2)
 
 
 def launched(size: tuple[int, int, int], *, quiet: bool) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -133,6 +135,61 @@ def _peer_with_warm_pool(env: dict[str, str | None], limit: float = 20.0) -> Fig
                 what=what, unit="s", ours=None, note=f"did not return within {limit:.0f} s; its kernel was ended"
             )
     return Figure(what=what, unit="s", ours=None, peer=total)
+
+
+# ---- ends
+
+STUBBORN = """
+import itertools, signal
+def asleep():
+    stamp()
+    time.sleep(600)
+def in_native_code():
+    stamp()
+    sum(itertools.repeat(0))  # holds the interpreter for ever: no handler in Python runs
+def deaf():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stamp()
+    time.sleep(600)
+"""
+GRACE = 1.0
+
+
+@row("launch", "stop")
+def stopping() -> Iterator[Figure]:
+    """`run.stop(grace)` until every rank is reaped: at most the grace and a second, whatever the ranks do."""
+    with Launcher(HERE) as here:
+        here.kernel.check(STUBBORN)
+        for function, what in (
+            ("asleep", "asleep"),
+            ("in_native_code", "in C"),
+            ("deaf", "deaf to SIGINT and SIGTERM"),
+        ):
+            took = []
+            for _ in range(REPEATS):
+                for file in here.folder.iterdir():
+                    file.unlink()
+                here.kernel.check(f"run = notebook_launcher({function}, num_processes=2, use_port=0, block=False)")
+                here.wait_for_ranks(2)
+                ask = f"(begin := time.monotonic(), run.stop({GRACE}), time.monotonic() - begin)[2]"
+                took.append(float(here.kernel.value(ask, timeout=60)))
+            yield compared(f"2 ranks {what}: stop({GRACE:g})", took, unit="s", limit=GRACE + 1)
+
+
+@row("launch", "import of the root")
+def importing() -> Iterator[Figure]:
+    """`import notebook_accelerate`, less what a new interpreter takes: no torch, and what it brings on first use."""
+    timed = "import time; begin = time.perf_counter(); import {}; print(time.perf_counter() - begin)"
+
+    def once(package: str) -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", timed.format(package)], capture_output=True, text=True, check=True, timeout=300
+        )
+        return float(done.stdout.splitlines()[-1])
+
+    ours, theirs = alternate(REPEATS, lambda: once(HERE), lambda: once(PEER))
+    yield compared("import in a new interpreter", ours, theirs, unit="ms", scale=1e3, limit=50)
 
 
 # ---- lines

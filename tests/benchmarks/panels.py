@@ -153,6 +153,48 @@ def panel() -> Iterator[Figure]:
     shown.close()
 
 
+_FLOOD = """
+import os, time
+from notebook_accelerate import notebook_launcher, telemetry
+from notebook_accelerate.telemetry import MetricEvent
+def flood(points_per_second):
+    step, begin = 0, time.monotonic()
+    while True:
+        step += 1
+        telemetry.emit(MetricEvent({"loss": 1.0 / step}, step))
+        if step % 50 == 0:
+            time.sleep(max(0.0, begin + step / points_per_second - time.monotonic()))
+"""
+
+
+@row("panels", "answers beside 10,000 points a second")
+def answers() -> Iterator[Figure]:
+    """Run `1 + 1` again and again while two ranks log 5,000 points a second each into an open panel."""
+    with Kernel() as kernel:
+        kernel.check(_FLOOD, timeout=60)
+        quiet = [_answer(kernel) for _ in range(_UPDATES)]
+        kernel.check("run = notebook_launcher(flood, (5000,), num_processes=2, use_port=0, block=False)", timeout=60)
+        kernel.pump(3.0)
+        before = kernel.value("[time.monotonic(), run.ranks[0].last_step + run.ranks[1].last_step]")
+        took = []
+        for _ in range(_UPDATES):
+            took.append(_answer(kernel))
+            kernel.pump(0.05)
+        after = kernel.value("[time.monotonic(), run.ranks[0].last_step + run.ranks[1].last_step]")
+        kernel.check("run.stop(0.5)", timeout=60)
+    note = f"{(after[1] - before[1]) / (after[0] - before[0]):,.0f} points a second came in meanwhile"
+    yield compared("`1 + 1` in an idle kernel", quiet, unit="ms", scale=1e3)
+    yield compared("`1 + 1` meanwhile, median", took, unit="ms", scale=1e3, limit=50, note=note)
+    slowest = sorted(took)[int(len(took) * 0.95)]
+    yield compared("`1 + 1` meanwhile, of 20 the slowest", [slowest], unit="ms", scale=1e3, limit=50)
+
+
+def _answer(kernel: Kernel) -> float:
+    cell = kernel.check("1 + 1", timeout=30)
+    assert cell.duration is not None
+    return cell.duration
+
+
 @row("panels", "cost to the training")
 def training() -> Iterator[Figure]:
     """Train in two ranks under a kernel, with the panel and without."""
