@@ -128,6 +128,30 @@ def test_a_report_is_whole_on_paper(executed: Any, chromium: Browser, tmp_path: 
         page.close()
 
 
+def test_a_report_is_whole_in_a_notebook_that_nobody_trusts(
+    executed: Any, server: Server, chromium: Browser, app: App, pages: list[NotebookPage]
+) -> None:
+    """A notebook from elsewhere: the front end cleans the HTML of its outputs."""
+    name = f"{app}-untrusted-{time.monotonic_ns()}.ipynb"
+    (server.notebooks / name).write_text(nbformat.writes(executed), encoding="utf-8")
+    page = server.open(chromium, name, app)
+    pages.append(page)
+    for index, words in ((1, "peak memory"), (2, "rank 1 failed: ValueError: it diverged")):
+        cell = page.page.locator(".jp-CodeCell").nth(index)
+        cell.scroll_into_view_if_needed()
+        output = cell.locator(".jp-RenderedHTML").first
+        output.scroll_into_view_if_needed()
+        output.locator("table").first.wait_for()
+        assert words in output.inner_text()
+        assert "@media" not in output.inner_text()
+        assert page.page.locator("script", has_text="notebook-accelerate").count() == 0
+    image = page.page.locator(".jp-CodeCell").nth(1).locator(".jp-RenderedHTML img").first
+    image.scroll_into_view_if_needed()
+    assert image.get_attribute("alt").startswith("Curve of loss: ")
+    page.until(lambda: image.evaluate("e => e.naturalWidth") > 100, what="the curve")
+    page.shot(f"{app}-untrusted")
+
+
 def test_a_report_becomes_a_pdf(executed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from playwright.async_api import BrowserType
 
