@@ -97,6 +97,11 @@ class Board:
         with self._changed:
             return sorted(self._debugged)
 
+    def asks(self, rank: int) -> bool:
+        """Whether a rank has an open question."""
+        with self._changed:
+            return rank in self._open
+
     def open_questions(self) -> list[Question]:
         """Return the open questions, by rank."""
         with self._changed:

@@ -239,10 +239,16 @@ class Party:
 
     def _step(self, group: Group) -> None:
         self._tell_standing()
-        # Nobody's debugger is taken away for a late notebook.
+        self._make_room(group)
+
+    def _make_room(self, group: Group) -> None:
+        """Stop for a late notebook, but take nobody's debugger away for it."""
         busy = self._stopwatch.standing or group.ending.failures or group.ending.held
-        if self._joining is not None and not busy and group.ending.follow(self._joining):
-            self._say(self._joining.text)
+        if self._joining is None or busy or not group.ending.follow(self._joining):
+            return
+        self._say(self._joining.text)
+        if self._tap is not None:
+            self._tap.stopping(self.index, "joining", self._joining.text)
 
     def _tell_standing(self) -> None:
         """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
@@ -278,7 +284,8 @@ class Party:
     def _how_to_open(self, event: say.StandEvent) -> str:
         first = rules.first_rank(self.nodes, event.node)
         ranks = range(first, first + self.nodes[event.node].processes)
-        open_here = [rank for rank in self._run._board.debugged() if rank in ranks]
+        board = self._run._board
+        open_here = [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
         if not self._links or self._run.config.block or not open_here:
             return ", in its notebook"
         return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
@@ -305,7 +312,8 @@ class Party:
 
     def _react(self, news: say.NewsEvent, group: Group) -> None:
         if news.kind == "joining":
-            self._joining = StopReason(WorkerError, news.text)
+            self._joining = self._joining or StopReason(WorkerError, news.text)
+            self._make_room(group)
             return
         if news.kind == "stopped":
             self.stopped = self.stopped or news.text
@@ -328,10 +336,12 @@ class Party:
         if self._over:  # without the child there is nobody to ask
             run.failures = run.failures or self._lost({str(self.index): "its rendezvous process ended"})
             return False
-        if group.ending.reason is not None and group.ending.reason is self._joining:
-            run.failures = tuple(each for each in run.failures if not failures.looks_like_lost_peer(each))
+        made_room = self._joining is not None and all(map(failures.looks_like_lost_peer, run.failures))
+        made_room = made_room and bool(run.failures or group.ending.reason)
+        if made_room:
+            run.failures = ()
         stopped = self._own_stop is not None
-        followed = group.ending.reason is not None and not stopped
+        followed = (made_room or group.ending.reason is not None) and not stopped
         outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"
         text = self._own_stop.text if self._own_stop else messages.headline(run.failures) if run.failures else ""
         own = [failure for failure in run.failures if self._is_here(failure.rank) or failure.kind == "lost"]
