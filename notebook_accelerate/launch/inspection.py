@@ -164,7 +164,7 @@ class Inspection:
         """Talk to the debugger of a rank, in this cell, until it is continued or quit.
 
         A rank that runs is stopped at its next bytecode; one that failed under ``debug=True`` opens at the failing
-        line.
+        line. One that waits for ``input()`` is answered, wherever else it may be.
 
         Args:
             rank: Global index; None means the first rank that is stopped, else the first that failed, else rank 0.
@@ -175,7 +175,7 @@ class Inspection:
         chosen = self._rank_to_debug() if rank is None else rank
         if chosen not in self._desk.open_ranks():
             raise ValueError(f"rank={chosen} cannot be debugged: {self._state_of(chosen)}; there are {self._open()}")
-        if chosen not in self._board.debugged():
+        if chosen not in self._board.debugged() and not self._board.asks(chosen):
             self._session().break_into(chosen, STOP_SECONDS)
             self._board.await_debugger(chosen, STOP_SECONDS)
             if chosen not in self._board.debugged() and self.ended is None:

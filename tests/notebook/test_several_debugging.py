@@ -138,7 +138,7 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Note
     assert pair.values("run.results") == [[40, 42], [42]]
 
 
-def test_a_blocking_cell_asks_in_the_notebook_of_the_rank(pair: Notebooks) -> None:
+def test_a_rank_asks_in_its_notebook_and_is_answered_in_the_first_too(pair: Notebooks) -> None:
     first, second = pair.kernels
     for kernel in pair.kernels:
         kernel.check(
@@ -157,6 +157,12 @@ def test_a_blocking_cell_asks_in_the_notebook_of_the_rank(pair: Notebooks) -> No
     first.finish(cells[0], LIMIT).expect_ok()
     assert pair.values("run.results") == [["", "Ada"], ["Ada"]]
     assert prompts == ["[rank 1] who? "]
+    cells = pair.finish(pair.launch("asks", *ONE_EACH, rdzv_conf=SECRET, block=False))
+    shows(pair, 0, cells[0], "rank 1 is waiting for input, in its notebook; run.debug(rank=1) opens it here too")
+    types(first, "Bea")
+    first.check("run.debug(rank=1)", LIMIT)
+    pair.wait_until_all("run.ended is not None")
+    assert pair.values("run.results") == [["", "Bea"], ["Bea"]]
 
 
 @pytest.mark.parametrize(("failing", "conf"), [(1, SECRET), (0, {})])
