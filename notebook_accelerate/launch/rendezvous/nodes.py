@@ -60,6 +60,12 @@ def first_rank(nodes: Sequence[Node], index: int) -> int:
     return sum(node.processes for node in nodes[:index])
 
 
+def ranks_of(nodes: Sequence[Node], index: int) -> range:
+    """Return the global indices of a node's ranks."""
+    first = first_rank(nodes, index)
+    return range(first, first + nodes[index].processes)
+
+
 def title(index: int, host: str) -> str:
     """Return what a node is called in messages."""
     return f"node {index} ({host})" if host else f"node {index}"
@@ -227,6 +233,7 @@ __all__ = [
     "late_text",
     "lost_text",
     "problem",
+    "ranks_of",
     "timeout_text",
     "title",
     "version_note",

@@ -6,30 +6,29 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError, RunTimeoutError, WorkerError
-from notebook_accelerate.launch import failures, messages, tracebacks
+from notebook_accelerate.launch import failures, messages
 from notebook_accelerate.launch.ending import USER_STOP, StopReason
 from notebook_accelerate.launch.planner import joined
 from notebook_accelerate.launch.remote.door import Door, call
 from notebook_accelerate.launch.remote.protocol import HelloEvent
 from notebook_accelerate.launch.rendezvous import messages as say
 from notebook_accelerate.launch.rendezvous import nodes as rules
+from notebook_accelerate.launch.rendezvous import told_failures
 from notebook_accelerate.launch.rendezvous.guests import VISIT_SECONDS, GuestLink, Together, receive
 from notebook_accelerate.launch.rendezvous.invitation import invitation
+from notebook_accelerate.launch.rendezvous.lobby import Lobby
 from notebook_accelerate.launch.rendezvous.meeting import Meeting, shared_secret
 from notebook_accelerate.launch.rendezvous.nodes import Node
+from notebook_accelerate.launch.rendezvous.standstill import Standstill
 from notebook_accelerate.launch.rendezvous.tap import Tap
-from notebook_accelerate.launch.stopwatch import Elsewhere, Stopwatch
 from notebook_accelerate.launch.supervisor import dispatch
 from notebook_accelerate.telemetry import Event, RankFailure
-from notebook_accelerate.telemetry.failure import to_chain
-from notebook_accelerate.telemetry.naming import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.backends.base import ProcessBackend
@@ -43,26 +42,6 @@ PATIENCE = 1.0
 """Seconds that the others may take to end after this notebook before it says that it waits for them."""
 GOODBYE_SECONDS = 2.0
 _Event = TypeVar("_Event", bound=Event)
-
-
-class Lobby:
-    """Stands in for the group while there is none: before the ranks start, and after they have ended."""
-
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
-        self.stop_reason: StopReason | None = None
-
-    def stop(self, grace: float, reason: StopReason) -> None:
-        """See ``Group.stop``."""
-        self.stop_reason = self.stop_reason or reason
-
-    def show_under(self, cell: object) -> None:
-        """See ``Group.show_under``."""
-        self._publisher.flush(force=True)
-        self._publisher.show_under(cell)
-
-    def interrupt(self, ranks: object) -> None:
-        """See ``Group.interrupt``: there is nobody."""
 
 
 class Party:
@@ -101,9 +80,7 @@ class Party:
         self._odd: list[dict[str, Any]] = []
         self._own_stop: StopReason | None = None
         self._secret = shared_secret(run.config).encode()
-        self._stopwatch = Stopwatch()
-        self._told_standing = (False, "")
-        self._said_standing: dict[int, str] = {}
+        self._standstill = Standstill(run, self._meeting, self._say, lambda: bool(self._links))
         self.told: tuple[RankFailure, ...] = ()
         """What failed in another notebook, which keeps its ranks for the debugger as this one does."""
         self._links: dict[int, GuestLink] = {}
@@ -122,6 +99,7 @@ class Party:
         if met is None:
             return None
         self.nodes, self.index = [Node.from_dict(node) for node in met.nodes], met.index
+        self._standstill.meet(self.nodes, self.index)
         self.attempt = met.attempt
         interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else met.interface
         name = f"{self._run.config.rdzv_id}-{self.nodes[0].name}"
@@ -195,9 +173,8 @@ class Party:
     def _who_is_where(self) -> str:
         parts = []
         for index, node in enumerate(self.nodes):
-            first = rules.first_rank(self.nodes, index)
-            last = first + node.processes - 1
-            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            own = rules.ranks_of(self.nodes, index)
+            ranks = f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]}-{own[-1]}"
             parts.append(f"{ranks} on {rules.title(index, node.host)}{', here' if index == self.index else ''}")
         if len(parts) > 8:
             parts[7:] = [f"… {parts[-1]}"]
@@ -209,8 +186,7 @@ class Party:
         """Hear the others while ``group`` runs, and tell them when it stops."""
         self._group = group
         self.stopped, self._own_stop = "", None
-        self._stopwatch, self._told_standing, self._said_standing = group.stopwatch, (False, ""), {}
-        self._stopwatch.forget_elsewhere()
+        self._standstill.begin(group.stopwatch)
         self._joining = None
         group.listen(self._meeting.channel, self._take_news)
         group.on_step = partial(self._step, group)
@@ -231,64 +207,24 @@ class Party:
             found = failures.ordered(self._group.ending.failures)
             # Of a peer that has gone, whoever has lost it tells: this rank only followed.
             if not failures.looks_like_lost_peer(found[0]):
-                told = [_as_dict(failure, self.index) for failure in found]
+                told = told_failures.as_told(found, self.index)
                 self._meeting.send(say.NewsOrder("failed", messages.headline(found), told))
 
     def _tell_of_letting_go(self) -> None:
         self._meeting.send(say.NewsOrder("released", "the ranks that were kept after the failure have been let go"))
 
     def _step(self, group: Group) -> None:
-        self._tell_standing()
+        self._standstill.tell()
         self._make_room(group)
 
     def _make_room(self, group: Group) -> None:
         """Stop for a late notebook, but take nobody's debugger away for it."""
-        busy = self._stopwatch.standing or group.ending.failures or group.ending.held
+        busy = self._standstill.stopwatch.standing or group.ending.failures or group.ending.held
         if self._joining is None or busy or not group.ending.follow(self._joining):
             return
         self._say(self._joining.text)
         if self._tap is not None:
             self._tap.stopping(self.index, "joining", self._joining.text)
-
-    def _tell_standing(self) -> None:
-        """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
-        here = self._stopwatch.waiting_here()
-        told = (bool(here), self._where_it_waits(here))
-        if told != self._told_standing:
-            self._told_standing = told
-            self._meeting.send(say.StandOrder(*told))
-
-    def _where_it_waits(self, here: Iterable[object]) -> str:
-        stopped = self._own(self._run._board.debugged())
-        kinds = {
-            "stopped at a breakpoint": stopped,
-            "waiting for input": self._own(who for who in here if who not in stopped),
-            "paused": self._own(who[1] for who in here if isinstance(who, tuple)),
-        }
-        parts = [f"{rank_names(who)} {'is' if len(who) == 1 else 'are'} {how}" for how, who in kinds.items() if who]
-        return " and ".join(parts)
-
-    def _own(self, ranks: Iterable[object]) -> list[int]:
-        return sorted(rank for rank in ranks if isinstance(rank, int) and self._is_here(rank))
-
-    def _on_standing(self, event: say.StandEvent) -> None:
-        """Have time stand still here as long as it does in another notebook, and say where it is waited for."""
-        change = self._stopwatch.pause if event.standing else self._stopwatch.resume
-        change(Elsewhere(event.node))
-        told, self._said_standing[event.node] = self._said_standing.get(event.node, ""), event.text
-        asked_here = bool(self._links) and self._run._prompts_in_cell
-        if event.text and event.text != told and not asked_here:
-            name = rules.title(event.node, self.nodes[event.node].host)
-            self._say(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
-
-    def _how_to_open(self, event: say.StandEvent) -> str:
-        first = rules.first_rank(self.nodes, event.node)
-        ranks = range(first, first + self.nodes[event.node].processes)
-        board = self._run._board
-        open_here = [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
-        if not self._links or self._run.config.block or not open_here:
-            return ", in its notebook"
-        return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
 
     def _take_news(self) -> None:
         assert self._group is not None
@@ -296,7 +232,7 @@ class Party:
             if isinstance(event, say.NewsEvent):
                 self._react(event, self._group)
             elif isinstance(event, say.StandEvent):
-                self._on_standing(event)
+                self._standstill.hear(event)
             else:
                 self._heard.append(event)
 
@@ -321,7 +257,7 @@ class Party:
         hold = news.kind == "failed" and self._run.config.debug
         if hold and not self.told:
             rank = rules.first_rank(self.nodes, news.node)
-            told = _failures_of({"failures": news.failures}) or [RankFailure(rank, "exception", time.time(), news.text)]
+            told = told_failures.from_told(news.failures) or [RankFailure(rank, "exception", time.time(), news.text)]
             self.told = tuple(failures.ordered(told))
         if group.ending.follow(StopReason(error, news.text), hold=hold):
             self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
@@ -331,10 +267,12 @@ class Party:
     def conclude(self, group: Group) -> bool:
         """Tell the others how this notebook's ranks ended, hear how theirs did, and say whether all start again."""
         run, self._group = self._run, None
-        self._tell_standing()
+        self._standstill.tell()
         self._unlink()
         if self._over:  # without the child there is nobody to ask
-            run.failures = run.failures or self._lost({str(self.index): "its rendezvous process ended"})
+            run.failures = run.failures or told_failures.of_lost(
+                self.nodes, {str(self.index): "its rendezvous process ended"}
+            )
             return False
         made_room = self._joining is not None and all(map(failures.looks_like_lost_peer, run.failures))
         made_room = made_room and bool(run.failures or group.ending.reason)
@@ -344,8 +282,8 @@ class Party:
         followed = (made_room or group.ending.reason is not None) and not stopped
         outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"
         text = self._own_stop.text if self._own_stop else messages.headline(run.failures) if run.failures else ""
-        own = [failure for failure in run.failures if self._is_here(failure.rank) or failure.kind == "lost"]
-        told = [_as_dict(failure, self.index) for failure in own]
+        own = [failure for failure in run.failures if failure.rank in self._own_ranks or failure.kind == "lost"]
+        told = told_failures.as_told(own, self.index)
         # A run whose ranks were kept after its failure has ended for the user long ago.
         self._meeting.send(say.EndOrder(outcome, text, told, final=run.ended is not None))
         decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
@@ -358,18 +296,9 @@ class Party:
         run = self._run
         if run.ended is not None:
             return False
-        told = {f.rank: f for end in decision.ends.values() for f in _failures_of(end)}
-        for failure in run.failures:  # these have their exceptions; the others' cells have their names in what was told
-            chain = (
-                failure.chain if self._is_here(failure.rank) or failure.rank not in told else told[failure.rank].chain
-            )
-            told[failure.rank] = replace(failure, chain=chain)
-        lost = self._lost(decision.lost)
-        gone = {failure.rank for failure in lost}
-        rest = failures.ordered([failure for rank, failure in told.items() if rank not in gone])
-        if lost:
-            rest = [replace(failure, consequence=True) for failure in rest]
-        run.failures = (*lost, *rest)
+        told = told_failures.from_told(each for end in decision.ends.values() for each in end.get("failures", ()))
+        lost = told_failures.of_lost(self.nodes, decision.lost)
+        run.failures = told_failures.of_all(run.failures, self._own_ranks, told, lost)
         self.reason = messages.headline(run.failures) if run.failures and not lost else decision.reason
         self._odd = [end for end in decision.ends.values() if end.get("outcome") != "succeeded"]
         ends = [end for end in decision.ends.values() if end.get("outcome") == "stopped"]
@@ -406,6 +335,10 @@ class Party:
             link.disconnect()
             link.channel.close()
         self._links = {}
+
+    @property
+    def _own_ranks(self) -> range:
+        return rules.ranks_of(self.nodes, self.index)
 
     @property
     def why_stopped(self) -> StopReason:
@@ -456,7 +389,7 @@ class Party:
             elif isinstance(event, say.NoteEvent):
                 self._note(event.text)
             elif isinstance(event, say.StandEvent):
-                self._on_standing(event)
+                self._standstill.hear(event)
             elif isinstance(event, say.NewsEvent) and event.kind == "stopped" and not self.stopped:
                 self.stopped = event.text
                 self._say(event.text)
@@ -480,7 +413,7 @@ class Party:
     def _stopped_in(self, lobby: Lobby) -> bool:
         run = self._run
         limit = run.config.timeout
-        if limit is not None and self._stopwatch.now() > run.started + limit:
+        if limit is not None and self._standstill.stopwatch.now() > run.started + limit:
             lobby.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
         if lobby.stop_reason is None:
             return False
@@ -496,42 +429,6 @@ class Party:
     def _say(self, text: str, stream: str = "stdout") -> None:
         self._publisher.line(stream, text)
         self._publisher.flush(force=True)
-
-    # ---- failures of others
-
-    def _is_here(self, rank: int) -> bool:
-        first = self._plan.first_rank
-        return first <= rank < first + self._plan.num_processes
-
-    def _lost(self, lost: Mapping[str, str]) -> tuple[RankFailure, ...]:
-        found = []
-        for index, why in sorted((int(index), why) for index, why in lost.items()):
-            node = self.nodes[index]
-            text = rules.lost_text(index, node.host, why)
-            first = rules.first_rank(self.nodes, index)
-            found += [RankFailure(rank, "lost", time.time(), text) for rank in range(first, first + node.processes)]
-        return tuple(found)
-
-
-def _as_dict(failure: RankFailure, index: int) -> dict[str, Any]:
-    """Return what JSON can say of a failure of node ``index``: the exception object stays in its own notebook."""
-    return {
-        "rank": failure.rank, "kind": failure.kind, "time": failure.time, "message": failure.message,
-        "chain": tracebacks.with_named_cells(failure.chain, f" of node {index}"), "signal": failure.signal,
-    }  # fmt: skip
-
-
-def _failures_of(end: Mapping[str, Any]) -> list[RankFailure]:
-    found = []
-    for told in end.get("failures", ()):
-        with suppress(KeyError, TypeError, ValueError):  # of another version
-            found.append(
-                RankFailure(
-                    int(told["rank"]), str(told["kind"]), float(told["time"]), str(told["message"]),
-                    to_chain(told["chain"]), signal=told.get("signal"),
-                )
-            )  # fmt: skip
-    return found
 
 
 __all__ = ["Party"]

@@ -1,0 +1,91 @@
+"""Time that stands still in all notebooks while one of them waits for its user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.launch.rendezvous import messages as say
+from notebook_accelerate.launch.rendezvous import nodes as rules
+from notebook_accelerate.launch.rendezvous.nodes import Node
+from notebook_accelerate.launch.stopwatch import Elsewhere, Stopwatch
+from notebook_accelerate.telemetry.naming import rank_names
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.rendezvous.meeting import Meeting
+    from notebook_accelerate.launch.run import Run
+
+
+class Standstill:
+    """What this notebook tells the others of its waiting for the user, and hears of theirs.
+
+    Args:
+        run: This notebook's.
+        meeting: Through it the others are told.
+        show: Shows a line, in "stdout" or "stderr".
+        shows_all: Whether this notebook shows the ranks of the others at this moment.
+
+    Attributes:
+        stopwatch: The attempt's.
+    """
+
+    def __init__(
+        self, run: Run, meeting: Meeting, show: Callable[[str, str], None], shows_all: Callable[[], bool]
+    ) -> None:
+        self._run, self._meeting, self._show, self._shows_all = run, meeting, show, shows_all
+        self.stopwatch = Stopwatch()
+        self._nodes: list[Node] = []
+        self._own_ranks = range(0)
+        self._told = (False, "")
+        self._said: dict[int, str] = {}
+
+    def meet(self, nodes: list[Node], index: int) -> None:
+        """Take in who has met; this notebook is ``nodes[index]``."""
+        self._nodes, self._own_ranks = nodes, rules.ranks_of(nodes, index)
+
+    def begin(self, stopwatch: Stopwatch) -> None:
+        """Start an attempt, in which nobody waits yet."""
+        self.stopwatch, self._told, self._said = stopwatch, (False, ""), {}
+        stopwatch.forget_elsewhere()
+
+    def tell(self) -> None:
+        """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
+        here = self.stopwatch.waiting_here()
+        told = (bool(here), self._where_it_waits(here))
+        if told != self._told:
+            self._told = told
+            self._meeting.send(say.StandOrder(*told))
+
+    def hear(self, event: say.StandEvent) -> None:
+        """Have time stand still here as long as it does in another notebook, and say where it is waited for."""
+        change = self.stopwatch.pause if event.standing else self.stopwatch.resume
+        change(Elsewhere(event.node))
+        told, self._said[event.node] = self._said.get(event.node, ""), event.text
+        asked_here = self._shows_all() and self._run._prompts_in_cell
+        if event.text and event.text != told and not asked_here:
+            name = rules.title(event.node, self._nodes[event.node].host)
+            self._show(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
+
+    def _where_it_waits(self, here: Iterable[object]) -> str:
+        stopped = self._own(self._run._board.debugged())
+        kinds = {
+            "stopped at a breakpoint": stopped,
+            "waiting for input": self._own(who for who in here if who not in stopped),
+            "paused": self._own(who[1] for who in here if isinstance(who, tuple)),
+        }
+        parts = [f"{rank_names(who)} {'is' if len(who) == 1 else 'are'} {how}" for how, who in kinds.items() if who]
+        return " and ".join(parts)
+
+    def _own(self, ranks: Iterable[object]) -> list[int]:
+        return sorted(rank for rank in ranks if isinstance(rank, int) and rank in self._own_ranks)
+
+    def _how_to_open(self, event: say.StandEvent) -> str:
+        board = self._run._board
+        ranks = rules.ranks_of(self._nodes, event.node)
+        open_here = [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
+        if not self._shows_all() or self._run.config.block or not open_here:
+            return ", in its notebook"
+        return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
+
+
+__all__ = ["Standstill"]
