@@ -214,6 +214,8 @@ class Party:
         self._meeting.send(say.NewsOrder("released", "the ranks that were kept after the failure have been let go"))
 
     def _step(self, group: Group) -> None:
+        heard, self._heard = self._heard, []
+        self._take(heard, group)  # what came together with a word that was waited for
         self._standstill.tell()
         self._make_room(group)
 
@@ -228,9 +230,12 @@ class Party:
 
     def _take_news(self) -> None:
         assert self._group is not None
-        for event in self._hear():
+        self._take(self._hear(), self._group)
+
+    def _take(self, events: list[Event], group: Group) -> None:
+        for event in events:
             if isinstance(event, say.NewsEvent):
-                self._react(event, self._group)
+                self._react(event, group)
             elif isinstance(event, say.StandEvent):
                 self._standstill.hear(event)
             else:
@@ -367,10 +372,10 @@ class Party:
             selector.register(self._meeting.channel, selectors.EVENT_READ, lambda: self._heard.extend(self._hear()))
             selector.register(self._wake, selectors.EVENT_READ, lambda: self._take_calls(lobby))
             while True:
-                for event in self._take_heard():
-                    if isinstance(event, wanted):
-                        self._over = isinstance(event, say.DecisionEvent) and event.action == "end"
-                        return event
+                event = self._take_until(wanted)
+                if event is not None:
+                    self._over = isinstance(event, say.DecisionEvent) and event.action == "end"
+                    return event
                 if stoppable and self._stopped_in(lobby):
                     return None
                 if seconds is not None and time.monotonic() - since > seconds:
@@ -381,9 +386,12 @@ class Party:
                 dispatch(selector, 0.2)
                 self._publisher.flush()
 
-    def _take_heard(self) -> list[Event]:
-        heard, self._heard = self._heard, []
-        for event in heard:
+    def _take_until(self, wanted: type[_Event]) -> _Event | None:
+        """Take in what has been heard up to the first event of a kind, and return that; what came after it is kept."""
+        while self._heard:
+            event = self._heard.pop(0)
+            if isinstance(event, wanted):
+                return event
             if isinstance(event, say.WaitingEvent):
                 self._on_waiting(event)
             elif isinstance(event, say.NoteEvent):
@@ -395,7 +403,7 @@ class Party:
                 self._say(event.text)
             elif isinstance(event, say.BrokenEvent):
                 raise LaunchError(event.text)
-        return heard
+        return None
 
     def _on_waiting(self, event: say.WaitingEvent) -> None:
         if event.first:
