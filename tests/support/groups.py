@@ -1,4 +1,4 @@
-"""Run the test groups of the tree, two at a time, each in a pytest of its own with its own log.
+"""Run the test groups of the tree, three at a time, each in a pytest of its own with its own log.
 
 python -m tests.support.groups: what `make test` runs after the linters. The last line is pytest's closing line over
 all groups.
@@ -20,22 +20,24 @@ ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / ".build" / "test-logs"
 # The longest first, so that the last ones to finish are short.
 GROUPS = {
-    "faults": ["faults"],
     "deepspeed": ["deepspeed"],
-    "megatron": ["megatron"],
-    "ray": ["ray"],
-    "s3": ["s3"],
-    "parity": ["parity/checkpoints"],
+    "rules": ["architecture", "parity"],
     "notebook": ["notebook"],
     "distributed": ["distributed"],
-    "unit": ["unit"],
-    "rules": ["architecture", "parity"],
-    "clients": ["clients"],
     "browser": ["browser"],
+    "faults": ["faults"],
+    "ray": ["ray"],
+    "unit": ["unit"],
+    "s3": ["s3"],
+    "megatron": ["megatron"],
+    "parity": ["parity/checkpoints"],
+    "clients": ["clients"],
     "devices": ["gpu", "xla"],
 }
 # Groups with an environment of their own: what make is asked for instead.
 OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "megatron", "parity", "ray", "s3")}
+LANES = 3
+"""Groups at a time: much of a test is waiting, so that two of them leave a third of two cores idle."""
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
 _NOTHING_COLLECTED = 5
@@ -70,7 +72,7 @@ def main() -> int:
     LOGS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     outcomes = []
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(LANES) as pool:
         for done in as_completed([pool.submit(run, name, folders) for name, folders in present().items()]):
             outcomes.append(done.result())
             report(outcomes[-1])

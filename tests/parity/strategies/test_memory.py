@@ -18,6 +18,7 @@ CLOSE = 0.06
 PARTS = {
     "ddp": 1,
     "ddp, compiled": 1,
+    "ddp, compiled to kernels": 1,
     "ddp, compiled regions": 1,
     "fsdp1, replicas of shards": 2,
     "fsdp1, replicas of gradients and optimizer": 2,
