@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import weakref
@@ -46,11 +47,15 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
         device: The rank's device; a group on an accelerator is bound to it.
         kwargs: More arguments of `torch.distributed.init_process_group`.
     """
+    asked = set(kwargs)
     if device.type == "cuda":
         kwargs.setdefault("device_id", device)
     if not {"store", "init_method"} & set(kwargs) and _is_local(world):
         kwargs["store"] = _loopback_store(world, kwargs.get("timeout") or DEFAULT_TIMEOUT)
+    ours = kwargs.get("store") if "store" not in asked else None
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
+    if ours is not None:
+        _await_all(ours, world)
     if telemetry.current_sink() is not None:
         _leave_timeout_to_kernel(kwargs.get("timeout") or DEFAULT_TIMEOUT)
 
@@ -75,6 +80,25 @@ def _loopback_store(world: World, timeout: timedelta) -> Any:
         "127.0.0.1", port, world.size, world.rank == 0, timeout, multi_tenant=True,
         master_listen_fd=listener.detach() if listener is not None else None,
     )  # fmt: skip
+
+
+def _await_all(store: Any, world: World) -> None:
+    """Wait until every rank has the group.
+
+    gloo returns to a rank once its own connections stand. One whose function ends then would take them, and the store,
+    from ranks that are still connecting. In the end nobody but rank 0, which has the store, needs it any more.
+    """
+    group = next(_groups)
+    for moment in ("connected", "told"):
+        key = f"notebook_accelerate/{group}/{moment}"
+        if store.add(key, 1) == world.size:
+            store.set(f"{key}/all", b"1")
+        if moment == "connected" or world.rank == 0:
+            store.wait([f"{key}/all"])
+
+
+_groups = itertools.count()
+"""Numbers the groups of this process: those of one store have keys of their own. All ranks make the same groups."""
 
 
 def _listen(address: str, port: int) -> socket.socket:

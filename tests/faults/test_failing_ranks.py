@@ -49,6 +49,27 @@ def test_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> No
 
 
 @METHODS
+def test_ranks_that_return_at_once_leave_no_other_one_still_connecting(kernel: Kernel, method: str) -> None:
+    kernel.check(
+        """
+def train():
+    from notebook_accelerate import Accelerator
+    connect, connected = dist.init_process_group, []
+    def late(*args, **kwargs):
+        connect(*args, **kwargs)
+        time.sleep(1.0)
+        connected.append(time.time())
+    if rank() == 2:
+        dist.init_process_group = late
+    Accelerator(cpu=True)
+    return connected, time.time()
+"""
+        f"found = launch(train, num_processes=3, start_method={method!r}).results"
+    )
+    assert kernel.value("min(returned for _, returned in found) >= found[2][0][0]")
+
+
+@METHODS
 def test_exception_before_a_collective(kernel: Kernel, method: str) -> None:
     body = "group()\nif rank() == 1:\n    raise KeyError('before')\ndist.all_reduce(torch.ones(1))"
     text = _run(kernel, body, method)
