@@ -355,7 +355,7 @@ class Kernel:
         env = {name: value for name, value in env.items() if changes.get(name, "") is not None}
         self._manager.start_kernel(env=env, cwd=str(self.cwd), stdout=self._log, stderr=self._log)
         self._client = self._manager.client()
-        self._client.start_channels()
+        self._client.start_channels(hb=False)  # a beat that comes late makes a new socket, which looks like a leak
         self._client.wait_for_ready(timeout=self.timeout)
 
     def _collect(self, seconds: float) -> None:
