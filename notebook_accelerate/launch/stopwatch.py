@@ -43,8 +43,11 @@ class Stopwatch:
         """``who`` waits no longer; the watch goes on once nobody does."""
         with self._lock:
             began = min(self._since.values(), default=0.0)
-            if self._since.pop(who, None) is not None and not self._since:
-                self._pauses.append((began, time.time()))
+            if self._since.pop(who, None) is None:
+                return
+            until = min(self._since.values(), default=time.time())  # from then on the others' own pause counts
+            if began < until:
+                self._pauses.append((began, until))
 
     def waiting_here(self) -> list[Hashable]:
         """Return who waits, without those who do in other notebooks."""

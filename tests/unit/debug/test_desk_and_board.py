@@ -195,6 +195,19 @@ def test_the_stopwatch_stands_while_anybody_waits() -> None:
     assert abs(later - watch.at(later) - (time.time() - watch.now())) < 0.05
 
 
+def test_waits_that_overlap_stand_from_the_first_to_the_last() -> None:
+    watch = Stopwatch()
+    begin = watch.now()
+    watch.pause(0)
+    time.sleep(0.5)
+    watch.pause(1)
+    watch.resume(0)
+    stood = watch.now()
+    watch.resume(1)
+    assert stood - begin < 0.4
+    assert watch.now() - begin < 0.4
+
+
 def test_the_stopwatch_knows_what_it_showed_at_an_earlier_moment() -> None:
     watch = Stopwatch()
     before = time.time()
