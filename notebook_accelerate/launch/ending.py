@@ -109,7 +109,7 @@ class Ending:
         return True
 
     def _begin_ladder(self, grace: float) -> None:
-        self._ladder = Ladder(grace)
+        self._ladder, self._hold_at = Ladder(grace), None
         for question in self._run._board.open_questions():
             if question.of_debugger:
                 question.answer(None)  # a debugger takes a KeyboardInterrupt for itself

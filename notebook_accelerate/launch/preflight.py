@@ -187,9 +187,9 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
             code = 0
         finally:
             os._exit(code)
-    os.close(writer)
     came_through = False
     try:
+        os.close(writer)
         ready, _, _ = select.select([reader], [], [], seconds)
         came_through = bool(ready) and os.read(reader, 1) == b"1"
     finally:

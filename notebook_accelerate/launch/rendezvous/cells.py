@@ -59,7 +59,7 @@ class ForeignCells:
 
     def in_text(self, text: str) -> str:
         """Return ``text`` with the names of cells in the place of those of their files."""
-        for filename, name in self._names.items():
+        for filename, name in list(self._names.items()):  # another thread adds to them
             if filename in text:
                 text = text.replace(filename, name)
         return text

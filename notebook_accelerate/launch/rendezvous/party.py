@@ -387,12 +387,18 @@ class Party:
                 self._publisher.flush()
 
     def _take_until(self, wanted: type[_Event]) -> _Event | None:
-        """Take in what has been heard up to the first event of a kind, and return that; what came after it is kept."""
-        while self._heard:
+        """Take in what has been heard up to the first event of a kind, and return that; what came after it is kept.
+
+        So is what is told of the attempt at hand while its door is waited for: `_step` takes it once there are ranks.
+        """
+        found, kept = None, []
+        while self._heard and found is None:
             event = self._heard.pop(0)
             if isinstance(event, wanted):
-                return event
-            if isinstance(event, say.WaitingEvent):
+                found = event
+            elif wanted is say.DoorEvent and isinstance(event, (say.NewsEvent, say.StandEvent)):
+                kept.append(event)
+            elif isinstance(event, say.WaitingEvent):
                 self._on_waiting(event)
             elif isinstance(event, say.NoteEvent):
                 self._note(event.text)
@@ -403,7 +409,8 @@ class Party:
                 self._say(event.text)
             elif isinstance(event, say.BrokenEvent):
                 raise LaunchError(event.text)
-        return None
+        self._heard[:0] = kept
+        return found
 
     def _on_waiting(self, event: say.WaitingEvent) -> None:
         if event.first:

@@ -72,9 +72,16 @@ def test_the_door_that_is_told_together_with_the_meeting_is_called(party: rendez
     assert time.monotonic() - begin < VISIT_SECONDS
 
 
-def test_news_that_come_together_with_the_meeting_are_heard_once_the_ranks_run(party: rendezvous.Party) -> None:
-    met(party, say.DoorEvent("127.0.0.1", 1), say.StandEvent(0, True, "rank 0 is paused"),
-        say.NewsEvent("failed", 0, "rank 0 failed: KeyError"))  # fmt: skip
+@pytest.mark.parametrize("door", [0, 1, 2])
+def test_news_that_come_together_with_the_meeting_are_heard_once_the_ranks_run(
+    party: rendezvous.Party, door: int
+) -> None:
+    told: list[Event] = [
+        say.StandEvent(0, True, "rank 0 is paused"),
+        say.NewsEvent("failed", 0, "rank 0 failed: KeyError"),
+    ]
+    told.insert(door, say.DoorEvent("127.0.0.1", 1))
+    met(party, *told)
     run = party._run
     assert run.plan is not None
     group = Group(run, run.plan, TextPublisher(), party._wake, list, Stopwatch())
