@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.offload import offload_weight
-from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accelerate.big_modeling.tensors import name_of_scales, set_module_tensor_to_device
 from notebook_accelerate.big_modeling.walk import submodule
 
 bitsandbytes: Any = importlib.import_module("bitsandbytes")  # its types export nothing
@@ -136,7 +136,7 @@ def offload_8bit(
     make_offloadable(model, name.rpartition(".")[0])
     if scales is None:
         weight, scales = in_8_bits(weight)
-    for each, tensor in ((name, weight), (name.replace("weight", "SCB"), scales)):
+    for each, tensor in ((name, weight), (name_of_scales(name), scales)):
         offload_weight(tensor.cpu(), each, folder, index=index)
         absent = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         set_module_tensor_to_device(model, each, "meta", value=absent, dtype=tensor.dtype)

@@ -27,7 +27,7 @@ from notebook_accelerate.big_modeling.room import check_limits, check_room
 from notebook_accelerate.big_modeling.shards import Shard, names_of, shards_of, tensors_of
 from notebook_accelerate.big_modeling.sizes import compute_module_sizes, dtype_of
 from notebook_accelerate.big_modeling.sources import FileSource, Source
-from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accelerate.big_modeling.tensors import name_of_scales, set_module_tensor_to_device
 from notebook_accelerate.big_modeling.tied import device_of, find_tied_parameters, retie_parameters
 from notebook_accelerate.big_modeling.walk import submodule
 from notebook_accelerate.errors import CheckpointError, CheckpointMismatchError
@@ -226,7 +226,7 @@ class _Loading:
     def _keep_8bit(self, name: str, source: Source) -> None:
         to_disk = str(device_of(name, self._map or {})) == "disk"
         keep_8bit(self._model, name, source.load(torch.device("cpu")), self._folder if to_disk else None, self._index)
-        self._loaded |= {name, name.replace("weight", "SCB")}
+        self._loaded |= {name, name_of_scales(name)}
 
     def load_on_ranks(
         self,
@@ -305,7 +305,7 @@ class _Loading:
     def check_names(self, names: Iterable[str], checkpoint: Any, tied: list[list[str]], strict: bool) -> None:
         """Compare names, of all files at once, before anything is loaded."""
         given = set(names)
-        scales = {name.replace("weight", "SCB") for name in given if is_offloadable(self._model, name)}
+        scales = {name_of_scales(name) for name in given if is_offloadable(self._model, name)}
         covered = given | scales | {name for group in tied if given & set(group) for name in group}
         missing, unexpected = sorted(self._state - covered), sorted(given - self._state)
         lines = [f"{what} key(s): {', '.join(names[:10])}{' and more' * (len(names) > 10)}"

@@ -18,7 +18,7 @@ from notebook_accelerate.big_modeling.empty import init_empty_weights
 from notebook_accelerate.big_modeling.memory import get_balanced_memory
 from notebook_accelerate.big_modeling.offload import offload_weight, save_offload_index
 from notebook_accelerate.big_modeling.shards import shards_of, tensors_of
-from notebook_accelerate.big_modeling.tensors import set_module_tensor_to_device
+from notebook_accelerate.big_modeling.tensors import name_of_scales, set_module_tensor_to_device
 from notebook_accelerate.big_modeling.tied import device_of, find_tied_parameters, retie_parameters
 from notebook_accelerate.big_modeling.walk import full_name, prefixes, submodule
 from notebook_accelerate.config.quantization import BnbQuantizationConfig
@@ -130,7 +130,7 @@ def _fill(
             missing.discard(name)
             device = device_of(name, device_map)
             if is_offloadable(model, name):
-                missing.discard(name.replace("weight", "SCB"))
+                missing.discard(name_of_scales(name))
                 keep_8bit(model, name, value.to(config.torch_dtype), None if str(device) != "disk" else folder, index)
             elif str(device) == "disk":
                 index = offload_weight(_cast(name, value, config), name, folder, index=index)

@@ -202,3 +202,8 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
     if missing:
         raise ValueError(f"These weights are on the meta device and no hook brings them: {', '.join(missing[:5])}")
     return names
+
+
+def name_of_scales(name: str) -> str:
+    """Return the name of the scales of the 8-bit weight called ``name``; other tensors have none beside them."""
+    return f"{name.removesuffix('weight')}SCB" if name.endswith("weight") else name

@@ -17,6 +17,7 @@ from notebook_accelerate import cpu_offload, dispatch_model, init_empty_weights
 from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.big_modeling.estimate import placed
 from notebook_accelerate.big_modeling.quantization import keep_8bit, make_offloadable_below, offloaded_modules
+from notebook_accelerate.big_modeling.tensors import name_of_scales
 from notebook_accelerate.hardware.checks import is_bnb_available
 from notebook_accelerate.utils import (
     BnbQuantizationConfig,
@@ -318,3 +319,9 @@ def test_the_panel_shows_parts_devices_and_what_moves() -> None:
     assert "4.32 KB move" in panel.html()
     assert "device 0 holds more than its limit" in panel.text()
     assert panel.widget.value == panel.html()
+
+
+def test_scales_are_named_by_the_last_part_of_their_weights_name() -> None:
+    assert name_of_scales("weight_net.fc.weight") == "weight_net.fc.SCB"
+    assert name_of_scales("weight") == "SCB"
+    assert name_of_scales("weight_net.fc.bias") == "weight_net.fc.bias"
