@@ -46,7 +46,7 @@ help:
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
 	@echo "make test-s3        checkpoints in an S3 server on this machine; in an environment of its own"
 	@echo "make test-ray       ranks on Ray clusters of two and three nodes; in an environment of its own"
-	@echo "make test-trackers  every vendor's tracker, offline; an environment of 160 packages, not part of make test"
+	@echo "make test-trackers  every vendor's tracker, offline; an environment of 156 packages, not part of make test"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
 	@echo "make test-strategies  every strategy in every precision against plain torch (half an hour or more)"
 	@echo "make lint           ruff, mypy, import-linter"
