@@ -1,4 +1,4 @@
-"""Run the test groups of the tree, three at a time, each in a pytest of its own with its own log.
+"""Run the test groups of the tree, two at a time, each in a pytest of its own with its own log.
 
 python -m tests.support.groups: what `make test` runs after the linters. The last line is pytest's closing line over
 all groups.
@@ -36,8 +36,8 @@ GROUPS = {
 }
 # Groups with an environment of their own: what make is asked for instead.
 OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "megatron", "parity", "ray", "s3")}
-LANES = 3
-"""Groups at a time: much of a test is waiting, so that two of them leave a third of two cores idle."""
+LANES = 2
+"""Groups at a time, as many as there are cores on the smallest machine; the ranks of each share them already."""
 SECONDS_PER_GROUP = 1800
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
 _NOTHING_COLLECTED = 5
