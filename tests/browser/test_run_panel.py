@@ -44,7 +44,8 @@ REPORT = ".notebook-accelerate-report:not(.na-left *)"
 def _watch(page: NotebookPage) -> None:
     page.wait_for("() => document.querySelector('.na-chart')")
     page.page.locator(CARD).last.scroll_into_view_if_needed()
-    page.wait_for("() => [...document.querySelectorAll('.na-live')].at(-1).querySelectorAll('canvas').length >= 3")
+    charts = "[...document.querySelectorAll('.na-live')].at(-1).querySelectorAll('.na-chart canvas')"
+    page.wait_for(f"() => {charts}.length === 3")
 
 
 def _step(page: NotebookPage) -> int:
