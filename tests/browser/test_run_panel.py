@@ -41,11 +41,16 @@ CARD = ".na-live"
 REPORT = ".notebook-accelerate-report:not(.na-left *)"
 
 
+WATCHED = """() => {
+    const card = [...document.querySelectorAll('.na-live')].at(-1);
+    card?.scrollIntoView({ block: "center" });  // curves out of sight are not drawn
+    return card?.querySelectorAll('.na-chart canvas').length === 3;
+}"""
+
+
 def _watch(page: NotebookPage) -> None:
-    page.wait_for("() => document.querySelector('.na-chart')")
-    page.page.locator(CARD).last.scroll_into_view_if_needed()
-    charts = "[...document.querySelectorAll('.na-live')].at(-1).querySelectorAll('.na-chart canvas')"
-    page.wait_for(f"() => {charts}.length === 3")
+    """Wait until the last panel draws its three curves; which is the last may change while the page is loaded."""
+    page.wait_for(WATCHED)
 
 
 def _step(page: NotebookPage) -> int:
@@ -181,6 +186,6 @@ def test_after_a_reload_the_panel_is_there_again(opened: Any, app: App) -> None:
     page.page.reload()
     page.wait_until_ready()
     page.run(2)
-    _watch(page)  # the last one: that of the launch can be there again, too
+    _watch(page)
     first = _step(page)
     page.until(lambda: _step(page) > first, what="progress after the reload")
