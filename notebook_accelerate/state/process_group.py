@@ -47,24 +47,26 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
         device: The rank's device; a group on an accelerator is bound to it.
         kwargs: More arguments of `torch.distributed.init_process_group`.
     """
-    asked = set(kwargs)
     if device.type == "cuda":
         kwargs.setdefault("device_id", device)
     if not {"store", "init_method"} & set(kwargs) and _is_local(world):
         kwargs["store"] = _loopback_store(world, kwargs.get("timeout") or DEFAULT_TIMEOUT)
-    ours = kwargs.get("store") if "store" not in asked else None
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
-    if ours is not None:
-        _await_all(ours, world)
+    if _is_launched() and backend != "mpi":  # which has no store
+        _await_all(world)
     if telemetry.current_sink() is not None:
         _leave_timeout_to_kernel(kwargs.get("timeout") or DEFAULT_TIMEOUT)
 
 
+def _is_launched() -> bool:
+    """Whether one launch has started all ranks: none of them comes from another notebook, or from torchrun."""
+    return telemetry.current_sink() is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+
+
 def _is_local(world: World) -> bool:
     """Whether this is a launched rank of a world that is on this machine altogether."""
-    launched = telemetry.current_sink() is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     here = os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and "MASTER_PORT" in os.environ
-    return launched and here and world.local_size == world.size
+    return _is_launched() and here and world.local_size == world.size
 
 
 def _loopback_store(world: World, timeout: timedelta) -> Any:
@@ -82,17 +84,17 @@ def _loopback_store(world: World, timeout: timedelta) -> Any:
     )  # fmt: skip
 
 
-def _await_all(store: Any, world: World) -> None:
+def _await_all(world: World) -> None:
     """Wait until every rank has the group.
 
     gloo returns to a rank once its own connections stand. One whose function ends then would take them, and the store,
     from ranks that are still connecting. In the end nobody but rank 0, which has the store, needs it any more.
     """
-    group = next(_groups)
+    store, group = dist.distributed_c10d._get_default_store(), next(_groups)
     for moment in ("connected", "told"):
         key = f"notebook_accelerate/{group}/{moment}"
         if store.add(key, 1) == world.size:
-            store.set(f"{key}/all", b"1")
+            store.set(f"{key}/all", "1")
         if moment == "connected" or world.rank == 0:
             store.wait([f"{key}/all"])
 
