@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,8 @@ OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "me
 LANES = 2
 """Groups at a time, as many as there are cores on the smallest machine; the ranks of each share them already."""
 SECONDS_PER_GROUP = 1800
+LONG_EXPLANATION = 24
+"""Lines of a test's failure that are printed; its log has all."""
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")
 _NOTHING_COLLECTED = 5
 
@@ -99,10 +102,11 @@ def run(group: str, folders: list[str]) -> Outcome:
     """Run one group, everything it prints into its log."""
     log = LOGS / f"{group}.log"
     command = [sys.executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{group}"]
-    command += ["--tb=short", "--durations=10", *folders]
+    command += folders
     if group in OWN_ENVIRONMENT:
         command = ["make", OWN_ENVIRONMENT[group]]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --tb=short --durations=10"  # make's, too
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": options.strip()}
     for name in ("CI", "BUILD_NUMBER"):  # pytest writes comparisons out in full where they are set: pages, here
         env.pop(name, None)
     begin = time.monotonic()
@@ -121,9 +125,24 @@ def run(group: str, folders: list[str]) -> Outcome:
 def report(outcome: Outcome) -> None:
     """Print the end of a group's log: more of it where the group failed."""
     lines = outcome.log.read_text(errors="replace").rstrip().splitlines()
-    tail = lines[-200:] if outcome.failed else [line for line in lines[-40:] if line.startswith(("=", "SKIPPED"))]
+    if outcome.failed:
+        tail = abridged(lines)[-200:]
+    else:
+        tail = [line for line in lines[-40:] if line.startswith(("=", "SKIPPED"))]
     print(f"\n--- {outcome.name}: {outcome.seconds:.1f} s, exit status {outcome.code}")
     print("\n".join(tail), flush=True)
+
+
+def abridged(lines: list[str]) -> list[str]:
+    """Return a log with only the first and last lines of long explanations: what a page shows, a worker's log."""
+    found: list[str] = []
+    for explains, block in groupby(lines, key=lambda line: line.startswith("E  ")):
+        several = list(block)
+        if explains and len(several) > LONG_EXPLANATION:
+            half = LONG_EXPLANATION // 2
+            several[half:-half] = [f"E   [{len(several) - 2 * half} lines: see the log]"]
+        found += several
+    return found
 
 
 if __name__ == "__main__":

@@ -40,6 +40,22 @@ def test_one_failure_fails_the_whole_and_shows_the_log(tree: Path, capsys: pytes
     assert " 1 failed, 1 passed in " in out.strip().splitlines()[-1]
 
 
+def test_a_long_explanation_is_abridged_and_the_next_failure_still_seen(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "tests" / "unit" / "test_a.py").write_text(
+        "def test_a():\n    raise AssertionError('\\n'.join(f'line {n}' for n in range(500)))\n"
+        "def test_c():\n    assert 'spade' == 'shovel'\n"
+    )
+    assert groups.main() == 1
+    out = capsys.readouterr().out
+    assert "line 0\n" in out
+    assert "line 499\n" in out
+    assert "line 250\n" not in out
+    assert "lines: see the log]" in out
+    assert "assert 'spade' == 'shovel'" in out
+
+
 def test_a_tree_without_tests_does_not_pass(tree: Path) -> None:
     (tree / "tests" / "parity" / "test_b.py").unlink()
     assert groups.main() == 1
