@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.notebook.conftest import Answers
-from tests.support.kernel import Cell, Kernel
+from tests.support.kernel import Kernel, without_colours
 from tests.support.launching import children, said
 
 pytestmark = pytest.mark.notebook
@@ -325,7 +325,7 @@ def test_a_breakpoint_for_longer_than_the_groups_timeout(kernel: Kernel, answers
         kernel.answer = before
     assert kernel.value("run.results") == [40, 42]
     assert answers.asked == ["[rank 1] ipdb> "] * 4
-    shown = plain(cell)
+    shown = cell.plain
     assert re.search(r"\[rank 1\] > Cell In\[\d+\]\(\d+\)stopped\(\)", shown)
     for part in ("--->", "value += 1", "[rank 1] 41", "[rank 1] 42"):
         assert part in shown
@@ -351,8 +351,8 @@ def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> 
     kernel.wait_for(lambda: "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it" in cell.stderr, timeout=15)
     answers.waiting[:] = ["p value", "w", "c"]
     cell = kernel.check("run.debug(); run.wait(10)")
-    assert "[rank 1] 41" in plain(cell)
-    assert "worker.py" not in plain(cell)
+    assert "[rank 1] 41" in cell.plain
+    assert "worker.py" not in cell.plain
     assert kernel.value("run.results") == [40, 42]
 
 
@@ -360,19 +360,19 @@ def test_breaking_into_a_rank_that_runs(kernel: Kernel, answers: Answers) -> Non
     kernel.check("run = go(plain_loop); until(lambda: run.status == 'running'); time.sleep(0.3)")
     answers.waiting[:] = ["p numbers", "n", "c"]
     cell = kernel.check("run.debug(rank=1)")
-    assert "[rank 1] [1, 2, 3]" in plain(cell)
-    assert re.search(r"> Cell In\[\d+\]\(\d+\)plain_loop\(\)", plain(cell))
+    assert "[rank 1] [1, 2, 3]" in cell.plain
+    assert re.search(r"> Cell In\[\d+\]\(\d+\)plain_loop\(\)", cell.plain)
     first, second = kernel.value("[run.ask('step')[1], (time.sleep(0.2), run.ask('step'))[1][1]]")
     assert second > first
     answers.waiting[:] = ["p step > 0", "c"]
     cell = kernel.check("run.pause(); run.debug(rank=0); run.resume()")
-    assert "[rank 0] True" in plain(cell)
+    assert "[rank 0] True" in cell.plain
 
 
 def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
     kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
     cell = kernel.check("run.cast('p loss')")
-    assert plain_text(cell.result_text) == "rank 0 │ 0.5\nrank 1 │ 1.5"
+    assert without_colours(cell.result_text or "") == "rank 0 │ 0.5\nrank 1 │ 1.5"
     assert kernel.value("dict(run.cast('p loss', ranks=[1]))") == {"1": "1.5\n"}
     assert kernel.value("(run.cast('c'), run.wait(10), run.results)[-1]") == [0.5, 1.5]
     assert "are not all stopped at a breakpoint; stopped are []" in said(kernel.run("run.cast('p loss', ranks=[0])"))
@@ -392,7 +392,7 @@ def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> N
     assert "fails" in stacks["0"]
     assert kernel.value("[run.ask('secret', ranks=[0])[0], run.ask('inner', ranks=[1])[1]]") == [0, 14]
     assert kernel.value("run.ask('accelerator.process_index', ranks=[1], frame='fails')[1]") == 1
-    shown = plain(kernel.check("run.debug()"))
+    shown = kernel.check("run.debug()").plain
     assert [line for line in shown.splitlines() if re.fullmatch(r"\[rank 1\] \d+", line)] == [
         "[rank 1] 14",
         "[rank 1] 7",
@@ -597,13 +597,3 @@ def test_a_rank_that_falls_far_behind(kernel: Kernel) -> None:
 def test_sound_training_brings_no_warning(kernel: Kernel) -> None:
     kernel.check("run = go(training); until(lambda: (run.ranks[0].last_step or 0) > 200)", timeout=40)
     assert kernel.value("(run.stop(), run.warnings)[1]") == []
-
-
-def plain(cell: Cell) -> str:
-    """Return what a cell printed, without colours."""
-    return plain_text(cell.stdout)
-
-
-def plain_text(text: str | None) -> str:
-    """Return a text without colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", text or "")

@@ -80,27 +80,9 @@ def until(kernel: Kernel, condition: str) -> None:
         time.sleep(0.1)
 
 
-def types(kernel: Kernel, *lines: str) -> list[str]:
-    """Have a kernel's user type lines, one at each prompt; return the prompts as they come."""
-    prompts: list[str] = []
-    left = list(lines)
-
-    def answer(prompt: str) -> str:
-        prompts.append(prompt)
-        return left.pop(0)
-
-    kernel.answer = answer
-    return prompts
-
-
-def plain(cell: Cell) -> str:
-    """Return what a cell shows, without colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", cell.stdout + cell.stderr)
-
-
 def shows(pair: Notebooks, index: int, cell: Cell, text: str) -> None:
     """Wait until a cell of a notebook shows a text."""
-    shown: Callable[[], bool] = lambda: text in plain(cell)  # noqa: E731 - typed
+    shown: Callable[[], bool] = lambda: text in cell.plain  # noqa: E731 - typed
     pair.kernels[index].wait_for(shown, LIMIT, text)
 
 
@@ -114,8 +96,8 @@ def test_a_breakpoint_is_answered_in_its_notebook_and_time_stands_still_in_all(p
         if rank == 0:
             time.sleep(HANG + 3)
             assert pair.values("run.status") == ["running", "running"]
-        prompts = types(own, "p value", "c")
-        assert f"[rank {rank}] {40 + rank}" in plain(own.check("run.debug()", LIMIT))
+        prompts = own.types("p value", "c")
+        assert f"[rank {rank}] {40 + rank}" in own.check("run.debug()", LIMIT).plain
         assert len(prompts) == 2
     for kernel in pair.kernels:
         assert kernel.value("run.wait(100)", LIMIT)
@@ -129,8 +111,8 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Note
     shows(pair, 1, cells[1], "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it")
     shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint, in its notebook; run.debug(rank=1) opens it here too")
     assert first.check("run.cast('p value', ranks=[1])", LIMIT).result_text == "rank 1 │ 41"
-    types(first, "w", "c")
-    shown = plain(first.check("run.debug(rank=1)", LIMIT))
+    first.types("w", "c")
+    shown = first.check("run.debug(rank=1)", LIMIT).plain
     assert re.search(r"Cell In\[\d+\] of node 1", shown), shown
     for kernel in (first, second):
         assert kernel.value("run.wait(100)", LIMIT)
@@ -159,7 +141,7 @@ def test_a_rank_asks_in_its_notebook_and_is_answered_in_the_first_too(pair: Note
     assert prompts == ["[rank 1] who? "]
     cells = pair.finish(pair.launch("asks", *ONE_EACH, rdzv_conf=SECRET, block=False))
     shows(pair, 0, cells[0], "rank 1 is waiting for input, in its notebook; run.debug(rank=1) opens it here too")
-    types(first, "Bea")
+    first.types("Bea")
     first.check("run.debug(rank=1)", LIMIT)
     pair.wait_until_all("run.ended is not None")
     assert pair.values("run.results") == [["", "Bea"], ["Bea"]]
@@ -175,8 +157,8 @@ def test_a_failure_keeps_the_ranks_of_all_notebooks(pair: Notebooks, failing: in
     first, second = pair.kernels
     assert second.value(f"{RUN}.ask('value', ranks=[1], timeout=60)[1]", LIMIT) == 41
     if conf:  # the other notebook's rank is debugged in the first, until it is quit
-        types(first, "p value", "q")
-        assert "[rank 1] 41" in plain(first.check(f"{RUN}.debug()", LIMIT))
+        first.types("p value", "q")
+        assert "[rank 1] 41" in first.check(f"{RUN}.debug()", LIMIT).plain
     else:
         assert first.value(f"{RUN}.ask('value', timeout=60)[0]", LIMIT) == 40
         second.check(f"{RUN}.stop()", LIMIT)
@@ -188,12 +170,15 @@ def test_a_failure_keeps_the_ranks_of_all_notebooks(pair: Notebooks, failing: in
 def test_a_diagnosis_names_the_lines_of_another_notebooks_cells(pair: Notebooks) -> None:
     pair.finish(pair.launch("skips", *ONE_EACH, block=False, rdzv_conf=SECRET))
     first = pair.kernels[0]
-    line = "ctypes.PyDLL(None).read(nothing, room, 1)  # holds the interpreter"
-    deadline = time.monotonic() + LIMIT
-    while line not in (text := first.value("run.diagnose().text", LIMIT)) or "waits in" not in text:
+    line = re.escape("ctypes.PyDLL(None).read(nothing, room, 1)  # holds the interpreter")
+    named = (
+        rf"rank 1: Cell In\[\d+\] of node 1, line \d+, in skips: {line}",
+        r"rank 0: Cell In\[\d+\], line \d+, in skips: dist\.barrier\(\); waits in",
+    )
+    text, deadline = "", time.monotonic() + LIMIT
+    while not all(re.search(pattern, text) for pattern in named):
         assert time.monotonic() < deadline, text
-    assert re.search(r"rank 1: Cell In\[\d+\] of node 1, line \d+, in skips: " + re.escape(line), text), text
-    assert re.search(r"rank 0: Cell In\[\d+\], line \d+, in skips: dist\.barrier\(\); waits in", text), text
+        text = first.value("run.diagnose().text", LIMIT)
     first.check("run.stop(grace=1.0)", LIMIT)
     assert pair.kernels[1].value("run.wait(100)", LIMIT)
 
@@ -213,10 +198,10 @@ def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
     failed = first.run("%%ranks -o there\nthere = 1 / (1 - rank)", LIMIT)
     assert "rank 1 failed:" in said(failed)
     assert "there = 1 / (1 - rank)" in said(failed)
-    prompts = types(first, "p there", "c", "Ada")
+    prompts = first.types("p there", "c", "Ada")
     asked = first.check("%%rank 1\nthere = 7\nbreakpoint()\nname = input('who? ')\nname", LIMIT)
-    assert "[rank 1] 7" in plain(asked)
-    assert "[rank 1] 'Ada'" in plain(asked)
+    assert "[rank 1] 7" in asked.plain
+    assert "[rank 1] 'Ada'" in asked.plain
     assert prompts[2] == "[rank 1] who? "
     first.answer = None
     second.check("%%rank 1 -o there\nthere += 1", LIMIT)
@@ -259,7 +244,7 @@ def grows():
         assert kernel.value(f"{name}.status == 'succeeded' or str({name}.error)") is True
         assert set(kernel.value(f"{name}.results")) == {3}
     who = f"{HOST} (kernel {second.pid})"
-    assert "the run began without this notebook, with 2 of 3: " in plain(late)
+    assert "the run began without this notebook, with 2 of 3: " in late.plain
     for index, cell in enumerate(cells):
         shows(pair, index, cell, f"attempt 1 ended (a late notebook joins, {who}: all start again with it); starting")
     assert second.value("late.attempts[0].number") > 0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.examples import find, run_all
-from tests.support.kernel import ROOT, Cell, Kernel
-from tests.support.launching import ready_kernel, said
+from tests.support.kernel import ROOT, Kernel
+from tests.support.launching import blames, ready_kernel, said
 from tests.support.ray_cluster import LocalCluster
 
 ON_RAY = "[run.plan.start_method for run in notebook_accelerate.runs()]"
@@ -37,7 +37,7 @@ def test_the_quickstart_runs_unchanged(kernel: Kernel) -> None:
     assert "<svg" in find(cells, "def curves").result["image/svg+xml"]  # type: ignore[index]
     failing = find(cells, "def faulty")
     assert failing.error is not None
-    assert failing.error.text.startswith("rank 1 failed first:")
+    assert blames(failing.error.text, 1)
     assert "total = batch.sum()" in failing.error.text
     assert "rank 1 failed first, with AttributeError" in find(cells, "except WorkerError").stdout
     assert kernel.value("[info.state for info in background.ranks]") == ["stopped", "stopped"]
@@ -63,24 +63,6 @@ def test_the_example_of_clusters(kernel: Kernel) -> None:
     assert cells[-1].stdout == "The cluster is through: 2 ranks on Ray, 2 attempts.\n"
 
 
-def types(kernel: Kernel, *lines: str) -> list[str]:
-    """Have the kernel's user type lines, one at each prompt; return the prompts as they come."""
-    prompts: list[str] = []
-    left = list(lines)
-
-    def answer(prompt: str) -> str:
-        prompts.append(prompt)
-        return left.pop(0)
-
-    kernel.answer = answer
-    return prompts
-
-
-def plain(cell: Cell) -> str:
-    """Return what a cell shows, without colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", cell.stdout + cell.stderr)
-
-
 def until(kernel: Kernel, condition: str) -> None:
     """Wait until an expression holds in the kernel."""
     deadline = time.monotonic() + 300
@@ -101,10 +83,10 @@ def test_warm_ranks_and_breakpoints(kernel: Kernel) -> None:
     failed = kernel.run("%%rank 1\nthere / 0", timeout=120)
     assert "rank 1 failed:" in said(failed)
     assert "there / 0" in said(failed)
-    prompts = types(kernel, "p there", "c", "Ada")
+    prompts = kernel.types("p there", "c", "Ada")
     asked = kernel.check("%%rank 1\nbreakpoint()\nname = input('who? ')\nname", timeout=120)
-    assert "[rank 1] 15" in plain(asked)
-    assert "[rank 1] 'Ada'" in plain(asked)
+    assert "[rank 1] 15" in asked.plain
+    assert "[rank 1] 'Ada'" in asked.plain
     assert prompts[2] == "[rank 1] who? "
     endless = kernel.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
     kernel.wait_for(lambda: all(f"on {rank}" in endless.stdout for rank in (0, 1)), 120)
@@ -120,7 +102,7 @@ def test_warm_ranks_and_breakpoints(kernel: Kernel) -> None:
 
 
 def test_a_breakpoint_on_a_rank_elsewhere(kernel: Kernel) -> None:
-    asked = types(kernel, "p value", "n", "p value", "c")
+    asked = kernel.types("p value", "n", "p value", "c")
     kernel.check(
         "def stopped():\n    group()\n    value = 40 + rank()\n    if rank() == 1:\n        breakpoint()\n"
         "        value += 1\n    dist.barrier()\n    return value"
@@ -130,7 +112,7 @@ def test_a_breakpoint_on_a_rank_elsewhere(kernel: Kernel) -> None:
     assert asked in (["[rank 1] ipdb> "] * 4, ["[rank 1] (Pdb) "] * 4)
     shown = cell.stdout + cell.stderr
     assert "stopped()" in shown
-    assert "[rank 1] 41" in plain(cell)
+    assert "[rank 1] 41" in cell.plain
 
 
 def test_ranks_elsewhere_are_looked_into_while_they_run_and_kept_when_they_fail(kernel: Kernel, tmp_path: Path) -> None:
@@ -147,13 +129,13 @@ def test_ranks_elsewhere_are_looked_into_while_they_run_and_kept_when_they_fail(
     assert re.search(r"Cell In\[\d+\], line [56], in watched: ", text), text
     assert "in watched" in kernel.value("str(run.stacks(ranks=[1]))", 300)
     assert kernel.value("list(run.resume(timeout=60).values())", 300) == ["resumed", "resumed"]
-    types(kernel, "p value", "c")
-    assert "[rank 1] 41" in plain(kernel.check("run.debug(rank=1)", timeout=300))
+    kernel.types("p value", "c")
+    assert "[rank 1] 41" in kernel.check("run.debug(rank=1)", timeout=300).plain
     kernel.check(f"open({flag!r}, 'w').close()")
     until(kernel, "run.status == 'failed'")
     assert "KeyError: 'bad batch'" in kernel.value("str(run.error)")
     assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40  # where it stands, in a barrier
-    types(kernel, "p value", "q")
-    assert "[rank 1] 41" in plain(kernel.check("run.debug()", timeout=300))
+    kernel.types("p value", "q")
+    assert "[rank 1] 41" in kernel.check("run.debug()", timeout=300).plain
     until(kernel, "run._released.is_set()")
     assert set(kernel.value(ON_RAY)) == {"ray"}

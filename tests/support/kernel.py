@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import sys
@@ -54,6 +55,11 @@ def headless(book: Any, folder: Path, **options: Any) -> NotebookClient:
     return NotebookClient(book, kernel_name="python3", store_widget_state=False, config=config, **options)
 
 
+def without_colours(text: str) -> str:
+    """Return a text without a terminal's colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 class KernelTimeoutError(AssertionError):
     """The kernel did not do within the time what was waited for; the message holds what it had sent."""
 
@@ -75,9 +81,7 @@ class CellError:
     @property
     def text(self) -> str:
         """The traceback as the front end shows it, without colours."""
-        import re
-
-        return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(self.traceback))
+        return without_colours("\n".join(self.traceback))
 
 
 @dataclass
@@ -125,6 +129,11 @@ class Cell:
     def stderr(self) -> str:
         """Everything the cell wrote to stderr so far."""
         return self._stream("stderr")
+
+    @property
+    def plain(self) -> str:
+        """Everything the cell wrote to stdout, then to stderr, without colours."""
+        return without_colours(self.stdout + self.stderr)
 
     @property
     def displays(self) -> list[dict[str, Any]]:
@@ -228,6 +237,18 @@ class Kernel:
         """The client that this harness drives, for messages it has no method for."""
         assert self._client is not None, "the kernel is closed"
         return self._client
+
+    def types(self, *lines: str) -> list[str]:
+        """Have the user type lines, one at each prompt from now on; return the prompts as they come."""
+        prompts: list[str] = []
+        left = list(lines)
+
+        def answer(prompt: str) -> str:
+            prompts.append(prompt)
+            return left.pop(0)
+
+        self.answer = answer
+        return prompts
 
     def submit(self, code: str) -> Cell:
         """Send a cell to the kernel and return at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import psutil
@@ -86,3 +87,11 @@ def said(cell: Cell) -> str:
     """Return the error that a cell ended with, as the front end shows it."""
     assert cell.error is not None, f"no error; stdout: {cell.stdout}\nstderr: {cell.stderr}"
     return cell.error.text
+
+
+def blames(text: str, rank: int) -> bool:
+    """Whether an error's text begins with this rank as the one that failed.
+
+    It is said to be the first where another one lost it, and told so, before it was stopped: that takes its time.
+    """
+    return re.match(rf"rank {rank} failed( first)?:", text) is not None
