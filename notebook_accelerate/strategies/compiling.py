@@ -14,8 +14,12 @@ from pathlib import Path
 from notebook_accelerate.config import environ
 from notebook_accelerate.state.notices import warn_once
 
-_HERE_ONLY = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
-"""Types of file systems on which no other machine compiles."""
+_OF_CONTAINER = frozenset({"overlay", "ramfs", "tmpfs"})
+"""Types of file systems that a container has for itself."""
+_OF_MACHINE = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
+"""Types of file systems that a machine has for itself; its containers may share one."""
+_FIRST_PIDS = "pid:[4026531836]"
+"""The machine's own name space of process ids (PROC_PID_INIT_INO of Linux): whoever has it sees all processes."""
 _AGAIN = 0.2
 """Seconds between two looks at a lock: one that is being given up is closed a moment before it is removed."""
 
@@ -74,11 +78,11 @@ def remove_dead_locks(root: Path) -> list[Path]:
 
 def _remove(lock: Path, seen: tuple[int, int] | None) -> bool:
     kind = _file_system(lock.resolve())
-    if kind not in _HERE_ONLY:
+    if not _is_seen_whole(kind):
         warn_once(
-            f"{lock} says that an extension is being compiled, but no process on this machine does that, and ranks "
-            f"wait until the file is gone; if none does on another machine that has this {kind or 'file system'} "
-            f"either: rm {lock}"
+            f"{lock} says that an extension is being compiled, but no process that is seen from here does that, and "
+            f"ranks wait until the file is gone; if none does on another machine or in another container that has "
+            f"this {kind or 'file system'} either: rm {lock}"
         )
         return False
     if seen is None or seen != _identity(lock):
@@ -86,6 +90,11 @@ def _remove(lock: Path, seen: tuple[int, int] | None) -> bool:
     lock.unlink(missing_ok=True)
     warn_once(f"removed {lock}: who compiled an extension there was killed, and ranks would wait for it for ever")
     return True
+
+
+def _is_seen_whole(kind: str) -> bool:
+    """Say whether /proc shows all processes that can use a file system of this type."""
+    return kind in _OF_CONTAINER or (kind in _OF_MACHINE and str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PIDS)
 
 
 def _identity(lock: Path) -> tuple[int, int] | None:
