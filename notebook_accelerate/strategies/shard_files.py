@@ -222,6 +222,8 @@ _SMALL, _FULL = 1 << 15, 1 << 18
 """Bytes below which pieces are collected, and how many are one piece then."""
 _MANY, _MUCH = 512, 1 << 26
 """Pieces and bytes that go to the system at once; it takes up to 1024 pieces, and copies from a device are held."""
+_AT_ONCE = 1 << 30
+"""Bytes of one call: macOS refuses 2 GiB."""
 
 
 @dataclass
@@ -294,9 +296,9 @@ class SummedStream:
 
 def _write_some(file: Any, pieces: list[Any]) -> int:
     """Write the first of the pieces, without Python's lock, and return how many bytes it was."""
-    if hasattr(os, "writev"):
+    if hasattr(os, "writev") and sum(map(len, pieces)) <= _AT_ONCE:
         return os.writev(file.fileno(), pieces)
-    return os.write(file.fileno(), pieces[0])
+    return os.write(file.fileno(), memoryview(pieces[0])[:_AT_ONCE])
 
 
 def _rest(pieces: list[Any], written: int) -> list[Any]:

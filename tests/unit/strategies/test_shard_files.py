@@ -116,3 +116,18 @@ def test_who_writes_beside_training_stands_behind_it() -> None:
 
     assert shard_files._behind(priority) == min(priority() + 10, 19)
     assert shard_files._directly(priority) == priority()
+
+
+def test_what_the_system_refuses_to_take_at_once_is_written_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_files, "_AT_ONCE", 10_000)
+    pieces = [b"small", bytes(range(256)) * 1_000, b"", bytes(9_000), b"end"]
+    with (tmp_path / "written").open("wb", buffering=0) as file:
+        stream = shard_files.SummedStream(file, shard_files._directly)
+        for piece in pieces:
+            stream.keep(piece)
+        stream.close()
+    content = b"".join(pieces)
+    assert (tmp_path / "written").read_bytes() == content
+    assert (stream.size, stream.crc) == (len(content), zlib.crc32(content))
