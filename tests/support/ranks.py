@@ -13,10 +13,11 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -167,23 +168,22 @@ def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float
         The exit status of each rank and what it wrote to stderr, by rank.
     """
     command = [sys.executable, "-c", script, *arguments]
-    with reserved_port() as port:
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **_environment(rank, world_size, port)},
-                cwd=_ROOT,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
+    with reserved_port() as port, ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # no pipe fills
+        ranks = []
         try:
-            said = [rank.communicate(timeout=timeout)[1] for rank in ranks]
+            for rank in range(world_size):
+                env = {**os.environ, **_environment(rank, world_size, port)}
+                ranks.append(subprocess.Popen(command, env=env, cwd=_ROOT, stderr=errors[rank]))
+            for process in ranks:
+                process.wait(timeout)
         finally:
-            for rank in ranks:
-                rank.kill()
-    return [(rank.returncode, words) for rank, words in zip(ranks, said, strict=True)]
+            for process in ranks:
+                process.kill()
+                process.wait()
+        for file in errors:
+            file.seek(0)
+        return [(process.returncode, file.read()) for process, file in zip(ranks, errors, strict=True)]
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
