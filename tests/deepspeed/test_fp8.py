@@ -6,14 +6,13 @@ import importlib.util
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin
-from notebook_accelerate.precision.ao import has_ao_layers
 from notebook_accelerate.utils import AORecipeKwargs
 from tests.parity.strategies.cells import patient
 from tests.support.ranks import RankError, run_ranks
+from tests.support.trainings import fp8_net, losses_on_one_batch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: make test-deepspeed"
@@ -21,29 +20,11 @@ pytestmark = pytest.mark.skipif(
 SECONDS = 170.0
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
-
-
 def losses(stage: int | None, precision: str) -> list[float]:
-    """Train on the same batch everywhere, so that any number of ranks has the losses of one."""
     plugin = None if stage is None else DeepSpeedPlugin({"zero_optimization": {"stage": stage}})
     handlers = [AORecipeKwargs()] if precision == "fp8" else None
     accelerator = Accelerator(mixed_precision=precision, deepspeed_plugin=plugin, kwargs_handlers=handlers)
-    model = net()
-    inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    loader = DataLoader(TensorDataset(inputs), batch_size=32)
-    model, optimizer, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loader)
-    assert has_ao_layers(accelerator.unwrap_model(model)) == (precision == "fp8")
-    found = []
-    for _ in range(8):
-        loss = nn.functional.cross_entropy(model(inputs), labels)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return losses_on_one_batch(accelerator, 0.5)
 
 
 @patient
@@ -58,7 +39,7 @@ def test_layers_compute_in_fp8(stage: int) -> None:
 def with_msamp() -> None:
     plugin = DeepSpeedPlugin(zero_stage=2, enable_msamp=True, msamp_opt_level="O2")
     accelerator = Accelerator(mixed_precision="fp8", deepspeed_plugin=plugin, kwargs_handlers=[AORecipeKwargs()])
-    model = net()
+    model = fp8_net()
     loader = DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=32)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5), loader)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator
+from notebook_accelerate.precision.ao import has_ao_layers
 
 
 class Counter:
@@ -123,3 +124,26 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 def pairs(left: list[Any], right: list[Any]) -> Iterator[tuple[Any, Any]]:
     """Iterate over two lists at once."""
     return zip(left, right, strict=True)
+
+
+def fp8_net() -> nn.Sequential:
+    """Return a small model whose layers have the shapes that fp8 takes; the same every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+
+
+def losses_on_one_batch(accelerator: Accelerator, rate: float) -> list[float]:
+    """Train on the same batch everywhere, so that any number of ranks has the losses of one."""
+    raw = fp8_net()
+    inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
+    loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed wants to know the batch size
+    model, optimizer, _ = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=rate), loader)
+    assert has_ao_layers(accelerator.unwrap_model(model)) == (accelerator.mixed_precision == "fp8")
+    losses = []
+    for _ in range(8):
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
