@@ -25,6 +25,8 @@ from typing import Any
 
 PROBE_SECONDS = 2.0
 """How long the probe child may take (it needs a few milliseconds) before the kernel counts as unsafe."""
+MAX_WAITS = 15
+"""So many times longer it may take where it has nothing but to wait for its turn on a busy machine."""
 LOOK_SECONDS, MAX_LOOKS = 0.01, 10
 COMPUTING_SHARE = 0.1
 """A thread that uses the processor for a tenth of a look is computing; a wake-up takes far less."""
@@ -104,32 +106,36 @@ def _busy_thread() -> str:
         for thread in threading.enumerate()
         if thread.ident not in mine and not thread.name.startswith(_KNOWN_THREADS)
     }
-    before = {tid: _cpu_nanoseconds(tid) for tid in others if tid is not None}
+    before = {tid: _cpu_nanoseconds(_own(tid)) for tid in others if tid is not None}
     # A look at the state alone catches an idle thread at its rare wake-ups, or one that waits for a busy processor.
-    running = [tid for tid in before if _thread_state(tid) == "R"]
+    running = [tid for tid in before if _state(_own(tid)) == "R"]
     for _ in range(MAX_LOOKS):
         if not running:
             break
         time.sleep(LOOK_SECONDS)
-        used = {tid: (_cpu_nanoseconds(tid) - before[tid]) / 1e9 for tid in running}
+        used = {tid: (_cpu_nanoseconds(_own(tid)) - before[tid]) / 1e9 for tid in running}
         for tid in running:
             if used[tid] > COMPUTING_SHARE * LOOK_SECONDS:
                 return f"thread {others[tid].name!r} is computing in the kernel"
-        running = [tid for tid in running if _thread_state(tid) == "R"]  # on a busy machine it waits for its turn
+        running = [tid for tid in running if _state(_own(tid)) == "R"]  # on a busy machine it waits for its turn
     return ""
 
 
-def _thread_state(tid: int) -> str:
+def _own(tid: int) -> Path:
+    return Path(f"/proc/self/task/{tid}")
+
+
+def _state(thread: Path) -> str:
     with contextlib.suppress(OSError):
-        text = Path(f"/proc/self/task/{tid}/stat").read_text()
+        text = (thread / "stat").read_text()
         return text[text.rindex(")") + 2]
     return ""
 
 
-def _cpu_nanoseconds(tid: int) -> int:
+def _cpu_nanoseconds(thread: Path) -> int:
     """Return the processor time a thread has used."""
     with contextlib.suppress(OSError, ValueError):
-        return int(Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[0])
+        return int((thread / "schedstat").read_text().split()[0])
     return 0
 
 
@@ -190,8 +196,7 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
     came_through = False
     try:
         os.close(writer)
-        ready, _, _ = select.select([reader], [], [], seconds)
-        came_through = bool(ready) and os.read(reader, 1) == b"1"
+        came_through = _answers(reader, pid, seconds)
     finally:
         os.close(reader)
         if not came_through:
@@ -199,6 +204,21 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
                 os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return "" if came_through else "a probe forked from the kernel did not come through"
+
+
+def _answers(reader: int, pid: int, seconds: float) -> bool:
+    """Wait for the probe's word for ``seconds``, and for longer while it only waits for its turn on a busy machine.
+
+    What a fork breaks sleeps for ever, or spins.
+    """
+    for _ in range(MAX_WAITS):
+        if select.select([reader], [], [], seconds)[0]:
+            break
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        sleeps = all(_state(thread) not in ("R", "D") for thread in threads)
+        if sleeps or sum(map(_cpu_nanoseconds, threads)) > seconds / 2 * 1e9:
+            break
+    return bool(select.select([reader], [], [], 0)[0]) and os.read(reader, 1) == b"1"
 
 
 def _exercise() -> None:
