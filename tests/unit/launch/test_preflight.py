@@ -149,11 +149,14 @@ def test_an_interrupt_while_the_probe_is_awaited_leaves_no_child() -> None:
     from notebook_accelerate.launch import preflight
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     os.register_at_fork(after_in_child=lambda: time.sleep(600))
+    wait = preflight.select.select
     def press():
-        while not psutil.Process().children():
-            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=press, daemon=True).start()
+    def wait_and_press(*arguments):
+        assert len(psutil.Process().children()) == 1
+        threading.Thread(target=press, daemon=True).start()
+        return wait(*arguments)
+    preflight.select.select = wait_and_press  # not sooner: the fork must have returned
     try:
         preflight.probe(60)
     except KeyboardInterrupt:
