@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal
 class Snapshot:
     """The parts of a process's state that a test can leak into."""
 
-    children: dict[tuple[int, float, bool], str]
+    children: dict[tuple[int, int, bool], str]
     threads: frozenset[str]
     sockets: frozenset[str]
     environment: frozenset[tuple[str, str]]
@@ -43,7 +43,7 @@ def take() -> Snapshot:
     )
 
 
-def compare(before: Snapshot, patience: float = 10.0) -> list[str]:
+def compare(before: Snapshot, patience: float = 30.0) -> list[str]:
     """Return one line per thing that was not there before; what ends within `patience` seconds is not one.
 
     Args:
@@ -71,12 +71,13 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     return lines
 
 
-def _children() -> dict[tuple[int, float, bool], str]:
+def _children() -> dict[tuple[int, int, bool], str]:
     """Return the descendants of this process, less the helpers that multiprocessing keeps for the whole session.
 
     Returns:
-        What each is called, by process id, time of its start, and whether it is a zombie. A command line does not tell
-        which process it is: one that has been forked and then executes its program changes it.
+        What each is called, by process id, what psutil tells it from others of that id by, and whether it is a zombie.
+        Its command line does not tell: one that has been forked and then executes its program changes it. Nor does the
+        time of its start, which moves when the system's clock is set.
     """
     keep = {getattr(forkserver._forkserver, "_forkserver_pid", None)}
     keep.add(getattr(resource_tracker._resource_tracker, "_pid", None))
@@ -87,7 +88,7 @@ def _children() -> dict[tuple[int, float, bool], str]:
                 # A process that was busy before and sleeps after is the same; one that has become a zombie is not.
                 dead = child.status() == psutil.STATUS_ZOMBIE
                 text = f"{child.pid} {'zombie' if dead else 'alive'} {' '.join(child.cmdline())[:120]}"
-                found[child.pid, child.create_time(), dead] = text
+                found[child.pid, hash(child), dead] = text
         except psutil.NoSuchProcess:
             continue
     return found
