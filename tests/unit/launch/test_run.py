@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import notebook_accelerate
@@ -35,7 +38,7 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _wait_until(condition: Any, seconds: float = 10.0) -> None:
+def _wait_until(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -44,7 +47,7 @@ def _wait_until(condition: Any, seconds: float = 10.0) -> None:
 
 def _sleep_long() -> None:
     print("asleep")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_blocking_run_has_everything_at_its_end() -> None:
@@ -78,7 +81,7 @@ def test_a_running_run_raises_instead_of_results() -> None:
     finally:
         begin = time.monotonic()
         run.stop()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60, "the ranks sleep for ten minutes"
     assert run.status == "stopped"
     assert [info.state for info in run.ranks] == ["stopped", "stopped"]
     assert isinstance(run.error, RunStoppedError)
@@ -100,14 +103,14 @@ def test_wait_answers_a_negative_and_a_zero_timeout_at_once() -> None:
 def test_many_threads_may_wait_and_stop() -> None:
     run = _launch(_sleep_long, block=False)
     ended: list[bool] = []
-    waiters = [threading.Thread(target=lambda: ended.append(run.wait(20))) for _ in range(3)]
+    waiters = [threading.Thread(target=lambda: ended.append(run.wait(60))) for _ in range(3)]
     for waiter in waiters:
         waiter.start()
     stoppers = [threading.Thread(target=run.stop) for _ in range(3)]
     for stopper in stoppers:
         stopper.start()
     for thread in (*waiters, *stoppers):
-        thread.join(20)
+        thread.join(60)
     assert ended == [True] * 3
 
 
@@ -195,18 +198,24 @@ def test_done_callbacks_before_and_after_the_end() -> None:
     assert called == [run, run]
 
 
-def test_a_failing_done_callback_harms_neither_the_run_nor_the_next_callback() -> None:
+def test_a_failing_done_callback_harms_neither_the_run_nor_the_next_callback(tmp_path: Path) -> None:
     called: list[Run] = []
+    go = tmp_path / "go"
 
     def broken(_: Run) -> None:
         raise RuntimeError("a callback with a bug")
 
-    run = _launch(lambda: time.sleep(0.2) or 3, block=False)
+    def work() -> int:
+        _wait_until(go.exists)
+        return 3
+
+    run = _launch(work, block=False)
     run.add_done_callback(broken)
     run.add_done_callback(called.append)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert run.wait(10)
+        go.touch()
+        assert run.wait(60)
         _wait_until(lambda: called == [run])
     assert run.results == (3, 3)
 
@@ -219,7 +228,7 @@ def test_a_subscriber_may_stop_its_run() -> None:
 
     run = _launch(forever, block=False)
     run.store.subscribe(lambda _: run.stop(grace=1.0))
-    assert run.wait(10)
+    assert run.wait(60)
     assert run.status == "stopped"
 
 
@@ -236,7 +245,7 @@ def test_two_runs_at_once_have_two_ports() -> None:
 
     runs = [_launch(meet, block=False, use_port="29517") for _ in range(2)]
     for run in runs:
-        assert run.wait(60)
+        assert run.wait(120)
     values = [run.results for run in runs]
     assert all(total == 2 for result in values for total, _ in result)
     assert values[0][0][1] != values[1][0][1]
@@ -266,7 +275,7 @@ def test_timeout_ends_the_run_and_says_so() -> None:
     begin = time.monotonic()
     with pytest.raises(RunTimeoutError, match=r"timeout of 0\.4 s") as caught:
         _launch(_sleep_long, timeout=0.4)
-    assert time.monotonic() - begin < 12
+    assert time.monotonic() - begin < 60, "the ranks sleep for ten minutes"
     assert caught.value.run is not None
     assert caught.value.run.status == "stopped"
 
@@ -276,12 +285,18 @@ def test_hang_timeout_counts_from_the_last_sign_of_life() -> None:
         for _ in range(8):
             print("alive")
             time.sleep(0.1)
-        time.sleep(60)
+        time.sleep(600)
 
-    begin = time.monotonic()
-    with pytest.raises(RunTimeoutError, match="hang_timeout"):
+    with pytest.raises(RunTimeoutError, match="hang_timeout") as caught:
         _launch(stop_talking, hang_timeout=0.5)
-    assert 1.2 < time.monotonic() - begin < 15
+    run = caught.value.run
+    assert run is not None
+    assert run.ended is not None
+    assert run.ended - run.started < 60, "the ranks sleep for ten minutes"
+    # On a busy machine the ranks may be silent for so long before they have said everything.
+    heard = sorted(line.time for rank in (0, 1) for line in run.store.log_lines(rank))
+    times = [run.started, *heard, run.ended]
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 0.45
 
 
 def test_restarts_count_and_are_reported() -> None:
@@ -321,12 +336,18 @@ def test_a_stopped_run_is_not_restarted() -> None:
     assert run.status == "stopped"
 
 
-def test_a_failed_run_keeps_the_results_of_the_others() -> None:
+def test_a_failed_run_keeps_the_results_of_the_others(tmp_path: Path) -> None:
+    told = tmp_path / "process"
+
     def fail_on_one() -> int:
-        if _rank() == 1:
-            time.sleep(0.1)
-            raise KeyError("one")
-        return 7
+        if _rank() == 0:
+            told.with_suffix(".new").write_text(str(os.getpid()))
+            told.with_suffix(".new").rename(told)
+            return 7
+        _wait_until(told.exists)
+        # Its end is seen once the kernel has taken in all it left.
+        _wait_until(lambda: not psutil.pid_exists(int(told.read_text())))
+        raise KeyError("one")
 
     with pytest.raises(WorkerError) as caught:
         _launch(fail_on_one)
