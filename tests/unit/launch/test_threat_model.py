@@ -22,7 +22,7 @@ from notebook_accelerate import LaunchConfig
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch import start
-from notebook_accelerate.launch.remote import seal
+from notebook_accelerate.launch.remote import door, seal
 from notebook_accelerate.launch.remote.door import MAX_GREETINGS, MAX_REPORTS, Door, call
 from notebook_accelerate.launch.remote.link import NodeLink
 from notebook_accelerate.launch.remote.protocol import AsideEvent, EndedEvent, FramesEvent, HelloEvent, OutputEvent
@@ -30,7 +30,7 @@ from notebook_accelerate.telemetry import Channel, MetricEvent, Stamped, encode
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
 
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 60.0
+SECONDS = 120.0
 HELLO = HelloEvent(1, "worker-1", {})
 
 
@@ -236,12 +236,13 @@ class _Overhearing:
             end.close()
 
 
-def test_silent_strangers_keep_nobody_waiting(step: _Doorstep) -> None:
+def test_silent_strangers_keep_nobody_waiting(step: _Doorstep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "GREETING_SECONDS", 600.0)  # so long each of them may be silent
     strangers = [step.stranger() for _ in range(2 * MAX_GREETINGS)]
     began = time.monotonic()
     step.host_comes()
     step.door.close()
-    assert time.monotonic() - began < 0.9 * 10.0, "not as long as one of them may be silent"
+    assert time.monotonic() - began < SECONDS
     for stranger in strangers:
         stranger.close()
 
@@ -252,7 +253,7 @@ def test_a_crowd_of_strangers_does_not_fill_the_notebook() -> None:
         with one.stranger() as stranger:
             stranger.sendall(b"x" * 200)
             _ended_after_hello(stranger)
-    _until(lambda: one.door._refused >= MAX_REPORTS + 30)
+    _until(lambda: one.door._refused >= MAX_REPORTS + 30 and len(one.told) >= MAX_REPORTS)
     one.door.close()
     assert len(one.told) == MAX_REPORTS + 1
     assert one.told[-1] == "30 more connections were refused"
