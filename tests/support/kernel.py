@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Not TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one in between.
 TRANSPORT = "ipc"
 _POLL = 0.02  # seconds between two looks at the shell channel
+_LAST_WORDS = 2.0  # seconds that a dead kernel's last messages may take to arrive
 
 
 def headless(book: Any, folder: Path, **options: Any) -> NotebookClient:
@@ -196,7 +197,7 @@ class Kernel:
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
         answer: Callable[[str], str] | None = None,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         prefix: Sequence[str] = (),
     ) -> None:
         self.answer, self._prefix = answer, prefix
@@ -307,6 +308,9 @@ class Kernel:
             if condition():
                 return
             if not self._alive():
+                self.pump(_LAST_WORDS)
+                if condition():
+                    return
                 raise KernelTimeoutError(f"the kernel died before {what}\n{self._state()}")
             if time.monotonic() > deadline:
                 raise KernelTimeoutError(f"waited {seconds} s for {what}\n{self._state()}")
@@ -324,7 +328,7 @@ class Kernel:
     def kill(self) -> None:
         """SIGKILL the kernel's process alone and reap it; its children are left to themselves."""
         os.kill(self.pid, signal.SIGKILL)
-        self._wait_dead(10.0)
+        self._wait_dead(60.0)
 
     def close(self) -> None:
         """End the kernel, kill what is left of its descendants, remove its folder."""

@@ -21,10 +21,17 @@ def rank():
 def group():
     dist.init_process_group("gloo")
 
+def gate(name):
+    while not os.path.exists(name):
+        time.sleep(0.02)
+
 def launch(function, *args, **options):
     return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, **options})
 """
-"""The first cell of a kernel: torch imported, as in any training notebook."""
+"""The first cell of a kernel: torch imported, as in any training notebook.
+
+``gate(name)`` holds up whoever calls it until ``open_gate(kernel, name)``.
+"""
 
 WARM_ZYGOTE = "launch(lambda: None, start_method='zygote').results"
 
@@ -40,6 +47,11 @@ def ready_kernel(*, zygote: bool = True, **options: object) -> Kernel:
         kernel.close()
         raise
     return kernel
+
+
+def open_gate(kernel: Kernel, name: str) -> None:
+    """Let those go on that wait in ``gate(name)``, and whoever comes there later."""
+    (kernel.cwd / name).touch()
 
 
 def rank_pids(kernel: Kernel) -> list[int]:

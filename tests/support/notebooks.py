@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.kernel import Cell, Kernel
 
 LIMIT = 150.0
 """Seconds for what takes a few on a machine with nothing else to do."""
+_ports = random.SystemRandom()
 LOOK = """
 import gc
 def look():
@@ -52,10 +54,15 @@ def meet(fail=-1, pause=0.0):
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on now.
+
+    It is none of those that the system gives to whoever asks for any: another process may get it before it is used.
+    """
+    while True:
+        port = _ports.randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Notebooks:
@@ -102,7 +109,7 @@ class Notebooks:
             assert time.monotonic() < deadline, f"not in {LIMIT} s: {condition}"
             time.sleep(0.1)
 
-    def changed(self, before: Sequence[dict[str, Any]], seconds: float = 20.0) -> list[dict[str, Any]]:
+    def changed(self, before: Sequence[dict[str, Any]], seconds: float = LIMIT) -> list[dict[str, Any]]:
         """Return what `look()` tells otherwise than `before`, for each kernel, after so many seconds at most."""
         deadline = time.monotonic() + seconds
         while True:
