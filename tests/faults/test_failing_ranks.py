@@ -14,15 +14,13 @@ METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 
 
 def _run(kernel: Kernel, body: str, method: str, options: str = "") -> str:
-    """Launch a function with this body and return the error that the cell shows."""
+    """Launch a function with this body and return the error that the cell shows, long before its sleeps are over."""
     lines = "\n".join("    " + line for line in body.splitlines())
-    cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r}{options})", timeout=40)
+    cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r}{options})")
     text = said(cell)
     assert "supervisor.py" not in text
     assert "launch/start.py" not in text
     assert "launch/worker.py" not in text
-    assert cell.duration is not None
-    assert cell.duration < 15
     return text
 
 
@@ -33,7 +31,7 @@ def _states(kernel: Kernel) -> list[str]:
 
 @METHODS
 def test_exception_in_one_rank(kernel: Kernel, method: str) -> None:
-    text = _run(kernel, "if rank() == 1:\n    raise KeyError('lost')\ntime.sleep(60)", method)
+    text = _run(kernel, "if rank() == 1:\n    raise KeyError('lost')\ntime.sleep(600)", method)
     assert re.search(r"Cell In\[\d+\], line 3, in train\n    raise KeyError\('lost'\)", text), text
     assert "rank 1" in text
     assert "WorkerError" in text
@@ -116,7 +114,7 @@ def test_sys_exit_without_is_success(kernel: Kernel, method: str, code: str) -> 
 @METHODS
 @pytest.mark.parametrize("code", [0, 7])
 def test_os_exit(kernel: Kernel, method: str, code: int) -> None:
-    text = _run(kernel, f"if rank() == 1:\n    os._exit({code})\ntime.sleep(30)", method)
+    text = _run(kernel, f"if rank() == 1:\n    os._exit({code})\ntime.sleep(600)", method)
     assert f"exit status {code}" in text
     assert "WorkerDiedError" in text
     assert "rank 1" in text
@@ -141,7 +139,7 @@ def test_death_by_signal(kernel: Kernel, method: str, kill: str, words: list[str
 
 
 def test_a_crash_leaves_the_python_stack_in_stderr(kernel: Kernel) -> None:
-    _run(kernel, "if rank() == 1:\n    ctypes.string_at(0)\ntime.sleep(30)", "fork")
+    _run(kernel, "if rank() == 1:\n    ctypes.string_at(0)\ntime.sleep(600)", "fork")
     logs = kernel.value("notebook_accelerate.runs()[-1].logs(1)")
     assert any("Segmentation fault" in line for line in logs), logs
     assert any("train" in line for line in logs), logs
@@ -231,14 +229,14 @@ def test_unpicklable_arguments_fork_and_are_refused_by_the_zygote(kernel: Kernel
 def test_a_rank_that_closes_its_streams_still_ends(kernel: Kernel, method: str) -> None:
     body = "os.close(1); os.close(2)\nsys.stdout.close()\nreturn 3"
     lines = "\n".join("    " + line for line in body.splitlines())
-    cell = kernel.check(f"def train():\n{lines}\nlaunch(train, start_method={method!r}).results", timeout=20)
+    cell = kernel.check(f"def train():\n{lines}\nlaunch(train, start_method={method!r}).results")
     assert cell.result_text == "(3, 3)"
 
 
 @METHODS
 def test_a_rank_that_closes_every_descriptor_is_told(kernel: Kernel, method: str) -> None:
     text = _run(
-        kernel, "if rank() == 1:\n    os.closerange(3, 4096)\n    time.sleep(0.5)\nelse:\n    time.sleep(30)", method
+        kernel, "if rank() == 1:\n    os.closerange(3, 4096)\n    time.sleep(0.5)\nelse:\n    time.sleep(600)", method
     )
     assert "rank 1" in text
 
@@ -257,18 +255,18 @@ def test_a_rank_that_leaves_processes_behind(kernel: Kernel, method: str, ending
         "return left"
     )
     lines = "\n".join("    " + line for line in body.splitlines())
-    cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r})", timeout=40)
+    cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r})")
     assert cell.ok == (ending == "returns")
     told = kernel.value("[line for line in notebook_accelerate.runs()[-1].logs() if 'LEFT' in line]")
     left = [int(pid) for line in told for pid in line.partition("LEFT ")[2].split()]
     assert len(left) == 4
-    wait_gone(left, 10)
+    wait_gone(left, 60)
 
 
 def test_a_rank_that_forks_by_itself(kernel: Kernel) -> None:
     body = "pid = os.fork()\nif pid == 0:\n    os._exit(0)\nos.waitpid(pid, 0)\nreturn 1"
     lines = "\n".join("    " + line for line in body.splitlines())
-    assert kernel.check(f"def train():\n{lines}\nlaunch(train).results", timeout=10).result_text == "(1, 1)"
+    assert kernel.check(f"def train():\n{lines}\nlaunch(train).results").result_text == "(1, 1)"
 
 
 @METHODS
@@ -278,7 +276,6 @@ def test_a_failure_while_starting_one_rank_of_two(kernel: Kernel, method: str) -
         "used = len(os.listdir('/proc/self/fd'))\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (used + 9, hard))\n"
         f"try:\n    launch(rank, num_processes=8, start_method={method!r})\n"
-        "finally:\n    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))",
-        timeout=30,
+        "finally:\n    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))"
     )
     assert "Too many open files" in said(cell)
