@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -9,6 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import leaks
+
+with contextlib.suppress(ImportError):  # groups with an environment of their own check no properties
+    from hypothesis import HealthCheck, settings
+
+    # The same examples in every run, and all the time of a busy machine for each.
+    settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 # Two ranks and a kernel share few cores: one thread each, here and in everything that is started from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
