@@ -87,9 +87,9 @@ def test_of_many_ranks_the_band_is_drawn_and_those_that_were_chosen() -> None:
 
 def test_two_hundred_thousand_points_make_a_small_picture_soon() -> None:
     store = _store(ranks=4, steps=49_000)
-    begin = time.perf_counter()
+    begin = time.thread_time()  # of the processor: machines that test are busy
     html = curves.image("loss", curves.tracks_of(store, "loss"), "")
-    assert time.perf_counter() - begin < 10
+    assert time.thread_time() - begin < 10
     assert len(html) < 60_000
 
 

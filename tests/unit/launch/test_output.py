@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from notebook_accelerate.launch.output import (
+    FLUSH_SECONDS,
     MAX_LINE_BYTES,
     Label,
     LineAssembler,
@@ -76,9 +77,9 @@ def test_a_giant_line_is_not_cut_inside_a_character() -> None:
 
 
 def test_a_giant_line_costs_linear_time() -> None:
-    begin = time.perf_counter()
+    begin = time.thread_time()  # of the processor: machines that test are busy
     _all([b"x" * 100] * 20_000)
-    assert time.perf_counter() - begin < 5.0
+    assert time.thread_time() - begin < 20.0
 
 
 def test_a_progress_bar_without_line_breaks_stays_small() -> None:
@@ -143,12 +144,14 @@ def test_every_line_has_its_label_and_streams_stay_apart_in_order() -> None:
 
 def test_flushes_are_gathered() -> None:
     publisher = _Memory()
+    begin = time.monotonic()
     for number in range(1000):
         publisher.lines("stdout", str(number), "")
         publisher.flush()
     publisher.flush(force=True)
+    most = 2 + (time.monotonic() - begin) / FLUSH_SECONDS
     assert "".join(text for _, text in publisher.sent) == "".join(f"{n}\n" for n in range(1000))
-    assert len(publisher.sent) < 50
+    assert len(publisher.sent) <= most
     publisher.lines("stdout", "x", "")
     wait = publisher.seconds_until_due()
     assert wait is not None

@@ -107,7 +107,7 @@ def test_a_failed_run_escapes_what_the_rank_said() -> None:
 
 
 def test_a_run_in_progress_can_be_looked_at() -> None:
-    run = notebook_launcher(lambda: time.sleep(30), num_processes=2, use_port=0, start_method="fork", block=False)
+    run = notebook_launcher(lambda: time.sleep(600), num_processes=2, use_port=0, start_method="fork", block=False)
     try:
         assert str(run.id) in run.report().text
         assert _Tags(run.report().html).open == []
