@@ -23,10 +23,11 @@ def read_new(descriptor: int, before: int, timeout: float) -> str:
     """
     deadline = time.monotonic() + timeout
     size, settled = before, False
-    while time.monotonic() < deadline and not settled:
+    while not settled:
         time.sleep(SETTLE_SECONDS)
+        over = time.monotonic() >= deadline  # said before the look: what has come while this process waited counts
         now = os.fstat(descriptor).st_size
-        settled, size = now == size > before, now
+        settled, size = over or now == size > before, now
     return os.pread(descriptor, size - before, before).decode(errors="replace")
 
 
