@@ -14,6 +14,7 @@ import pytest
 from notebook_accelerate.debug.desk import Desk
 from notebook_accelerate.debug.outside import Look, Outside
 from notebook_accelerate.debug.protocol import DoneReply, PauseRequest
+from notebook_accelerate.launch import stopwatch
 from notebook_accelerate.launch.questions import Board, Question
 from notebook_accelerate.launch.stopwatch import Stopwatch
 from notebook_accelerate.telemetry import Channel, InputReply, InputRequest
@@ -31,7 +32,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def _reply_soon(desk: Desk, rank_end: Channel) -> threading.Thread:
     def work() -> None:
-        [(_, request)] = rank_end.receive(5.0)
+        [(_, request)] = rank_end.receive(60.0)
         desk.deliver(3, DoneReply(request.number, "done"))  # type: ignore[attr-defined]
 
     thread = threading.Thread(target=work)
@@ -43,7 +44,7 @@ def test_a_reply_finds_who_asked(ends: tuple[Channel, Channel]) -> None:
     desk = Desk()
     desk.open(3, ends[0], Look)
     thread = _reply_soon(desk, ends[1])
-    assert desk.ask([3], PauseRequest, 5.0)[3].text == "done"  # type: ignore[attr-defined]
+    assert desk.ask([3], PauseRequest, 60.0)[3].text == "done"  # type: ignore[attr-defined]
     thread.join()
     assert desk.open_ranks() == [3]
 
@@ -173,50 +174,65 @@ def test_a_waiting_taker_hears_of_the_end(ends: tuple[Channel, Channel]) -> None
     assert board.take(1.0) is not None
 
 
-def test_the_stopwatch_stands_while_anybody_waits() -> None:
+class _Clock:
+    """Stands in the place of the module `time`: it goes on when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    """Return the clock that stopwatches look at."""
+    made = _Clock()
+    monkeypatch.setattr(stopwatch, "time", made)
+    return made
+
+
+def test_the_stopwatch_stands_while_anybody_waits(clock: _Clock) -> None:
     watch = Stopwatch()
-    begin = watch.now()
     watch.pause(0)
     watch.pause(("paused", 1))
     watch.pause(0)
     assert watch.standing
-    stood = watch.now()
-    time.sleep(0.1)
-    assert watch.now() == stood
+    clock.now += 7
+    assert watch.now() == 1000
     watch.resume(0)
     assert watch.standing
+    clock.now += 1
     watch.resume(("paused", 1))
     watch.resume(("paused", 1))
     assert not watch.standing
-    assert 0 <= watch.now() - begin < 0.08
-    assert time.time() - watch.now() >= 0.1
-    assert abs(watch.at(begin - 5) - (begin - 5)) < 0.001
-    later = time.time() + 5
-    assert abs(later - watch.at(later) - (time.time() - watch.now())) < 0.05
+    assert watch.now() == 1000
+    assert watch.at(995.0) == 995
+    clock.now += 2
+    assert watch.now() == 1002
+    assert watch.at(clock.now + 5) == 1007
 
 
-def test_waits_that_overlap_stand_from_the_first_to_the_last() -> None:
+def test_waits_that_overlap_stand_from_the_first_to_the_last(clock: _Clock) -> None:
     watch = Stopwatch()
-    begin = watch.now()
     watch.pause(0)
-    time.sleep(0.5)
+    clock.now += 5
     watch.pause(1)
     watch.resume(0)
-    stood = watch.now()
+    clock.now += 3
+    assert watch.now() == 1000
     watch.resume(1)
-    assert stood - begin < 0.4
-    assert watch.now() - begin < 0.4
+    clock.now += 1
+    assert watch.now() == 1001
 
 
-def test_the_stopwatch_knows_what_it_showed_at_an_earlier_moment() -> None:
+def test_the_stopwatch_knows_what_it_showed_at_an_earlier_moment(clock: _Clock) -> None:
     watch = Stopwatch()
-    before = time.time()
-    time.sleep(0.05)
+    clock.now += 5
     watch.pause(0)
-    time.sleep(0.1)
-    during = time.time()
-    assert watch.at(before) == before
-    assert watch.at(during) == pytest.approx(watch.now(), abs=0.001)
+    clock.now += 10
+    assert watch.at(1000.0) == 1000
+    assert watch.at(1012.0) == watch.now() == 1005
     watch.resume(0)
-    assert watch.at(before) == before
-    assert during - watch.at(during) == pytest.approx(0.1, abs=0.05)
+    clock.now += 10
+    assert [watch.at(moment) for moment in (1000.0, 1012.0, 1015.0, 1016.0)] == [1000, 1005, 1005, 1006]
