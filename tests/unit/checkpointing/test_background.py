@@ -90,7 +90,7 @@ def test_an_optimizer_waits_for_its_copy(tmp_path: Path, monkeypatch: pytest.Mon
     training.epoch()
     state = [value.clone() for value in training.optimizer.state[training.raw.first.weight].values()]
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     threading.Timer(0.3, gate.open).start()
     training.epoch(stop=1)
     assert gate.opened.is_set()
