@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from tests.support.kernel import Cell, Kernel
-from tests.support.launching import alive, rank_pids, ready_kernel, said, wait_gone
+from tests.support.launching import alive, patient, rank_pids, ready_kernel, said, wait_gone
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
@@ -99,19 +97,6 @@ def test_a_second_stop_kills_at_once(kernel: Kernel, method: str) -> None:
         kernel.interrupt()
         kernel.finish(cell, timeout=SOON)
     assert "KeyboardInterrupt" in said(cell)
-
-
-@contextmanager
-def patient(kernel: Kernel) -> Iterator[None]:
-    """Give the ranks that the stop button stops more than the five seconds which a busy machine may take from them."""
-    kernel.check(
-        "begin = sys.modules['notebook_accelerate.launch.start']\n"
-        "usual, begin.DEFAULT_GRACE = begin.DEFAULT_GRACE, 600.0"
-    )
-    try:
-        yield
-    finally:
-        kernel.check("begin.DEFAULT_GRACE = usual")
 
 
 def test_interrupts_at_any_time_leave_a_working_kernel(kernel: Kernel) -> None:

@@ -54,7 +54,7 @@ def test_the_panel_is_a_widget_with_its_static_form_below(shown: Cell) -> None:
 
 def test_the_static_form_follows_what_is_entered(kernel: Kernel, shown: Cell) -> None:
     kernel.check("panel.launch_form.input('max_restarts').value = '3'")
-    kernel.wait_for(lambda: "max_restarts=3" in _static(kernel, shown), 10, "the static form to follow")
+    kernel.wait_for(lambda: "max_restarts=3" in _static(kernel, shown), what="the static form to follow")
     kernel.check("panel.launch_form.input('max_restarts').value = '0'")
 
 
@@ -69,11 +69,11 @@ def _static(kernel: Kernel, shown: Cell) -> str:
 def test_a_click_launches_and_the_ranks_speak_under_the_panels_cell(kernel: Kernel, shown: Cell) -> None:
     click = kernel.check("panel._go.click()")
     kernel.check("panel.runs[-1].wait()")
-    kernel.wait_for(lambda: "[rank 1] training 21" in shown.stdout, 20, "the ranks' output under the panel")
-    assert "[rank 0] training 21" in shown.stdout
+    kernel.wait_for(lambda: "[rank 1] training 21" in shown.stdout, what="the ranks' output under the panel")
+    kernel.wait_for(lambda: "[rank 0] training 21" in shown.stdout, what="the ranks' output under the panel")
     assert "training" not in click.stdout
     assert kernel.value("panel.runs[-1].results") == [42, 42]
-    assert "succeeded" in kernel.value("panel._run_note.value")
+    kernel.wait_for(lambda: "succeeded" in kernel.value("panel._run_note.value"), what="the panel to say so")
 
 
 def test_a_click_on_what_cannot_run_throws_nothing_into_the_cell(kernel: Kernel, shown: Cell) -> None:

@@ -19,36 +19,41 @@ FUNCTIONS = """
 import datetime
 from notebook_accelerate import Accelerator
 from notebook_accelerate.utils import InitProcessGroupKwargs
+import notebook_accelerate.launch.inspection as inspection
 import notebook_accelerate.launch.stall as stall
+
+inspection.STOP_SECONDS = 60  # ranks may be slow to come to their debuggers where the machine is busy
 
 def go(function, *args, **options):
     return launch(function, *args, block=False, **options)
 
-def until(condition, seconds=15):
+def until(condition, seconds=100):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
 
-def waits(run, rank=0):
-    return any(place.rank == rank and place.waiting for place in run.diagnose().places)
-
 def limited(seconds):
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=seconds))])
+
+def lasting():
+    # Wait until the agent has put the group's own time limit far away: the kernel keeps the one that was asked for.
+    backend = dist.distributed_c10d.GroupMember.WORLD._get_backend(torch.device("cpu"))
+    until(lambda: backend.options._timeout > datetime.timedelta(days=1))
 
 def skips():
     accelerator = Accelerator()
     total = torch.ones(128)
     for step in range(5):
         if step == 3 and accelerator.process_index == 1:
-            time.sleep(60)
+            time.sleep(600)
         dist.all_reduce(total)
 
 def guarded():
     accelerator = Accelerator()
     if accelerator.is_main_process:
         accelerator.reduce(torch.ones(2))
-    time.sleep(60)
+    time.sleep(600)
 
 def unlike_shapes():
     group()
@@ -66,7 +71,7 @@ class Slow(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if rank() == 1 and index >= 4:
-            time.sleep(60)
+            time.sleep(600)
         return torch.ones(2)
 
 def waits_for_data():
@@ -92,8 +97,8 @@ def stopped(seconds, library="state"):
     else:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     value = 40 + rank()
+    lasting()
     dist.barrier()
-    time.sleep(0.3)
     if rank() == 1:
         breakpoint()
         value += 1
@@ -108,6 +113,7 @@ def both_stop():
 def plain_loop():
     numbers = [1, 2, 3]
     step, limit = 0, 2
+    print("looping", flush=True)
     while True:
         step += 1
         time.sleep(0.005)
@@ -134,6 +140,7 @@ def deep(secret):
 def fails():
     accelerator = Accelerator()
     secret = accelerator.process_index * 7
+    accelerator.wait_for_everyone()
     if accelerator.process_index == 1:
         deep(secret)
     accelerator.wait_for_everyone()
@@ -149,7 +156,7 @@ def line_of(text: str) -> int:
 @pytest.fixture(scope="module", autouse=True)
 def _functions(kernel: Kernel) -> None:
     kernel.check(FUNCTIONS)
-    kernel.check("import torch._dynamo", timeout=60)  # what an optimizer's first step imports
+    kernel.check("import torch._dynamo")  # what an optimizer's first step imports
 
 
 @pytest.fixture(autouse=True)
@@ -161,27 +168,37 @@ def _nothing_left(kernel: Kernel, answers: Answers) -> Iterator[None]:
     assert children(kernel) == []
 
 
-def diagnosed(kernel: Kernel, function: str, ready: str = "waits(run)") -> tuple[str, str]:
-    """Launch, wait until `ready`, diagnose; return the verdict and the whole text."""
-    kernel.check(f"run = go({function}); until(lambda: {ready})")
-    verdict, text, seconds = kernel.value(
-        "(begin := time.monotonic(), seen := run.diagnose(), [seen.verdict, repr(seen), time.monotonic() - begin])[-1]"
-    )
-    print(f"\ndiagnosed in {seconds:.1f} s")  # the goal is 2; machines that test are busy
-    assert seconds < 20
-    return verdict, text
+def diagnosed(kernel: Kernel, function: str, verdict: str) -> str:
+    """Launch, and diagnose until the ranks have come to where the verdict is this pattern; return the whole text."""
+    kernel.check(f"run = go({function})")
+    deadline = time.monotonic() + 100
+    while True:
+        found, text, seconds = kernel.value(
+            "(begin := time.monotonic(), seen := run.diagnose(),"
+            " [seen.verdict, repr(seen), time.monotonic() - begin])[-1]"
+        )
+        if re.fullmatch(verdict, found):
+            print(f"\ndiagnosed in {seconds:.1f} s")  # the goal is 2; machines that test are busy
+            return str(text)
+        assert time.monotonic() < deadline, found
+
+
+def goes_on(kernel: Kernel, function: str) -> None:
+    """Launch a function that prints "looping" and then goes on for ever, and wait until both ranks do."""
+    cell = kernel.check(f"run = go({function})")
+    kernel.wait_for(lambda: cell.stdout.count("looping") == 2)
 
 
 # ---- why is it stuck?
 
 
 def test_a_rank_that_skips_an_all_reduce(kernel: Kernel) -> None:
-    verdict, text = diagnosed(kernel, "skips")
-    assert re.fullmatch(
+    text = diagnosed(
+        kernel,
+        "skips",
         r"rank 1 never reached all_reduce #4 \(f32 \[128\]\); "
-        rf"it is at Cell In\[\d+\], line {line_of('def skips') + 5}: time\.sleep\(60\); rank 0 has waited \d+\.\d s",
-        verdict,
-    ), verdict
+        rf"it is at Cell In\[\d+\], line {line_of('def skips') + 5}: time\.sleep\(600\); rank 0 has waited [\d.]+ s",
+    )
     waiting, absent = text.splitlines()[1:]
     assert re.fullmatch(
         rf"rank 0: Cell In\[\d+\], line {line_of('def skips') + 6}, in skips: dist\.all_reduce\(total\); "
@@ -189,14 +206,16 @@ def test_a_rank_that_skips_an_all_reduce(kernel: Kernel) -> None:
         waiting,
     )
     assert absent.startswith("rank 1: Cell In[")
-    assert kernel.value("[list(group) for group in run.diagnose().groups]") == [[0], [1]]
+    assert kernel.value("[list(group) for group in seen.groups]") == [[0], [1]]
 
 
 def test_a_collective_under_a_condition_that_names_ranks(kernel: Kernel) -> None:
-    verdict, _ = diagnosed(kernel, "guarded")
-    assert re.match(r"rank 1 never reached all_\w+ #1 \(", verdict)  # of the headers, or of the values
-    assert verdict.endswith(
-        "The call stands under 'if accelerator.is_main_process:': every rank must make it, so move it out of that block"
+    diagnosed(
+        kernel,
+        "guarded",
+        r"rank 1 never reached all_\w+ #1 \(.*"  # of the headers, or of the values
+        r"The call stands under 'if accelerator\.is_main_process:': "
+        r"every rank must make it, so move it out of that block",
     )
     warning, *others = kernel.value("(run.diagnose(), run.warnings)[1]")
     assert others == []
@@ -211,7 +230,7 @@ def test_a_standstill_under_a_condition_that_names_ranks_is_among_the_warnings(k
     kernel.check("stall.STALL_SECONDS, before = 2.5, stall.STALL_SECONDS")
     cell = kernel.check("run = go(guarded)")
     try:
-        kernel.wait_for(lambda: "stands still" in cell.stderr, timeout=30)
+        kernel.wait_for(lambda: "stands still" in cell.stderr)
         [warning] = kernel.value("run.warnings")
     finally:
         kernel.check("stall.STALL_SECONDS = before")
@@ -226,10 +245,13 @@ def test_different_shapes(kernel: Kernel) -> None:
 
 
 def test_a_different_order(kernel: Kernel) -> None:
-    verdict, text = diagnosed(kernel, "unlike_order", "waits(run) and waits(run, 1)")
-    assert verdict == (
-        "the ranks disagree at collective #1: "
-        "rank 0 called all_reduce #1 (f32 [4]), rank 1 called broadcast #1 (f32 [4])"
+    text = diagnosed(
+        kernel,
+        "unlike_order",
+        re.escape(
+            "the ranks disagree at collective #1: "
+            "rank 0 called all_reduce #1 (f32 [4]), rank 1 called broadcast #1 (f32 [4])"
+        ),
     )
     assert text.count("waits in") == 2
 
@@ -261,20 +283,25 @@ def test_what_ranks_passed_is_told_with_their_lines_in_the_cell(kernel: Kernel, 
 
 
 def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> None:
-    verdict, text = diagnosed(kernel, "in_native_code")
-    assert verdict.startswith("rank 1 never reached all_reduce #1 (f32 [4]); it is at Cell In[")
-    assert "create_string_buffer(1), 1) (it holds the interpreter in native code" in verdict
-    assert "rank 0 has waited" in verdict
-    answers = kernel.value("{rank: repr(answer) for rank, answer in run.ask('1 + 1', timeout=1.5).items()}")
-    assert answers["0"] == "2"
-    assert "holds the interpreter in native code" in answers["1"]
+    text = diagnosed(
+        kernel,
+        "in_native_code",
+        r"rank 1 never reached all_reduce #1 \(f32 \[4\]\); it is at Cell In\[.*"
+        r"create_string_buffer\(1\), 1\) \(it holds the interpreter in native code.*rank 0 has waited.*",
+    )
+    assert kernel.value("run.ask('1 + 1', ranks=[0], timeout=60)") == {"0": 2}
+    silent = kernel.value("repr(run.ask('1 + 1', ranks=[1], timeout=1.5)[1])")
+    assert "holds the interpreter in native code" in silent
     assert text.count("rank 1") == 2
 
 
 def test_a_rank_that_waits_for_its_data_loader(kernel: Kernel) -> None:
-    verdict, _ = diagnosed(kernel, "waits_for_data", "waits(run) and any(p.last for p in run.diagnose().places)")
-    assert verdict.startswith("rank 1 never reached all_reduce #3 (f32 [2, 2]); it is at Cell In["), verdict
-    assert "for batch in torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1):" in verdict
+    line = "for batch in torch.utils.data.DataLoader(Slow(), batch_size=2, num_workers=1):"
+    diagnosed(
+        kernel,
+        "waits_for_data",
+        rf"rank 1 never reached all_reduce #3 \(f32 \[2, 2\]\); it is at Cell In\[.*{re.escape(line)}.*",
+    )
 
 
 def test_a_rank_that_returned_early(kernel: Kernel) -> None:
@@ -283,27 +310,30 @@ def test_a_rank_that_returned_early(kernel: Kernel) -> None:
 
 
 def test_a_standstill_is_diagnosed_by_itself_once(kernel: Kernel) -> None:
-    kernel.check("stall.STALL_SECONDS, before = 2.5, stall.STALL_SECONDS")
-    assert kernel.value("before") == 10
-    cell = kernel.check("run = go(skips)")
-    kernel.wait_for(lambda: "stands still" in cell.stderr, timeout=15)
-    kernel.pump(2.5)
+    kernel.check("stall.STALL_SECONDS, before = 1000, stall.STALL_SECONDS")
+    try:
+        assert kernel.value("before") == 10
+        cell = kernel.check("run = go(skips); until(lambda: '#4' in run.diagnose().verdict)")
+        kernel.check("stall.STALL_SECONDS = 2.5")
+        kernel.wait_for(lambda: "stands still" in cell.stderr)
+        kernel.pump(2.5)
+    finally:
+        kernel.check("stall.STALL_SECONDS = before")
     assert cell.stderr.count("stands still: rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[") == 1
-    assert kernel.value("(stall.__dict__.update(STALL_SECONDS=before), len(run.diagnoses), run.status)[1:]") == [
-        1,
-        "running",
-    ]
+    assert kernel.value("[len(run.diagnoses), run.status]") == [1, "running"]
 
 
 def test_a_hang_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel) -> None:
-    text = said(kernel.run("launch(skips, hang_timeout=3.0)", timeout=30))
-    assert "no rank gave a sign of life for 3 s (hang_timeout); rank 1 never reached all_reduce #4" in text
+    text = said(kernel.run("launch(skips, hang_timeout=8.0)"))
+    assert "no rank gave a sign of life for 8 s (hang_timeout); rank 1 never reached all_reduce #4" in text
 
 
 def test_the_process_groups_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel) -> None:
-    kernel.check("def late():\n    limited(3.0)\n    if rank() == 1:\n        time.sleep(60)\n    dist.barrier()")
-    text = said(kernel.run("launch(late)", timeout=30))
-    assert "a collective reached the process group's timeout of 3 s; rank 1 never reached barrier #1" in text
+    kernel.check(
+        "def late():\n    limited(8.0)\n    lasting()\n    if rank() == 1:\n        time.sleep(600)\n    dist.barrier()"
+    )
+    text = said(kernel.run("launch(late)"))
+    assert "a collective reached the process group's timeout of 8 s; rank 1 never reached barrier #1" in text
 
 
 # ---- stopping at breakpoints
@@ -314,13 +344,13 @@ def test_a_breakpoint_for_longer_than_the_groups_timeout(kernel: Kernel, answers
     def slow_user(prompt: str) -> str:
         answers.asked.append(prompt)
         if len(answers.asked) == 1:
-            time.sleep(4.0)
+            time.sleep(10.0)
         return answers.waiting.pop(0)
 
     answers.waiting[:] = ["p value", "n", "p value", "c"]
     kernel.answer, before = slow_user, kernel.answer
     try:
-        cell = kernel.check(f"run = launch(stopped, 2.0, {library!r})", timeout=30)
+        cell = kernel.check(f"run = launch(stopped, 8.0, {library!r})")
     finally:
         kernel.answer = before
     assert kernel.value("run.results") == [40, 42]
@@ -333,48 +363,48 @@ def test_a_breakpoint_for_longer_than_the_groups_timeout(kernel: Kernel, answers
 
 def test_the_same_wait_without_a_breakpoint_does_time_out(kernel: Kernel) -> None:
     kernel.check(
-        "def apart():\n    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=2))\n"
-        "    time.sleep(0.3)\n    if rank() == 1:\n        time.sleep(60)\n    dist.barrier()"
+        "def apart():\n    dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=8))\n"
+        "    lasting()\n    if rank() == 1:\n        time.sleep(600)\n    dist.barrier()"
     )
-    assert "process group's timeout of 2 s" in said(kernel.run("launch(apart)", timeout=30))
+    assert "process group's timeout of 8 s" in said(kernel.run("launch(apart)"))
 
 
 def test_quitting_releases_every_rank(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["q"]
-    cell = kernel.run("run = launch(stopped, 30.0)", timeout=15)
+    cell = kernel.run("run = launch(stopped, 30.0)")
     assert "the debugger of rank 1 was quit" in said(cell)
     assert kernel.value("[info.state for info in notebook_accelerate.runs()[-1].ranks]") == ["stopped", "stopped"]
 
 
 def test_debugging_a_run_in_the_background(kernel: Kernel, answers: Answers) -> None:
     cell = kernel.check("run = go(stopped, 30.0)")
-    kernel.wait_for(lambda: "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it" in cell.stderr, timeout=15)
+    kernel.wait_for(lambda: "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it" in cell.stderr)
     answers.waiting[:] = ["p value", "w", "c"]
-    cell = kernel.check("run.debug(); run.wait(10)")
+    cell = kernel.check("run.debug(); run.wait(100)")
     assert "[rank 1] 41" in cell.plain
     assert "worker.py" not in cell.plain
     assert kernel.value("run.results") == [40, 42]
 
 
 def test_breaking_into_a_rank_that_runs(kernel: Kernel, answers: Answers) -> None:
-    kernel.check("run = go(plain_loop); until(lambda: run.status == 'running'); time.sleep(0.3)")
+    goes_on(kernel, "plain_loop")
     answers.waiting[:] = ["p numbers", "n", "c"]
     cell = kernel.check("run.debug(rank=1)")
     assert "[rank 1] [1, 2, 3]" in cell.plain
     assert re.search(r"> Cell In\[\d+\]\(\d+\)plain_loop\(\)", cell.plain)
-    first, second = kernel.value("[run.ask('step')[1], (time.sleep(0.2), run.ask('step'))[1][1]]")
-    assert second > first
+    first = kernel.value("run.ask('step', timeout=60)[1]")
+    kernel.check(f"until(lambda: run.ask('step', timeout=60)[1] > {first})")
     answers.waiting[:] = ["p step > 0", "c"]
-    cell = kernel.check("run.pause(); run.debug(rank=0); run.resume()")
+    cell = kernel.check("run.pause(timeout=60); run.debug(rank=0); run.resume(timeout=60)")
     assert "[rank 0] True" in cell.plain
 
 
 def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
     kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
-    cell = kernel.check("run.cast('p loss')")
+    cell = kernel.check("run.cast('p loss', timeout=60)")
     assert without_colours(cell.result_text or "") == "rank 0 │ 0.5\nrank 1 │ 1.5"
-    assert kernel.value("dict(run.cast('p loss', ranks=[1]))") == {"1": "1.5\n"}
-    assert kernel.value("(run.cast('c'), run.wait(10), run.results)[-1]") == [0.5, 1.5]
+    assert kernel.value("dict(run.cast('p loss', ranks=[1], timeout=60))") == {"1": "1.5\n"}
+    assert kernel.value("(run.cast('c', timeout=60), run.wait(100), run.results)[-1]") == [0.5, 1.5]
     assert "are not all stopped at a breakpoint; stopped are []" in said(kernel.run("run.cast('p loss', ranks=[0])"))
 
 
@@ -387,11 +417,11 @@ def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> N
     kernel.check("run = notebook_accelerate.runs()[-1]")
     assert kernel.value("[run.status, [info.state for info in run.ranks]]") == ["failed", ["running", "failed"]]
     answers.waiting[:] = ["p inner", "u", "p secret", "d", "p secret * 10", "q"]
-    stacks = kernel.value("{rank: [frame.function for frame in frames] for rank, frames in run.stacks().items()}")
-    assert stacks["1"] == ["fails", "deep"]
-    assert "fails" in stacks["0"]
-    assert kernel.value("[run.ask('secret', ranks=[0])[0], run.ask('inner', ranks=[1])[1]]") == [0, 14]
-    assert kernel.value("run.ask('accelerator.process_index', ranks=[1], frame='fails')[1]") == 1
+    names = "{rank: [frame.function for frame in frames] for rank, frames in run.stacks().items()}"
+    kernel.check(f"until(lambda: (seen := {names})[1] == ['fails', 'deep'] and 'fails' in seen[0])")
+    asked = "[run.ask('secret', ranks=[0], timeout=60)[0], run.ask('inner', ranks=[1], timeout=60)[1]]"
+    assert kernel.value(asked) == [0, 14]
+    assert kernel.value("run.ask('accelerator.process_index', ranks=[1], frame='fails', timeout=60)[1]") == 1
     shown = kernel.check("run.debug()").plain
     assert [line for line in shown.splitlines() if re.fullmatch(r"\[rank 1\] \d+", line)] == [
         "[rank 1] 14",
@@ -414,65 +444,66 @@ def test_the_next_launch_lets_failed_ranks_go(kernel: Kernel) -> None:
 
 
 def test_asking_while_training_is_answered_between_steps(kernel: Kernel) -> None:
-    kernel.check("run = go(training); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)", timeout=40)
+    kernel.check("run = go(training); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)")
     for _ in range(3):
-        at = kernel.value("run.ask('[step, int(optimizer._steps)]')")
+        at = kernel.value("run.ask('[step, int(optimizer._steps)]', timeout=60)")
         # The boundary is the end of optimizer.step(): the loop has not counted that step yet.
         assert all(done == step + 1 for step, done in at.values()), at
-    kinds = kernel.value("[type(v).__name__ for v in run.ask('model.module.weight.norm().detach()').values()]")
+    kernel.check("def ask(expression):\n    return run.ask(expression, timeout=60)")
+    kinds = kernel.value("[type(v).__name__ for v in ask('model.module.weight.norm().detach()').values()]")
     assert kinds == ["Tensor", "Tensor"]
-    assert kernel.value("run.ask('sum(p.numel() for p in model.parameters() if p.requires_grad)')") == {"0": 5, "1": 5}
-    assert kernel.value("[run.complete('model.module.wei'), run.complete('optimizer.zero', rank=1)]") == [
-        ["model.module.weight"],
-        ["optimizer.zero_grad"],
-    ]
-    said_by = kernel.value("{rank: str(answer) for rank, answer in run.ask('nothing').items()}")
+    assert kernel.value("ask('sum(p.numel() for p in model.parameters() if p.requires_grad)')") == {"0": 5, "1": 5}
+    assert kernel.value("run.complete('model.module.wei', timeout=60)") == ["model.module.weight"]
+    assert kernel.value("run.complete('optimizer.zero', rank=1, timeout=60)") == ["optimizer.zero_grad"]
+    said_by = kernel.value("{rank: str(answer) for rank, answer in ask('nothing').items()}")
     assert said_by["1"] == "rank 1: NameError: name 'nothing' is not defined"
     assert "is not an expression" in said(kernel.run("run.ask('x =')"))
     assert kernel.value("run.status") == "running"
 
 
 def test_asking_without_step_boundaries(kernel: Kernel) -> None:
-    kernel.check("run = go(plain_loop); until(lambda: run.status == 'running'); time.sleep(0.3)")
-    assert kernel.value("run.ask('[n for n in numbers if n > limit]')") == {"0": [3], "1": [3]}
+    goes_on(kernel, "plain_loop")
+    assert kernel.value("run.ask('[n for n in numbers if n > limit]', timeout=60)") == {"0": [3], "1": [3]}
 
 
 def test_asking_a_rank_that_waits_in_a_collective(kernel: Kernel) -> None:
-    kernel.check("run = go(skips); until(lambda: waits(run))")
-    assert kernel.value("run.ask('step')") == {"0": 3, "1": 3}
+    kernel.check("run = go(skips); until(lambda: '#4' in run.diagnose().verdict)")
+    kernel.check("until(lambda: run.ask('step', timeout=60) == {0: 3, 1: 3})")
 
 
 def test_pausing_holds_all_ranks_and_the_time_limits(kernel: Kernel) -> None:
     kernel.check(
-        "run = go(training, hang_timeout=2.0); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)",
-        timeout=40,
+        "run = go(training, hang_timeout=8.0); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)"
     )
-    assert kernel.value("run.pause()") == {"0": "paused", "1": "paused"}
-    first = kernel.value("run.ask('step')")
-    kernel.pump(4.0)
-    assert kernel.value("run.ask('step')") == first
-    assert "paused at line" in kernel.value("run.diagnose().text")
-    assert kernel.value("[run.resume(), run.status]") == [{"0": "resumed", "1": "resumed"}, "running"]
-    later = kernel.value("(time.sleep(0.5), run.ask('step'))[1]")
-    assert all(later[rank] > first[rank] for rank in first)
+    assert kernel.value("run.pause(timeout=60)") == {"0": "paused", "1": "paused"}
+    first = kernel.value("run.ask('step', timeout=60)")
+    kernel.pump(10.0)
+    assert kernel.value("run.ask('step', timeout=60)") == first
+    kernel.check("until(lambda: 'paused at line' in run.diagnose().text)")
+    assert kernel.value("[run.resume(timeout=60), run.status]") == [{"0": "resumed", "1": "resumed"}, "running"]
+    kernel.check(
+        "first = run.ask('step', timeout=60)\n"
+        "until(lambda: all(step > first[rank] for rank, step in run.ask('step', timeout=60).items()))"
+    )
 
 
 def test_equal_stacks_are_folded(kernel: Kernel) -> None:
     kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
+    kernel.check("until(lambda: repr(run.stacks()).startswith('ranks 0, 1:\\n  Cell In['))")
     cell = kernel.check("run.stacks()")
     assert cell.result_text is not None
-    assert cell.result_text.startswith("ranks 0, 1:\n  Cell In[")
     assert "in both_stop" in cell.result_text
 
 
 def test_attaching_an_editor(kernel: Kernel) -> None:
     if importlib.util.find_spec("debugpy") is None:
         pytest.skip("debugpy is not installed")
-    kernel.check("run = go(plain_loop); until(lambda: run.status == 'running')")
-    cell = kernel.check("address = run.attach(1)", timeout=40)
+    goes_on(kernel, "plain_loop")
+    cell = kernel.check("address = run.attach(1, timeout=100)")
     assert re.search(r"debugpy of rank 1 listens on 127\.0\.0\.1:\d+", cell.stdout)
     kernel.check(
-        "import socket\nhost, _, port = address.rpartition(':')\nsocket.create_connection((host, int(port)), 5).close()"
+        "import socket\nhost, _, port = address.rpartition(':')\n"
+        "socket.create_connection((host, int(port)), 60).close()"
     )
 
 
@@ -496,12 +527,15 @@ def test_the_usual_mistakes_are_named_once(kernel: Kernel) -> None:
         "        optimizer.step()\n"
         "        optimizer.zero_grad()\n"
     )
-    cell = kernel.check("run = launch(mistaken)", timeout=40)
+    cell = kernel.check("run = launch(mistaken)")
     warnings = kernel.value("run.warnings")
     assert len(warnings) == 3
-    assert "SGD steps parameters of a prepared model but was not prepared itself" in warnings[0]
-    assert "every rank trains on the same data" in warnings[1]
-    assert warnings[2].startswith("the loss of rank 1 became nan at backward #5, before any other rank's")
+    for expected in (
+        "SGD steps parameters of a prepared model but was not prepared itself",
+        "every rank trains on the same data",
+        "the loss of rank 1 became nan at backward #5, before any other rank's",
+    ):
+        assert [expected in warning for warning in warnings].count(True) == 1, warnings
     assert cell.stderr.count("⚠") == 3
 
 
@@ -529,7 +563,7 @@ def test_a_gradient_that_is_nan_on_one_rank_only(kernel: Kernel) -> None:
         "        optimizer.step()\n"
         "        optimizer.zero_grad()\n"
     )
-    kernel.check("run = launch(one_sided)", timeout=60)
+    kernel.check("run = launch(one_sided)")
     [warning] = kernel.value("run.warnings")
     assert warning.startswith(
         "the gradients (before they are averaged) of rank 1 became nan at backward #4, before any other rank's; "
@@ -548,7 +582,6 @@ def test_a_model_that_no_prepare_makes_equal(kernel: Kernel, seeded: str, said: 
         "    accelerator.wait_for_everyone()\n"
         "    return [float(module.weight.sum()) for module in (accelerator.unwrap_model(student), teacher)]\n"
         "run = launch(teaching)",
-        timeout=60,
     )
     first, second = kernel.value("run.results")
     assert first[0] == second[0]
@@ -570,7 +603,6 @@ def test_ranks_that_train_apart(kernel: Kernel) -> None:
         "    optimizer.step()\n"
         "    accelerator.wait_for_everyone()\n"
         "run = launch(apart)",
-        timeout=60,
     )
     [warning] = kernel.value("run.warnings")
     assert warning.startswith(
@@ -587,7 +619,7 @@ def test_a_rank_that_falls_far_behind(kernel: Kernel) -> None:
         "        time.sleep(0.5 if rank() == 1 else 0.01)\n"
     )
     cell = kernel.check("run = go(uneven)")
-    kernel.wait_for(lambda: "⚠" in cell.stderr, timeout=60)
+    kernel.wait_for(lambda: "⚠" in cell.stderr)
     [warning] = kernel.value("run.warnings")
     assert re.fullmatch(
         r"rank 1 is \d+ steps behind \(at \d+ of \d+\); run\.stacks\(ranks=\[1\]\) shows what it does", warning
@@ -595,5 +627,5 @@ def test_a_rank_that_falls_far_behind(kernel: Kernel) -> None:
 
 
 def test_sound_training_brings_no_warning(kernel: Kernel) -> None:
-    kernel.check("run = go(training); until(lambda: (run.ranks[0].last_step or 0) > 200)", timeout=40)
+    kernel.check("run = go(training); until(lambda: (run.ranks[0].last_step or 0) > 200)")
     assert kernel.value("(run.stop(), run.warnings)[1]") == []

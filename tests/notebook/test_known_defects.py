@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.kernel import Kernel
-from tests.support.launching import alive, blames, children, rank_pids, ready_kernel, said
+from tests.support.kernel import Cell, Kernel
+from tests.support.launching import alive, blames, children, open_gate, patient, rank_pids, ready_kernel, said
 
 pytestmark = pytest.mark.notebook
 TRAIN = """
@@ -30,7 +30,7 @@ def fresh() -> Iterator[Kernel]:
 
 def test_defect_01_mixed_precision_reaches_the_workers(kernel: Kernel) -> None:
     kernel.check(TRAIN)
-    result = kernel.check("launch(precision, mixed_precision='bf16').results", timeout=40).result_text
+    result = kernel.check("launch(precision, mixed_precision='bf16').results").result_text
     assert result == "(('bf16', 2, 0, 'cpu'), ('bf16', 2, 1, 'cpu'))"
     assert kernel.value("launch(precision, num_processes=1, mixed_precision='bf16').results[0][0]") == "bf16"
     text = said(kernel.run("launch(precision, mixed_precision='half')"))
@@ -40,7 +40,7 @@ def test_defect_01_mixed_precision_reaches_the_workers(kernel: Kernel) -> None:
 
 def test_defect_02_without_gpus_the_ranks_form_one_world(kernel: Kernel) -> None:
     kernel.check(TRAIN)
-    cell = kernel.check("launch(precision).results", timeout=40)
+    cell = kernel.check("launch(precision).results")
     assert cell.result_text == "(('no', 2, 0, 'cpu'), ('no', 2, 1, 'cpu'))"
     assert "2 processes on cpu" in cell.stdout
     assert "CUDA" not in cell.stdout
@@ -55,17 +55,14 @@ def test_defect_04_a_one_process_run_does_not_spoil_the_next(kernel: Kernel) -> 
     kernel.check(TRAIN)
     kernel.check("one = launch(precision, num_processes=1).results")
     assert kernel.value("one[0][1]") == 1
-    assert kernel.value("[r[1] for r in launch(precision).results]", timeout=40) == [2, 2]
+    assert kernel.value("[r[1] for r in launch(precision).results]") == [2, 2]
 
 
 @pytest.mark.parametrize("value", ["1", "yes", "true", "on"])
 def test_defect_05_debug_mode_may_be_written_in_every_way(kernel: Kernel, value: str) -> None:
     kernel.check("from notebook_accelerate.state import PartialState\ndef debug(): return PartialState().debug")
-    assert kernel.value(f"launch(debug, env={{'ACCELERATE_DEBUG_MODE': {value!r}}}).results", timeout=40) == [
-        True,
-        True,
-    ]
-    assert kernel.value("launch(debug).results", timeout=40) == [False, False]
+    assert kernel.value(f"launch(debug, env={{'ACCELERATE_DEBUG_MODE': {value!r}}}).results") == [True, True]
+    assert kernel.value("launch(debug).results") == [False, False]
 
 
 def test_defect_06_the_cell_shows_the_rank_that_failed_first(kernel: Kernel) -> None:
@@ -73,51 +70,55 @@ def test_defect_06_the_cell_shows_the_rank_that_failed_first(kernel: Kernel) -> 
         "def train():\n    group()\n    if rank() == 1:\n        raise KeyError('the cause')\n"
         "    dist.all_reduce(torch.ones(1))"
     )
-    text = said(kernel.run("launch(train)", timeout=40))
+    text = said(kernel.run("launch(train)"))
     assert blames(text, 1)
     assert "KeyError: 'the cause'" in text
     assert text.rstrip().splitlines()[-1].startswith("WorkerError")
 
 
 def test_defect_07_lines_are_whole_and_labelled_and_bars_and_displays_arrive(kernel: Kernel) -> None:
-    cell = kernel.check(
+    cell = kernel.submit(
         "def talk():\n    from IPython.display import display, HTML\n"
         "    for number in range(200):\n        print('number', number, 'of', 'rank', rank())\n"
         "    display(HTML('<b>shown</b>'))\n"
         "    for step in range(5):\n        print(f'\\r{step * 25}%|###', end='', file=sys.stderr, flush=True)\n"
-        "        time.sleep(0.1)\n"
+        "    gate('drawn')\n"
         "launch(talk);"
     )
+    kernel.wait_for(lambda: all(re.search(rf"\[rank {rank}\] \d+%\|###", _drawn(cell)) for rank in (0, 1)))
+    open_gate(kernel, "drawn")
+    kernel.finish(cell).expect_ok()
     lines = [line for line in cell.stdout.splitlines() if line.startswith("[rank ")]
     assert len(lines) == 400
     assert all(re.fullmatch(r"\[rank (\d)\] number \d+ of rank \1", line) for line in lines)
     assert sum("<b>shown</b>" in data.get("text/html", "") for data in cell.displays) == 2
+
+
+def _drawn(cell: Cell) -> str:
     drawings = [o for o in cell.outputs if o["output_type"] in ("display_data", "update_display_data")]
-    drawn = "\n".join(o["data"].get("text/plain", "") for o in drawings)
-    assert re.search(r"\[rank 0\] \d+%\|###", drawn), drawn
-    assert re.search(r"\[rank 1\] \d+%\|###", drawn), drawn
+    return "\n".join(o["data"].get("text/plain", "") for o in drawings)
 
 
 def test_defect_08_stop_is_quick_and_a_keyboard_interrupt(kernel: Kernel) -> None:
     cell = kernel.submit(
         "def stuck():\n    print('in', flush=True)\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "    ctypes.PyDLL(None).sleep(100)\n"
+        "    ctypes.PyDLL(None).sleep(600)\n"
         "launch(stuck)"
     )
-    kernel.wait_for(lambda: cell.stdout.count("] in") == 2, timeout=20)
+    kernel.wait_for(lambda: cell.stdout.count("] in") == 2)
     time.sleep(0.2)
-    begin = time.monotonic()
     kernel.interrupt()
-    kernel.finish(cell, timeout=20)
-    assert time.monotonic() - begin < 15
+    kernel.finish(cell)
     assert "KeyboardInterrupt" in said(cell)
-    cell = kernel.submit(
-        "seen = []\ndef polite():\n    print('in', flush=True)\n    try:\n        time.sleep(100)\n"
-        "    except BaseException as error:\n        print('saw', type(error).__name__)\n        raise\nlaunch(polite)"
-    )
-    kernel.wait_for(lambda: cell.stdout.count("] in") == 2, timeout=20)
-    kernel.interrupt()
-    kernel.finish(cell, timeout=20)
+    with patient(kernel):
+        cell = kernel.submit(
+            "seen = []\ndef polite():\n    try:\n        print('in', flush=True)\n        time.sleep(600)\n"
+            "    except BaseException as error:\n        print('saw', type(error).__name__)\n        raise\n"
+            "launch(polite)"
+        )
+        kernel.wait_for(lambda: cell.stdout.count("] in") == 2)
+        kernel.interrupt()
+        kernel.finish(cell)
     assert cell.stdout.count("saw KeyboardInterrupt") == 2
 
 
@@ -127,7 +128,7 @@ def test_defect_09_the_kernels_handlers_are_its_own(fresh: Kernel) -> None:
     fresh.check("launch(rank)")
     assert fresh.value(look) == before
     os.kill(fresh.pid, signal.SIGTERM)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive([fresh.pid]):
         assert time.monotonic() < deadline, "the kernel survived SIGTERM"
         time.sleep(0.05)
@@ -140,14 +141,14 @@ def test_defect_10_a_warm_openmp_pool_hangs_nobody(kernel: Kernel, method: str) 
         "def work():\n    torch.set_num_threads(2)\n    z = torch.randn(1500, 1500)\n"
         "    return float((z @ z).sum()) != 0, torch.get_num_threads()"
     )
-    cell = kernel.check(f"launch(work, env={{'OMP_NUM_THREADS': '2'}}, start_method={method!r}).results", timeout=40)
+    cell = kernel.check(f"launch(work, env={{'OMP_NUM_THREADS': '2'}}, start_method={method!r}).results")
     assert cell.result_text == "((True, 2), (True, 2))"
     assert kernel.check("float((x @ x - y).abs().max()) < 1e-3, torch.get_num_threads()").result_text == "(True, 2)"
     kernel.check("torch.set_num_threads(before)")
 
 
 def test_defect_11_a_kill_says_what_it_likely_was(kernel: Kernel) -> None:
-    text = said(kernel.run("launch(lambda: os.kill(os.getpid(), 9) if rank() == 1 else time.sleep(30))", timeout=30))
+    text = said(kernel.run("launch(lambda: os.kill(os.getpid(), 9) if rank() == 1 else time.sleep(600))"))
     assert "SIGKILL" in text
     assert "out-of-memory killer" in text
     assert text.count(" GiB") >= 2
@@ -169,9 +170,9 @@ def test_defect_13_functions_of_the_notebook_start_everywhere(kernel: Kernel, me
         "class Model:\n    scale = 3\n    def __call__(self, x): return x * self.scale\n"
         "offset = 10\ndef make(n):\n    return lambda x: Model()(x) + n + offset\n"
     )
-    cell = kernel.check(f"launch(make(1), 2, start_method={method!r}).results", timeout=40)
+    cell = kernel.check(f"launch(make(1), 2, start_method={method!r}).results")
     assert cell.result_text == "(17, 17)"
-    cell = kernel.check(f"type(launch(Model, start_method={method!r}).results[0]) is Model", timeout=40)
+    cell = kernel.check(f"type(launch(Model, start_method={method!r}).results[0]) is Model")
     assert cell.result_text == "True"
     text = said(kernel.run(f"def fail():\n    value = 1\n    return value / 0\nlaunch(fail, start_method={method!r})"))
     assert re.search(r"Cell In\[\d+\], line 3, in fail\n\s+return value / 0", text), text
@@ -213,7 +214,7 @@ def test_defect_17_the_ranks_are_pinned_to_loopback(kernel: Kernel) -> None:
         "    peers = {c.raddr.ip for c in psutil.Process().net_connections('inet') if c.raddr}\n"
         "    return os.environ['GLOO_SOCKET_IFNAME'], os.environ['MASTER_ADDR'], sorted(peers)\n"
     )
-    for name, address, peers in kernel.value("launch(look).results", timeout=40):
+    for name, address, peers in kernel.value("launch(look).results"):
         assert (name, address) == ("lo", "127.0.0.1")
         assert set(peers) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -225,13 +226,11 @@ def test_defect_19_accelerators_do_not_change_each_other_or_the_kernel(kernel: K
         "    second = Accelerator(gradient_accumulation_steps=2)\n"
         "    return first.gradient_accumulation_steps, second.gradient_accumulation_steps\n"
         "launch(steps).results, launch(steps, num_processes=1).results",
-        timeout=40,
     )
     assert cell.result_text == "(((1, 2), (1, 2)), ((1, 2),))"
     cell = kernel.check(
         "[launch(lambda: Accelerator().mixed_precision, mixed_precision=p, num_processes=n).results[0]\n"
         " for p in ('no', 'bf16', 'no') for n in (1, 2)]",
-        timeout=60,
     )
     assert cell.result_text == "['no', 'no', 'bf16', 'bf16', 'no', 'no']"
     assert kernel.check("dict(os.environ) == before").result_text == "True"
@@ -240,7 +239,7 @@ def test_defect_19_accelerators_do_not_change_each_other_or_the_kernel(kernel: K
 def test_an_accelerator_built_in_the_kernel_does_not_matter(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("own = Accelerator(mixed_precision='bf16', cpu=True)")
-    assert kernel.value("launch(precision).results", timeout=40) == [["no", 2, 0, "cpu"], ["no", 2, 1, "cpu"]]
+    assert kernel.value("launch(precision).results") == [["no", 2, 0, "cpu"], ["no", 2, 1, "cpu"]]
     assert kernel.value("launch(precision, num_processes=1).results") == [["no", 1, 0, "cpu"]]
     assert kernel.value("[own.mixed_precision, own.num_processes]") == ["bf16", 1]
 
@@ -248,9 +247,7 @@ def test_an_accelerator_built_in_the_kernel_does_not_matter(kernel: Kernel) -> N
 def test_a_backward_pass_in_the_kernel_does_not_matter(kernel: Kernel) -> None:
     work = "w = torch.randn(300, 300, requires_grad=True); (w @ w).sum().backward()"
     kernel.check(work)
-    cell = kernel.check(
-        f"def train():\n    {work}\n    return float(w.grad.norm()) > 0\nlaunch(train).results", timeout=40
-    )
+    cell = kernel.check(f"def train():\n    {work}\n    return float(w.grad.norm()) > 0\nlaunch(train).results")
     assert cell.result_text == "(True, True)"
 
 
@@ -262,7 +259,6 @@ def test_a_process_group_open_in_the_kernel_does_not_matter(fresh: Kernel) -> No
     cell = fresh.check(
         "def meet():\n    group()\n    value = torch.ones(1)\n    dist.all_reduce(value)\n    return value.item()\n"
         "launch(meet).results",
-        timeout=60,
     )
     assert cell.result_text == "(2.0, 2.0)"
     assert "zygote (a process group is open in the kernel)" in cell.stdout

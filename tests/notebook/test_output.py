@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 import psutil
 import pytest
 
+from notebook_accelerate.launch.output import BURST_BYTES, BYTES_PER_SECOND
 from tests.notebook.conftest import Answers
-from tests.support.kernel import Kernel
-from tests.support.launching import said
+from tests.support.kernel import Cell, Kernel
+from tests.support.launching import open_gate, said
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
@@ -19,13 +21,13 @@ METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 @METHODS
 def test_lines_of_a_non_blocking_run_belong_to_the_cell_that_launched_it(kernel: Kernel, method: str) -> None:
     launching = kernel.check(
-        "def talk():\n    for number in range(10):\n        print('from the rank', number); time.sleep(0.3)\n"
-        f"run = launch(talk, block=False, start_method={method!r})"
+        "def talk():\n    for number in range(10):\n        print('from the rank', number)\n"
+        "        gate(f'talk {start}') if number == 4 else time.sleep(0.01)\n"
+        f"start = {method!r}\nrun = launch(talk, block=False, start_method=start)"
     )
-    assert launching.duration is not None
-    assert launching.duration < 3.0
-    other = kernel.check("print('other'); time.sleep(3.5); print('done')")
-    kernel.wait_for(lambda: launching.stdout.count("from the rank 9") == 2, timeout=10)
+    assert "from the rank 5" not in launching.stdout
+    other = kernel.check(f"print('other'); open('talk {method}', 'w').close(); run.wait(); print('done')")
+    kernel.wait_for(lambda: launching.stdout.count("from the rank 9") == 2)
     assert other.stdout == "other\ndone\n"
     lines = [line for line in launching.stdout.splitlines() if "from the rank" in line]
     assert len(lines) == 20
@@ -37,7 +39,7 @@ def test_two_runs_speak_under_their_own_cells(kernel: Kernel) -> None:
     code = "run{0} = launch(lambda: [(print('run {0}'), time.sleep(0.05)) for _ in range(5)] and None, block=False)"
     first, second = kernel.check(code.format(1)), kernel.check(code.format(2))
     kernel.check("run1.wait(), run2.wait()")
-    kernel.wait_for(lambda: first.stdout.count("run 1") >= 10 and second.stdout.count("run 2") >= 10, timeout=10)
+    kernel.wait_for(lambda: first.stdout.count("run 1") >= 10 and second.stdout.count("run 2") >= 10)
     assert "run 2\n" not in first.stdout
     assert "run 1\n" not in second.stdout
 
@@ -96,8 +98,7 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
         "    handle = display(HTML('<i>first</i>'), display_id=f'own-{rank()}')\n"
         "    handle.update(HTML('<i>second</i>'))\n"
         "    display(pd.DataFrame({'a': [rank()]}))\n"
-        f"launch(show, start_method={method!r});",
-        timeout=30,
+        f"launch(show, start_method={method!r});"
     )
     html = [data.get("text/html", "") for data in cell.displays]
     html = [text for text in html if "notebook-accelerate-report" not in text]  # the panel's own
@@ -107,16 +108,27 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
     assert cell.stdout.count("<IPython.core.display.HTML") == 0
 
 
+def _is_drawing(output: dict[str, Any]) -> bool:
+    shown = output["output_type"] in ("display_data", "update_display_data")
+    return shown and output["transient"]["display_id"].endswith("-progress")
+
+
+def _drawings(cell: Cell) -> list[str]:
+    return [output["data"]["text/plain"] for output in cell.outputs if _is_drawing(output)]
+
+
 def test_progress_bars_are_drawn_in_one_place(kernel: Kernel) -> None:
-    cell = kernel.check(
+    cell = kernel.submit(
         "def bars():\n    for step in range(30):\n        sys.stderr.write(f'\\r{step:3d}/30'); sys.stderr.flush()\n"
-        "        time.sleep(0.03)\n    sys.stderr.write('\\n')\nlaunch(bars);"
+        "        gate('bars') if step == 20 else time.sleep(0.01)\n    sys.stderr.write('\\n')\nlaunch(bars);"
     )
-    shown = [o for o in cell.outputs if o["output_type"] in ("display_data", "update_display_data")]
-    drawings = [o for o in shown if o["transient"]["display_id"].endswith("-progress")]
-    assert 2 <= len(drawings) < 15
-    assert len({o["transient"]["display_id"] for o in drawings}) == 1
-    assert any(o["data"]["text/plain"].count("/30") == 2 for o in drawings)
+    kernel.wait_for(lambda: any(text.count(" 20/30") == 2 for text in _drawings(cell)))
+    open_gate(kernel, "bars")
+    kernel.finish(cell).expect_ok()
+    drawings = _drawings(cell)
+    assert cell.duration is not None
+    assert 2 <= len(drawings) < 4 + 6 * cell.duration, "five in a second"
+    assert len({o["transient"]["display_id"] for o in cell.outputs if _is_drawing(o)}) == 1
     assert "[rank 0]  29/30" in cell.stderr
     assert cell.stderr.count("/30") == 2
 
@@ -136,7 +148,6 @@ def test_input_asks_in_the_cell(kernel: Kernel, answers: Answers, method: str) -
     cell = kernel.check(
         "def ask():\n    return input('number? ') if rank() == 1 else sys.stdin.readline()\n"
         f"launch(ask, start_method={method!r}).results",
-        timeout=20,
     )
     assert sorted(answers.asked) == ["[rank 0] ", "[rank 1] number? "]
     assert cell.result_text in ("('seven\\n', 'eight')", "('eight\\n', 'seven')")
@@ -148,7 +159,6 @@ def test_getpass_asks_in_the_cell(kernel: Kernel, answers: Answers, method: str)
     cell = kernel.check(
         "import getpass\ndef ask():\n    return getpass.getpass('key: ') if rank() == 0 else ''\n"
         f"launch(ask, start_method={method!r}).results",
-        timeout=20,
     )
     assert cell.result_text == "('secret', '')"
 
@@ -161,7 +171,6 @@ def test_a_breakpoint_prompts_in_the_cell(kernel: Kernel, answers: Answers, meth
     cell = kernel.check(
         f"def debugged():\n    secret = 41\n    if rank() == 1:\n        {call}\n    return secret\n"
         f"launch(debugged, start_method={method!r}).results",
-        timeout=20,
     )
     assert cell.result_text == "(41, 41)"
     assert len(answers.asked) == 3
@@ -173,7 +182,7 @@ def test_a_breakpoint_prompts_in_the_cell(kernel: Kernel, answers: Answers, meth
 def test_quitting_the_debugger_ends_the_rank_not_the_kernel(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["q"]
     text = said(
-        kernel.run("def debugged():\n    breakpoint()\n    return 1\nlaunch(debugged, num_processes=1, timeout=20)")
+        kernel.run("def debugged():\n    breakpoint()\n    return 1\nlaunch(debugged, num_processes=1, timeout=100)")
     )
     assert "the debugger of rank 0 was quit" in text
     assert kernel.check("1 + 1").result_text == "2"
@@ -184,7 +193,6 @@ def test_a_rank_that_dies_while_the_cell_asks(kernel: Kernel, answers: Answers) 
     cell = kernel.run(
         "def ask():\n    if rank() == 1:\n        time.sleep(0.05)\n        os._exit(5)\n"
         "    return input('? ')\nlaunch(ask)",
-        timeout=20,
     )
     assert not cell.ok, "the other rank has its answer or not: this one is dead"
     assert "rank 1 failed" in said(cell)
@@ -195,15 +203,15 @@ def test_ten_thousand_lines_from_each_of_two_ranks(kernel: Kernel) -> None:
     kernel.check(
         "def talk():\n    for number in range(10_000):\n        print(f'line {number} of a rank that talks a lot')"
     )
-    alone = kernel.value("(t := time.monotonic(), [f'line {n} of' for n in range(10_000)], time.monotonic() - t)[2]")
-    cell = kernel.check("launch(talk);", timeout=30)
-    assert cell.duration is not None
-    assert cell.duration < alone + 10.0  # 1 s on a machine that does nothing else
+    before = kernel.value("time.process_time()")
+    cell = kernel.check("launch(talk);")
+    assert kernel.value("time.process_time()") - before < 5.0
     for label in ("[rank 0] ", "[rank 1] "):
         lines = [line for line in cell.stdout.splitlines() if line.startswith(label)]
         assert lines == [f"{label}line {number} of a rank that talks a lot" for number in range(10_000)]
 
 
+@pytest.mark.timeout(400)
 def test_a_flood_of_100_megabytes_blocks_no_rank_and_does_not_grow_the_kernel(kernel: Kernel) -> None:
     kernel.check(
         "def flood():\n    line = 'x' * 99\n    for _ in range(500_000):\n        print(line)\n    return 'through'"
@@ -215,18 +223,19 @@ def test_a_flood_of_100_megabytes_blocks_no_rank_and_does_not_grow_the_kernel(ke
     while not cell.finished:
         kernel.pump(0.1)
         peak = max(peak, process.memory_info().rss)
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 300
     assert cell.expect_ok().result_text == "('through', 'through')"
     assert peak - before < 200 << 20
-    assert "characters not shown here" in cell.stderr
-    assert len(cell.stdout) < 30_000_000
+    assert cell.duration is not None
+    most = BURST_BYTES + BYTES_PER_SECOND * cell.duration
+    assert len(cell.stdout) <= most + (1 << 20)
+    withheld = sum(int(count.replace(",", "")) for count in re.findall(r"([\d,]+) characters not shown", cell.stderr))
+    assert withheld + len(cell.stdout) >= 2 * 500_000 * len("[rank 0] " + "x" * 99 + "\n")
     assert kernel.value("notebook_accelerate.runs()[-1].logs(0, tail=1)") == ["x" * 99]
 
 
 def test_a_line_of_20_megabytes(kernel: Kernel) -> None:
-    cell = kernel.check(
-        "launch(lambda: print('x' * 20_000_000), num_processes=1, start_method='fork').status", timeout=30
-    )
+    cell = kernel.check("launch(lambda: print('x' * 20_000_000), num_processes=1, start_method='fork').status")
     assert cell.result_text == "'succeeded'"
 
 

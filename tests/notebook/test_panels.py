@@ -12,6 +12,7 @@ import pytest
 from nbconvert import HTMLExporter
 
 from tests.support.kernel import Cell, Kernel, headless
+from tests.support.launching import open_gate
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 TRAIN = """
@@ -19,9 +20,9 @@ import os, time, notebook_accelerate
 from notebook_accelerate import notebook_launcher, runs, telemetry
 from notebook_accelerate.telemetry import MetricEvent
 
-def train(seconds=1.0, rate=50, fails=False):
+def train(seconds=1.0, rate=50, fails=False, until=""):
     begin, step = time.time(), 0
-    while time.time() - begin < seconds:
+    while not os.path.exists(until) if until else time.time() - begin < seconds:
         for _ in range(max(1, rate // 50)):
             telemetry.emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
             step += 1
@@ -60,7 +61,10 @@ def _filled(cell: Cell) -> list[dict[str, Any]]:
 
 def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel) -> None:
     kernel.check(TRAIN)
-    cell = kernel.check("launch(3.0)")
+    cell = kernel.submit("launch(until='seen')")
+    kernel.wait_for(lambda: "live" in _kinds(cell), what="the panel")
+    open_gate(kernel, "seen")
+    kernel.finish(cell).expect_ok()
     assert _kinds(cell)[0] == "place"
     assert set(_kinds(cell)[1:]) == {"live", "report"}
     assert _kinds(cell)[-1] == "report"
@@ -71,7 +75,13 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
     assert cell.result["text/plain"].startswith("<Run ")
     kernel.check("from notebook_accelerate.widgets.live import close_retired; close_retired(float('inf'))")
     assert kernel.value("len(__import__('ipywidgets').Widget.widgets)") == 0, "nothing is left in the kernel either"
-    assert kernel.value("[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]") == []
+    _rests(kernel)
+
+
+def _rests(kernel: Kernel) -> None:
+    """Wait until the thread of the panels has ended."""
+    names = "[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]"
+    kernel.wait_for(lambda: kernel.value(names) == [], what="the end of the thread of the panels")
 
 
 PREPARED = """
@@ -86,7 +96,7 @@ def train_sharded():
 
 def test_the_report_says_what_is_sharded_where(kernel: Kernel) -> None:
     kernel.check(TRAIN + PREPARED)
-    cell = kernel.check("notebook_launcher(train_sharded, num_processes=2, use_port=0)", timeout=120)
+    cell = kernel.check("notebook_launcher(train_sharded, num_processes=2, use_port=0)")
     text = _filled(cell)[0]["text/plain"]
     assert "fsdp2 FULL_SHARD · dp_shard 2 · 1 unit" in text
     assert "parameters       16.0 KiB  8.0 KiB    50 %" in text
@@ -99,8 +109,10 @@ def test_the_report_says_what_is_sharded_where(kernel: Kernel) -> None:
 
 def test_a_run_in_the_background_is_replaced_after_its_cell_has_ended(kernel: Kernel) -> None:
     kernel.check(TRAIN)
-    cell = kernel.check("run = launch(2.0, block=False)")
-    kernel.wait_for(lambda: "report" in _kinds(cell), 20)
+    cell = kernel.check("run = launch(until='replaced', block=False)")
+    assert _kinds(cell)[-1] == "live"
+    open_gate(kernel, "replaced")
+    kernel.wait_for(lambda: "report" in _kinds(cell))
     assert _kinds(cell)[0] == "place"
     assert set(_kinds(cell)[1:]) == {"live", "report"}
     assert _kinds(cell)[-1] == "report"
@@ -111,14 +123,14 @@ def test_a_run_in_the_background_is_replaced_after_its_cell_has_ended(kernel: Ke
 
 def test_displaying_a_live_run_elsewhere_shows_the_panel_there_too(kernel: Kernel) -> None:
     kernel.check(TRAIN)
-    kernel.check("run = launch(60, block=False)")
+    kernel.check("run = launch(600, block=False)")
     second, third = kernel.check("run"), kernel.check("run.panel()")
     assert _kinds(second) == _kinds(third) == ["live"]
     kernel.check("run.stop()")
-    kernel.wait_for(lambda: _kinds(second) == _kinds(third) == ["live", "report"], 10)
+    kernel.wait_for(lambda: _kinds(second) == _kinds(third) == ["live", "report"])
     again = kernel.check("run.panel()")
     assert _kinds(again) == ["live"], "on what the run left"
-    assert kernel.value("[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]") == []
+    _rests(kernel)
 
 
 def test_a_failed_launch_leaves_the_report_too(kernel: Kernel) -> None:
@@ -140,37 +152,36 @@ def test_without_a_panel_nothing_is_shown(kernel: Kernel) -> None:
 def test_widgets_that_are_broken_do_not_keep_a_run_from_going_on() -> None:
     with Kernel() as kernel:
         kernel.check(TRAIN + "\nimport sys; sys.modules['anywidget'] = None")
-        cell = kernel.check("launch(0.3).results is not None")
-        assert cell.result_text == "True"
-        assert "the panel cannot be shown" in cell.stderr
+        cell = kernel.submit("launch(until='tried').results is not None")
+        kernel.wait_for(lambda: "the panel cannot be shown" in cell.stderr)
+        open_gate(kernel, "tried")
+        assert kernel.finish(cell).expect_ok().result_text == "True"
 
 
 def test_the_kernel_answers_while_ten_thousand_points_a_second_come(kernel: Kernel) -> None:
     kernel.check(TRAIN)
-    idle = _answers(kernel, 20)
-    cell = kernel.check("run = launch(12, 5000, block=False)")
-    kernel.pump(3.0)
-    busy = _answers(kernel, 40)
-    count = kernel.value("len(run.store.series('loss').values)")
+    cell = kernel.check("run = launch(600, 5000, block=False)")
+    points = "len(run.store.series('loss').values)"
+    kernel.wait_for(lambda: kernel.value(points) > 10_000, what="points")
+    with Kernel() as other:  # has the same machine to itself, less what the ranks and the panel take
+        pairs = [(_answer(other), _answer(kernel)) for _ in range(40)]
+    idle, busy = ([pair[index] for pair in pairs] for index in (0, 1))
+    count = kernel.value(points)
     updates = [message for message in cell.comms if message["msg_type"] == "comm_msg"]
-    kernel.check("run.stop(grace=0)", timeout=30)
+    kernel.check("run.stop(grace=0)")
     print(
         f"\n1 + 1: idle {1000 * statistics.median(idle):.1f} ms, with 10,000 points a second "
         f"{1000 * statistics.median(busy):.1f} ms, slowest {1000 * max(busy):.1f} ms; {count:,} points kept; "
         f"{len(updates)} messages under the cell"
     )
-    assert count > 10_000
     assert statistics.median(busy) < 0.05 + 4 * statistics.median(idle)  # machines that test are busy
 
 
-def _answers(kernel: Kernel, count: int) -> list[float]:
-    seconds = []
-    for _ in range(count):
-        begin = time.perf_counter()
-        assert kernel.check("1 + 1").result_text == "2"
-        seconds.append(time.perf_counter() - begin)
-        kernel.pump(0.05)
-    return seconds
+def _answer(kernel: Kernel) -> float:
+    kernel.pump(0.05)
+    begin = time.perf_counter()
+    assert kernel.check("1 + 1").result_text == "2"
+    return time.perf_counter() - begin
 
 
 def test_when_the_kernel_ends_static_forms_take_the_place_of_live_views() -> None:
@@ -180,14 +191,14 @@ def test_when_the_kernel_ends_static_forms_take_the_place_of_live_views() -> Non
         panel, table = kernel.check("run.panel()"), kernel.check("notebook_accelerate.widgets.RunsTable()")
         assert _kinds(panel) == _kinds(table) == ["live"]
         kernel.client.shutdown()  # atexit
-        kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report", 10)
+        kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report")
 
 
 @pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
 def test_a_notebook_that_ran_headless_keeps_the_report_and_converts(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in (TRAIN, "launch(1.0);", "launch(0.3, panel=False)")]
     book = nbformat.v4.new_notebook(cells=cells)
-    headless(book, tmp_path, timeout=90).execute()
+    headless(book, tmp_path, timeout=150).execute()
     shown = [output for cell in book.cells for output in cell.outputs if "data" in output]
     shown = [output for output in shown if output["data"] != {"text/plain": ""}]
     assert [set(output["data"]) for output in shown] == [{"text/html", "text/plain"}] * 2
@@ -201,9 +212,9 @@ def test_a_killed_kernel_leaves_a_static_form_beside_every_live_view() -> None:
     with Kernel() as kernel:
         kernel.check(TRAIN)
         kernel.check("done = launch(0.2)")
-        views = ("run = launch(60, block=False)", "run.debug_panel()", "notebook_accelerate.widgets.RunsTable()")
+        views = ("run = launch(600, block=False)", "run.debug_panel()", "notebook_accelerate.widgets.RunsTable()")
         cells = [kernel.check(view) for view in (*views, "done.panel()", "notebook_accelerate.configure(train)")]
-        kernel.wait_for(lambda: "running" in cells[0].displays[1].get("text/plain", ""), 20, "the first update")
+        kernel.wait_for(lambda: "running" in cells[0].displays[1].get("text/plain", ""), what="the first update")
         kernel.kill()
         for cell in cells:
             live, left = cell.displays
@@ -217,9 +228,9 @@ def test_a_killed_kernel_leaves_a_static_form_beside_every_live_view() -> None:
 
 @pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
 def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> None:
-    sources = (TRAIN, "run = launch(60, block=False)", "time.sleep(0.5)", "run.stop()")
+    sources = (TRAIN, "run = launch(600, block=False)", "time.sleep(0.5)", "run.stop()")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    headless(book, tmp_path, timeout=90).execute()
+    headless(book, tmp_path, timeout=150).execute()
     shown = [output["data"] for output in book.cells[1].outputs if "data" in output]
     full = [data for data in shown if data != {"text/plain": ""}]
     assert [set(data) for data in full] == [{"text/html", "text/plain"}]
@@ -243,13 +254,13 @@ def test_a_cell_that_is_executed_again_lets_go_of_its_old_view(kernel: Kernel) -
 def test_a_table_of_runs_follows_those_that_are_launched_later_and_then_rests(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("table = notebook_accelerate.widgets.RunsTable()\ntable")
-    threads = "[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]"
     row = "next((row for row in table.rows if row[0] == str(runs()[-1].id)), None)"
-    assert kernel.value(threads) == [], "nothing goes on"
-    cell = kernel.check("launch(2.0, block=False, panel=False)")
-    kernel.wait_for(lambda: kernel.value(f"{row} is not None and 'Running' in table._table.value"), 20, "the new run")
+    _rests(kernel)  # nothing goes on
+    cell = kernel.check("launch(until='followed', block=False, panel=False)")
+    kernel.wait_for(lambda: kernel.value(f"{row} is not None and 'Running' in table._table.value"), what="the new run")
+    open_gate(kernel, "followed")
     kernel.check("runs()[-1].wait()")
-    kernel.wait_for(lambda: kernel.value(threads) == [], 20, "the table's rest")
+    _rests(kernel)
     assert kernel.value(f"{row}[2]") == "succeeded"
     assert kernel.value("table._table.value.count('Running')") == 0
     assert kernel.value("f'run {runs()[-1].id}' in {label for _, label, _ in table.plot.full['series']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -26,18 +27,18 @@ def test_awaiting_a_failed_run_shows_the_cell_lines(kernel: Kernel) -> None:
 
 
 def test_interrupting_an_await_stops_the_run(kernel: Kernel) -> None:
-    cell = kernel.submit("run = launch(lambda: (print('in', flush=True), time.sleep(60)), block=False)\nawait run")
-    kernel.wait_for(lambda: cell.stdout.count("] in") == 2, timeout=20)
+    cell = kernel.submit("run = launch(lambda: (print('in', flush=True), time.sleep(600)), block=False)\nawait run")
+    kernel.wait_for(lambda: cell.stdout.count("] in") == 2)
     kernel.interrupt()
-    kernel.finish(cell, timeout=15)
+    kernel.finish(cell)
     assert "KeyboardInterrupt" in said(cell) or "Cancelled" in said(cell)
-    assert kernel.value("(run.wait(10), run.status)") == [True, "stopped"]
+    assert kernel.value("(run.wait(100), run.status)") == [True, "stopped"]
 
 
 def test_a_callback_and_a_wait_in_later_cells(kernel: Kernel) -> None:
     kernel.check("heard = []\nrun = launch(lambda: time.sleep(0.3), block=False)\nrun.add_done_callback(heard.append)")
     assert kernel.check("run.wait(), run.status").result_text == "(True, 'succeeded')"
-    assert kernel.check("time.sleep(0.2); heard == [run]").result_text == "True"
+    kernel.wait_for(lambda: kernel.check("heard == [run]").result_text == "True")
 
 
 def test_a_run_is_shown_in_layers(kernel: Kernel) -> None:
@@ -71,22 +72,26 @@ def test_the_kernel_is_a_guest_room(kernel: Kernel) -> None:
         " str(signal.getsignal(2)), str(signal.getsignal(15)), signal.pthread_sigmask(0, []) == set(),"
         " torch.get_num_threads(), sys.path, list(__import__('warnings').filters).__len__()]"
     )
+    kernel.check("launch(time.sleep, 1.0, panel=True)")  # what panels import and start is there afterwards
     kernel.check("launch(rank)")
     before = kernel.value(look)
     kernel.check("launch(rank, env={'A': 'b'}, start_method='fork', mixed_precision='bf16')")
     kernel.check("launch(rank, env={'A': 'b'}, start_method='zygote')")
     kernel.run("launch(lambda: 1 / 0)")
-    assert kernel.value(look) == before
+    deadline = time.monotonic() + 60
+    while (after := kernel.value(look)) != before and time.monotonic() < deadline:
+        kernel.pump(0.2)  # a thread that has ended may be seen for a moment longer
+    assert after == before
     assert children(kernel) == []
 
 
 def test_runs_lists_them_and_shutdown_ends_all() -> None:
     with ready_kernel() as kernel:
-        kernel.check("run = launch(lambda: time.sleep(60), block=False)")
+        kernel.check("run = launch(lambda: time.sleep(600), block=False)")
         pids = [child.pid for child in kernel.process.children(recursive=True)]
         assert len(pids) == 3
         assert kernel.value("[r.status for r in notebook_accelerate.runs()][-1]") in ("starting", "running")
-        kernel.check("notebook_accelerate.shutdown()", timeout=10)
+        kernel.check("notebook_accelerate.shutdown()")
         assert alive(pids) == []
         assert kernel.process.children(recursive=True) == []
         assert kernel.value("run.status") == "stopped"
@@ -110,10 +115,7 @@ def test_the_same_random_numbers_by_every_method(kernel: Kernel) -> None:
         "    return random.random(), float(np.random.rand()), torch.rand(1).item()\n"
         "random.seed(1); np.random.seed(1); torch.manual_seed(1)"
     )
-    cell = kernel.check(
-        "drawn = [launch(draw, start_method=m).results for m in ('fork', 'zygote', 'spawn')]", timeout=40
-    )
-    assert cell.ok
+    kernel.check("drawn = [launch(draw, start_method=m).results for m in ('fork', 'zygote', 'spawn')]")
     assert kernel.check("set(sum(drawn, ())) == {draw()}").result_text == "True"
 
 
@@ -128,7 +130,7 @@ def test_tensors_given_to_a_zygote_rank_are_its_own(kernel: Kernel) -> None:
 def test_a_launch_from_a_thread_of_the_kernel(kernel: Kernel) -> None:
     cell = kernel.check(
         "got = []\nthread = threading.Thread(target=lambda: got.append(launch(rank).results))\n"
-        "thread.start(); thread.join(20)\ngot"
+        "thread.start(); thread.join(100)\ngot"
     )
     assert cell.result_text == "[(0, 1)]"
 
@@ -137,12 +139,11 @@ def test_a_computing_thread_makes_the_launch_take_the_zygote(kernel: Kernel) -> 
     cell = kernel.check(
         "stop = threading.Event()\ndef spin():\n    while not stop.is_set():\n        sum(range(1000))\n"
         "thread = threading.Thread(target=spin, name='cruncher'); thread.start()\n"
-        "try:\n    results = launch(rank).results\nfinally:\n    stop.set(); thread.join()\nresults",
-        timeout=30,
+        "try:\n    results = launch(rank).results\nfinally:\n    stop.set(); thread.join()\nresults"
     )
     assert cell.result_text == "(0, 1)"
     assert "zygote (thread 'cruncher' is computing in the kernel)" in cell.stdout
 
 
 def test_sixteen_ranks(kernel: Kernel) -> None:
-    assert kernel.value("launch(rank, num_processes=16).results", timeout=30) == list(range(16))
+    assert kernel.value("launch(rank, num_processes=16).results") == list(range(16))
