@@ -234,7 +234,8 @@ class Prefetcher:
     # ---- the thread
 
     def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
+        thread = self._thread  # which takes itself away when it ends
+        if thread is None or not thread.is_alive():
             self._thread = threading.Thread(target=self._read_ahead, name="weights-ahead", daemon=True)
             self._thread.start()
 
