@@ -145,7 +145,7 @@ _STUCK = """
 import ctypes
 def train():
     print("in", flush=True)
-    ctypes.PyDLL(None).sleep(60)  # holds the interpreter
+    ctypes.PyDLL(None).sleep(600)  # holds the interpreter
 train()
 """
 

@@ -11,10 +11,11 @@ from notebook_accelerate.hardware import numa, system
 
 
 def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = system.get_free_port()
-    assert not system.is_port_in_use(port)
+    assert 0 < system.get_free_port() < 1 << 16
     with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
+        server.bind(("127.0.0.1", 0))  # from now on nobody else can listen there
+        port = server.getsockname()[1]
+        assert not system.is_port_in_use(port)
         server.listen()
         assert system.is_port_in_use(port)
         monkeypatch.setenv("MASTER_PORT", str(port))
