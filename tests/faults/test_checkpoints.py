@@ -80,7 +80,7 @@ while True:
 """
 
 
-def python(code: str, *arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, cwd: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 

@@ -344,7 +344,7 @@ def test_a_breakpoint_for_longer_than_the_groups_timeout(kernel: Kernel, answers
     def slow_user(prompt: str) -> str:
         answers.asked.append(prompt)
         if len(answers.asked) == 1:
-            time.sleep(10.0)
+            time.sleep(12.0)
         return answers.waiting.pop(0)
 
     answers.waiting[:] = ["p value", "n", "p value", "c"]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.notebook.conftest import Answers
 from tests.support.kernel import Cell, Kernel
-from tests.support.launching import alive, children, open_gate, said
+from tests.support.launching import alive, children, open_gate, patient, said
 
 pytestmark = [
     pytest.mark.notebook,
@@ -85,15 +85,11 @@ def test_an_error_names_rank_and_line_and_the_ranks_live_on(kernel: Kernel) -> N
 def test_an_interrupt_stops_the_cell_and_the_ranks_live_on(kernel: Kernel) -> None:
     kernel.check("%%ranks\nkept = rank")
     pids = kernel.value(PIDS)
-    kernel.check("warm = sys.modules['notebook_accelerate.launch.warm']")
-    kernel.check("usual, warm.DEFAULT_GRACE = warm.DEFAULT_GRACE, 60.0")  # a busy machine may take five seconds away
-    try:
+    with patient(kernel, warm=True):
         cell = kernel.submit("%%ranks\nprint('in')\ntime.sleep(600)")
         kernel.wait_for(lambda: cell.stdout.count("in") == 2)
         kernel.interrupt()
         kernel.finish(cell)
-    finally:
-        kernel.check("warm.DEFAULT_GRACE = usual")
     assert "the cell was interrupted on its ranks; the ranks live on" in said(cell)
     assert kernel.value(PIDS) == pids
     assert lines(kernel.check("%%ranks\nkept")) == ["[rank 0] 0", "[rank 1] 1"]

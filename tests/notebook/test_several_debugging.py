@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.kernel import Cell, Kernel
-from tests.support.launching import children, said
+from tests.support.launching import children, patient, said
 from tests.support.notebooks import LIMIT, Notebooks, free_port, notebooks
 
 pytestmark = [pytest.mark.notebook, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -110,7 +110,7 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_ones_rank(pair: Note
     cells = pair.finish(pair.launch("stops, 1", *ONE_EACH, block=False, rdzv_conf=SECRET))
     shows(pair, 1, cells[1], "rank 1 is stopped at a breakpoint; run.debug(rank=1) opens it")
     shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint, in its notebook; run.debug(rank=1) opens it here too")
-    assert first.check("run.cast('p value', ranks=[1])", LIMIT).result_text == "rank 1 │ 41"
+    assert first.check("run.cast('p value', ranks=[1], timeout=100)", LIMIT).result_text == "rank 1 │ 41"
     first.types("w", "c")
     shown = first.check("run.debug(rank=1)", LIMIT).plain
     assert re.search(r"Cell In\[\d+\] of node 1", shown), shown
@@ -206,10 +206,11 @@ def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
     first.answer = None
     second.check("%%rank 1 -o there\nthere += 1", LIMIT)
     assert second.value("there") == [8]
-    endless = first.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
-    first.wait_for(lambda: all(f"on {rank}" in endless.stdout for rank in (0, 1)), LIMIT)
-    first.interrupt()
-    assert "the ranks live on" in said(first.finish(endless, LIMIT))
+    with patient(first, warm=True):
+        endless = first.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
+        first.wait_for(lambda: all(f"on {rank}" in endless.stdout for rank in (0, 1)), LIMIT)
+        first.interrupt()
+        assert "the ranks live on" in said(first.finish(endless, LIMIT))
     assert "[rank 1] 'Ada'" in first.check("%%rank 1\nname", LIMIT).stdout
     first.check("%rank_stop", LIMIT)
     until(second, f"{RUN}.ended is not None")

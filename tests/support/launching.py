@@ -57,16 +57,20 @@ def open_gate(kernel: Kernel, name: str) -> None:
 
 
 @contextmanager
-def patient(kernel: Kernel) -> Iterator[None]:
-    """Give ranks that the stop button stops ten minutes, not five seconds: a busy machine may take those from them."""
-    kernel.check(
-        "begin = sys.modules['notebook_accelerate.launch.start']\n"
-        "usual, begin.DEFAULT_GRACE = begin.DEFAULT_GRACE, 600.0"
-    )
+def patient(kernel: Kernel, *, warm: bool = False) -> Iterator[None]:
+    """Give ranks that the stop button stops ten minutes, not five seconds: a busy machine may take those from them.
+
+    Args:
+        kernel: Whose stop button.
+        warm: Warm ranks, which are to stop their cell only.
+    """
+    place = f"sys.modules['notebook_accelerate.launch.{'warm' if warm else 'start'}'].DEFAULT_GRACE"
+    usual = kernel.value(place)
+    kernel.check(f"{place} = 600.0")
     try:
         yield
     finally:
-        kernel.check("begin.DEFAULT_GRACE = usual")
+        kernel.check(f"{place} = {usual}")
 
 
 def rank_pids(kernel: Kernel) -> list[int]:
@@ -95,11 +99,23 @@ def wait_gone(pids: list[int], seconds: float) -> float:
     return time.monotonic() - begin
 
 
-def children(kernel: Kernel) -> list[str]:
-    """Return the kernel's descendants less its server process, zombies included, as "pid status command"."""
+def children(kernel: Kernel, patience: float = 30.0) -> list[str]:
+    """Return the kernel's descendants less its server process, zombies included, as "pid status command".
+
+    Args:
+        kernel: Whose.
+        patience: Seconds to wait for ends that are under way: of what a rank had started, for one.
+    """
     zygote = kernel.value(
         "getattr(__import__('notebook_accelerate.launch.backends.zygote', fromlist=['x'])._zygote, 'pid', 0)"
     )
+    deadline = time.monotonic() + patience
+    while (found := _descendants(kernel, zygote)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _descendants(kernel: Kernel, zygote: int) -> list[str]:
     found = []
     for process in kernel.process.children(recursive=True):
         try:
