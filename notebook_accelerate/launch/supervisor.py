@@ -191,6 +191,8 @@ class Group:
     def _take_steps(self) -> None:
         self._check_limits()
         self.ending.hold_when_due()
+        if (due := self.ending.next_due()) is not None and due <= time.monotonic():
+            dispatch(self._selector, 0)  # before ranks are stopped: on a busy machine much may have come meanwhile
         for rank in list(self._ranks.asked):
             self.ears.take_end(rank)
         self.ending.climb(watched.process for watched in self._ranks.living.values())
