@@ -27,7 +27,7 @@ PROBE_SECONDS = 2.0
 """How long the probe child may take (it needs a few milliseconds) before the kernel counts as unsafe."""
 MAX_WAITS = 15
 """So many times longer it may take where it has nothing but to wait for its turn on a busy machine."""
-LOOK_SECONDS, MAX_LOOKS = 0.01, 10
+LOOK_SECONDS, MAX_LOOKS = 0.01, 100
 COMPUTING_SHARE = 0.1
 """A thread that uses the processor for a tenth of a look is computing; a wake-up takes far less."""
 
