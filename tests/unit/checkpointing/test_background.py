@@ -135,7 +135,7 @@ accelerator.prepare(torch.nn.Linear(512, 512))
 accelerator.save_state({str(tmp_path / "out")!r}, blocking=False)
 raise SystemExit(3)
 """
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 3
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == 3
     accelerator = Training().accelerator
     accelerator._models[:], accelerator._custom_objects[:] = [nn.Linear(512, 512)], []
     for objects in (accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders):

@@ -20,7 +20,7 @@ def _run(code: str, **variables: str) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env={**os.environ, **variables},
     )
     assert done.returncode == 0, done.stderr

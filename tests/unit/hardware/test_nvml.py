@@ -20,7 +20,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C compiler on this machine")
     path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     source = Path(__file__).with_name("fake_nvml.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True, timeout=150)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True, timeout=300)
     return path
 
 
@@ -30,7 +30,7 @@ def _with(library: Path, code: str, **variables: str) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         env={**os.environ, "LD_LIBRARY_PATH": str(library.parent), **variables},
     )
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,7 @@ def track(name: str, folder: Path, options: dict[str, Any], more: str = "", **en
         env={**os.environ, "HOME": str(folder), "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **env},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ TRAINING = sorted(name for name, row in ROWS.items() if row["area"] == "training
 
 
 def _run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     return done.stdout.strip()
 
 
