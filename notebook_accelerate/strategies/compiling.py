@@ -122,7 +122,7 @@ def _holds(process: Path, wanted: os.stat_result) -> bool:
             return False  # it could not have made the file
         descriptors = list((process / "fd").iterdir())
     except PermissionError:
-        return True
+        return not _has_ended(process)
     except (FileNotFoundError, ProcessLookupError):
         return False  # it has ended
     for descriptor in descriptors:
@@ -131,6 +131,15 @@ def _holds(process: Path, wanted: os.stat_result) -> bool:
             if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
                 return True
     return False
+
+
+def _has_ended(process: Path) -> bool:
+    """Say whether a process waits for its parent only: its files are closed, but are nobody's to list."""
+    try:
+        status = (process / "stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return status.rpartition(")")[2].split()[0] in {"Z", "X"}  # the name before may hold anything
 
 
 def _file_system(path: Path) -> str:

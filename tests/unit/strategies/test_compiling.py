@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,22 @@ def test_a_lock_goes_once_its_process_is_dead(own: Path) -> None:
             end(process)
     with pytest.warns(UserWarning, match=r"removed .*two/lock"):
         assert compiling.remove_dead_locks(own) == locks[1:]
+
+
+def test_a_process_whose_parent_has_not_heard_of_its_end_has_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        assert not compiling._has_ended(Path("/proc/self"))
+        assert process.stdout.read() == b""  # it has closed its files, and is about to end
+        deadline = time.monotonic() + 60
+        while not compiling._has_ended(Path(f"/proc/{process.pid}")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.stdout.close()
+        process.wait()
+    assert compiling._has_ended(Path(f"/proc/{process.pid}"))
 
 
 @pytest.mark.usefixtures("fresh_state")
