@@ -147,9 +147,9 @@ def test_a_question_that_fails_is_told_of(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
     panel = _panel(made, run, clock)
     panel.line.value = "x ="
-    panel.wait()
+    panel.wait(SECONDS)
     panel._send()
-    panel.wait()
+    panel.wait(SECONDS)
     assert "&#x27;x =&#x27; is not an expression" in _render(panel, clock)
     assert panel.history == []
 
