@@ -33,7 +33,7 @@ def test_ranks_on_two_machines_resume_as_if_never_stopped(tmp_path: Path) -> Non
     folder = tmp_path / "store" / "checkpoint"
     whole = Case(**ZERO["stage 3"], steps=2 * HALF)
     half = Case(**ZERO["stage 3"], first=HALF, steps=HALF)
-    options: dict[str, Any] = {"timeout": 170.0, "env": OWN_MACHINES}
+    options: dict[str, Any] = {"timeout": 400.0, "env": OWN_MACHINES}
     expected = run_ranks(trained, str(tmp_path), whole, f"mounted://{folder}", HALF, **options)[0]
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert written == {

@@ -45,7 +45,7 @@ def born_in_pieces() -> dict[str, Any]:
 
 
 def test_models_are_sharded_while_they_are_made() -> None:
-    found = run_ranks(born_in_pieces, timeout=170)[0]
+    found = run_ranks(born_in_pieces, timeout=400)[0]
     assert found["on"]
     assert found["stage"] == 3
     assert not found["off"]

@@ -48,7 +48,7 @@ class S3Server:
         count = "0" if check else "inf"
         plain = {"Content-Type": "text/plain"}
         request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", count.encode(), plain, method="POST")
-        with urllib.request.urlopen(request, timeout=30):
+        with urllib.request.urlopen(request, timeout=120):
             pass
 
 
@@ -66,4 +66,4 @@ def s3_server() -> Iterator[S3Server]:
             yield S3Server(f"http://127.0.0.1:{int(line)}")
         finally:
             process.stdin.close()
-            process.wait(30)
+            process.wait(300)
