@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 60.0
+PATIENCE = 200.0
 
 
 class Gate:

@@ -39,7 +39,7 @@ GROUPS = {
 OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "megatron", "parity", "ray", "s3")}
 LANES = 2
 """Groups at a time, as many as there are cores on the smallest machine; the ranks of each share them already."""
-SECONDS_PER_GROUP = 1800
+SECONDS_PER_GROUP = 5400
 LONG_EXPLANATION = 24
 """Lines of a test's failure that are printed; its log has all."""
 _KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "errors")

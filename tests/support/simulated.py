@@ -110,7 +110,7 @@ class _Simulator:
         self._control.close()
 
     def wait(self) -> None:
-        self._process.wait(30)
+        self._process.wait(120)
 
 
 class SimulatedBackend(ProcessBackend):
@@ -164,12 +164,12 @@ class LinkedBackend(ProcessBackend):
             for first in range(0, len(orders), per_process):
                 self._simulate(door.port, secret, first, min(per_process, len(orders) - first))
             for _ in range(0, len(orders), self._each):
-                visitor = door.next_visitor(60.0)
+                visitor = door.next_visitor(120.0)
                 assert visitor is not None, "a simulated machine did not come"
                 link = NodeLink(visitor.channel, visitor.hello.node, visitor.hello.host)
                 link.measure_clock()
                 for _ in range(visitor.hello.facts["ranks"]):
-                    started(link.await_started(60.0))
+                    started(link.await_started(120.0))
         finally:
             door.close()
 
@@ -190,7 +190,7 @@ class LinkedBackend(ProcessBackend):
     def wait(self) -> None:
         """Reap the simulators, once their ranks have ended."""
         for process in self._processes:
-            process.wait(30)
+            process.wait(120)
 
 
 def _nothing() -> None:
