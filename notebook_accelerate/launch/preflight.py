@@ -237,6 +237,8 @@ def _exercise() -> None:
 
 def fork_quietly() -> int:
     """Fork; Python 3.12's warning about threads is what the preflight has just checked."""
-    with warnings.catch_warnings():
+    if sys.version_info < (3, 12):
+        return os.fork()
+    with warnings.catch_warnings():  # for all threads: one that begins or ends such a block meanwhile may lose its own
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
