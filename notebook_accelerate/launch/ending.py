@@ -137,7 +137,7 @@ class Ending:
 
     def fail(self, failure: RankFailure, watched: Watched) -> None:
         """A rank has failed: the others are stopped, or held for the debugger."""
-        if self._held:
+        if self._held or self._only_lost_a_stopped_one(failure):
             watched.info.state = "stopped"
             return
         watched.info.state = "failed"
@@ -148,6 +148,12 @@ class Ending:
             self._hold_at = self._hold_at or time.monotonic() + SETTLE_SECONDS
         elif self._ladder is None:
             self._ladder = Ladder(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
+
+    def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
+        """Whether a rank that the stop has not reached yet has lost one that it has reached."""
+        if self._ladder is None or self.failures or self.reason is None or self.reason.error is WorkerError:
+            return False  # of a failure, here or in another notebook, all that followed is told
+        return failures.looks_like_lost_peer(failure)
 
     def judge(self, watched: Watched, end: Exit) -> None:
         """A rank has ended: say how in its state."""
@@ -167,7 +173,8 @@ class Ending:
     def _died_alone(self, end: Exit) -> bool:
         """Whether a rank that left no word ended before anything was done to end it."""
         untouched = self.reason is None and (self._ladder is None or not self._ladder.begun)
-        return untouched or end.signal not in (None, *SENT)
+        gone = self.reason is None and bool(end.lost)  # no signal to a rank makes its machine leave
+        return untouched or gone or end.signal not in (None, *SENT)
 
 
 __all__ = ["USER_STOP", "Ending", "StopReason"]
