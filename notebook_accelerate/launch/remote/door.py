@@ -16,7 +16,8 @@ from notebook_accelerate.launch.remote.protocol import HelloEvent
 from notebook_accelerate.launch.remote.seal import Sealed, greet
 from notebook_accelerate.telemetry import Channel
 
-GREETING_SECONDS = 10.0
+GREETING_SECONDS = 60.0
+"""For the busiest machine, and a stream that goes through several; a silent stranger costs no more than a thread."""
 MAX_GREETINGS = 64
 """Strangers that are spoken to at a time; when more knock, the one that has been there longest is sent off."""
 MAX_REPORTS = 20
@@ -146,7 +147,7 @@ class Door:
             self._report(text)
 
 
-def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = 30.0) -> Channel:
+def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = 60.0) -> Channel:
     """Call a kernel's door and return the channel to it.
 
     Raises:
@@ -158,7 +159,7 @@ def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: flo
     return introduce(connection, secret, hello, timeout)
 
 
-def introduce(connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = 30.0) -> Channel:
+def introduce(connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = 60.0) -> Channel:
     """Greet who is at the other end of a connected stream, and return the channel to it.
 
     Raises:
