@@ -235,9 +235,12 @@ def _exercise() -> None:
         (value * 2).sum().backward()
 
 
+_FORK_WARNS: bool = sys.version_info >= (3, 12)
+
+
 def fork_quietly() -> int:
     """Fork; Python 3.12's warning about threads is what the preflight has just checked."""
-    if sys.version_info < (3, 12):
+    if not _FORK_WARNS:
         return os.fork()
     with warnings.catch_warnings():  # for all threads: one that begins or ends such a block meanwhile may lose its own
         warnings.simplefilter("ignore", DeprecationWarning)
