@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """Three processors on the head, two on the other node."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-        port = int(probe.getsockname()[1])
-    found = LocalCluster(3, 2, client_port=port)
+    found = LocalCluster(3, 2, client=True)
     os.environ["RAY_ADDRESS"] = found.address
     yield found
     del os.environ["RAY_ADDRESS"]
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def room(request: pytest.FixtureRequest) -> None:
+    """Begin with a cluster that has given every place back: how ranks are placed depends on it."""
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").wait_until_free()

@@ -40,15 +40,15 @@ def mapped_at(address: int) -> str:
     raise LookupError("no mapping there")
 
 
-def train(big: torch.Tensor) -> dict[str, Any]:
-    """Reduce over all ranks, print, log, and say where this rank is."""
+def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
+    """Reduce over all ranks, print, log, and say where this rank is, once `gate` is there."""
     from notebook_accelerate import Accelerator
 
     accelerator = Accelerator()
     print(f"hello from {accelerator.process_index}")
     for step in range(5):
         emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
-        time.sleep(0.5)
+    until(gate.exists, 600)
     variables = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
     return {
         "sum": int(accelerator.reduce(torch.ones(1))),
@@ -61,9 +61,12 @@ def train(big: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixture[str]) -> None:
-    big = torch.ones(1 << 20)
-    run = notebook_launcher(train, (big,), 3, on=SPREAD, config=LaunchConfig(panel=True))
+def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    big, gate = torch.ones(1 << 20), tmp_path / "gate"
+    run = notebook_launcher(train, (big, gate), 3, on=SPREAD, config=LaunchConfig(panel=True), block=False)
+    until(lambda: run.ended or len(run.store.resources) == 3, 300)
+    gate.touch()
+    assert run.wait(300)
 
     results = run.results
     assert [result["sum"] for result in results] == [3, 3, 3]
@@ -167,8 +170,8 @@ def test_questions_and_diagnosis(cluster: LocalCluster) -> None:
     try:
         until(lambda: run.status == "running" and run.ask("secret", ranks=[1]).get(1) == 10)
         until(lambda: any(place.rank == 0 and place.waiting for place in run.diagnose().places))
-        assert "barrier" in run.diagnose().text
-        assert "time.sleep(0.1)" in str(run.stacks())
+        until(lambda: "barrier" in run.diagnose().text)
+        until(lambda: "time.sleep(0.1)" in str(run.stacks()))
         # A rank that cannot answer: its host looks at it from outside.
         os.kill(int(run.ranks[1].pid or 0), signal.SIGSTOP)
         assert len(run.diagnose().places) == 2
@@ -184,7 +187,7 @@ def test_a_killed_actor_is_told_and_the_group_starts_again(cluster: LocalCluster
             time.sleep(60)
         return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
-    run = notebook_launcher(fragile, (), 2, on=SPREAD, max_restarts=1)
+    run = notebook_launcher(fragile, (), 2, on=RayCluster(strategy="STRICT_SPREAD"), max_restarts=1)
     assert run.results == ("1", "1")
     words = r"rank 1: node 1 \(.*127\.0\.0\.\d\) was lost: its actor's process has died"
     assert re.search(words, run.attempts[0].outcome)
@@ -322,6 +325,7 @@ def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_t
     run = notebook_launcher(resumable, (f"mounted://{tmp_path}/a", True), 3, on=on, max_restarts=1, block=False)
     try:
         until(lambda: all("three steps" in run.logs(rank=rank) for rank in range(3)), 300)
+        until(lambda: len(run.store.peak_memory) == 3)
         assert {info.host.rpartition(", ")[2] for info in run.ranks} == {*cluster.nodes, third}
         lost = next(info for info in run.ranks if info.host.endswith(third))
         lost_on = f"rank {lost.rank}: node {lost.node} ({lost.host}) was lost"
@@ -343,6 +347,15 @@ def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_t
     assert found == expected
     assert {"Ranks", "Metrics", "What is sharded where", "Configuration", "Environment"} == expected.keys()
     assert all(run.store.peak_memory[rank] > 0 for rank in range(3))
+
+
+def test_a_launch_for_which_ray_had_chosen_a_dead_node_is_placed_on_another(cluster: LocalCluster) -> None:
+    before = [cluster.add_node(2) for _ in range(2)]
+    for address in before:
+        cluster.kill_node(address, known=False)
+    run = notebook_launcher(lambda: os.environ["RANK"], (), 2, on=RayCluster(strategy="STRICT_PACK"))
+    assert run.results == ("0", "1")
+    assert not {info.host.rpartition(", ")[2] for info in run.ranks} & set(before)
 
 
 def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalCluster) -> None:

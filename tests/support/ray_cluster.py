@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -17,12 +19,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 SHADOW = Path(__file__).resolve().parents[1] / "ray" / "shadow"
 """Modules that make `import ray` quick."""
 STORE_BYTES = 150 << 20
 START_SECONDS = 600.0
 TRIES = 6
 """Ray gives a node 30 seconds to start, which on a busy machine may not be enough."""
+PATIENCE = {
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # as with TRIES; the crash of one costs as much
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # else the fork for that server may crash before it executes its program
+    "RAY_worker_register_timeout_seconds": "600",  # for the processes of actors
+    "RAY_health_check_timeout_ms": "120000",  # a node that is slow has not died; one that has died refuses at once
+    "RAY_memory_monitor_refresh_ms": "0",  # actors are not ended because other programs fill the machine
+}
+"""Settings of Ray for a machine that has a lot else to do."""
 
 
 class LocalCluster:
@@ -30,10 +42,15 @@ class LocalCluster:
 
     Args:
         cpus: Processors of each node; the first is the head.
-        client_port: Port of the server for Ray's client; 0: none.
+        client: Whether there is a server for Ray's client.
+
+    Attributes:
+        address: Where its nodes find it.
+        client: Where Ray's client finds it; "" where there is no server.
+        nodes: The nodes that it began with.
     """
 
-    def __init__(self, *cpus: int, client_port: int = 0) -> None:
+    def __init__(self, *cpus: int, client: bool = False) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         command = [sys.executable, "-m", "tests.support.ray_cluster", str(requests), str(answers)]
@@ -41,28 +58,45 @@ class LocalCluster:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(SHADOW), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "300",  # as with TRIES
+            **PATIENCE,
         }
         root = Path(__file__).resolve().parents[2]
         subprocess.run(command, pass_fds=[requests, answers], env=environment, cwd=root, check=True)
         os.close(requests)
         os.close(answers)
         self._text = b""
-        self.client = f"ray://127.0.0.2:{client_port}"
-        self.address = str(self.ask("head", cpus=cpus[0], client_port=client_port))
+        self.address = str(self.ask("head", cpus=cpus[0], client=client))
+        self.client = str(self.ask("client_address"))
         self.nodes = ["127.0.0.2", *(self.add_node(count) for count in cpus[1:])]
 
     def add_node(self, cpus: int, gpus: int = 0, **resources: float) -> str:
         """Start another node, which may claim to have GPUs, and return its address."""
         return str(self.ask("add", cpus=cpus, gpus=gpus, resources=resources))
 
-    def kill_node(self, address: str) -> None:
-        """Kill a node's raylet, and with it the node."""
+    def kill_node(self, address: str, *, known: bool = True) -> None:
+        """Kill a node's raylet, and with it the node; return once the cluster knows, unless not ``known``.
+
+        Until then, which takes it seconds, Ray places ranks there.
+        """
         self.ask("kill", address=address)
+        deadline = time.monotonic() + START_SECONDS
+        while known and not self.ask("is_dead", address=address):
+            assert time.monotonic() < deadline, f"the cluster takes {address} for alive"
+            time.sleep(0.1)
+
+    def wait_until_free(self, seconds: float = 120.0) -> None:
+        """Wait until Ray has all processors back, which takes it a moment after a run; not for one that still goes on.
+
+        Args:
+            seconds: After so many it goes on.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.ask("is_free") and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def close(self) -> None:
         """End the cluster."""
-        with suppress(AssertionError):
+        with suppress(AssertionError, OSError):
             self.ask("close")
         os.close(self._requests)
         os.close(self._answers)
@@ -89,15 +123,33 @@ class _Server:
     def __init__(self) -> None:
         self.cluster: Any = None
         self.nodes: dict[str, Any] = {}
+        self._client_port = 0
 
-    def head(self, cpus: int, client_port: int) -> str:
+    def head(self, cpus: int, client: bool) -> str:
         from ray.cluster_utils import Cluster
 
         arguments = {**_node(2, cpus, {}), "include_dashboard": False}
-        if client_port:
-            arguments["ray_client_server_port"] = client_port
-        self.cluster = _tried(lambda: Cluster(initialize_head=True, head_node_args=arguments))
+
+        def start() -> Any:
+            if client:
+                self._client_port = arguments["ray_client_server_port"] = _free_port()
+            return Cluster(initialize_head=True, head_node_args=arguments)
+
+        self.cluster = _tried(start)
         return str(self.cluster.address)
+
+    def client_address(self) -> str:
+        return f"ray://127.0.0.2:{self._client_port}" if self._client_port else ""
+
+    def is_free(self) -> bool:
+        state = self.cluster.global_state
+        free = state.available_resources_per_node()
+        return all(
+            free.get(node, {}).get(name, 0.0) == amount
+            for node, resources in state.total_resources_per_node().items()
+            for name, amount in resources.items()
+            if name == "CPU"
+        )
 
     def add(self, cpus: int, gpus: int, resources: dict[str, float]) -> str:
         arguments = {**_node(len(self.nodes) + 3, cpus, resources), **({"num_gpus": gpus} if gpus else {})}
@@ -106,6 +158,10 @@ class _Server:
 
     def kill(self, address: str) -> None:
         self.cluster.remove_node(self.nodes[address], allow_graceful=False)
+
+    def is_dead(self, address: str) -> bool:
+        table = self.cluster.global_state.node_table()
+        return not any(node["Alive"] for node in table if node["NodeManagerAddress"] == address)
 
     def close(self) -> None:
         if self.cluster is not None:
@@ -124,12 +180,25 @@ def _node(number: int, cpus: int, resources: dict[str, float]) -> dict[str, Any]
 
 def _tried(start: Callable[[], Any]) -> Any:
     for left in reversed(range(TRIES)):
+        before = set(psutil.Process().children(recursive=True))
         try:
             return start()
         except Exception:
+            for late in set(psutil.Process().children(recursive=True)) - before:
+                with suppress(psutil.NoSuchProcess):  # else it becomes one node more
+                    late.kill()
             if not left:
                 raise
     raise AssertionError("the last try raises")
+
+
+def _free_port() -> int:
+    """Return a port that nobody has, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def serve(requests: int, answers: int) -> None:

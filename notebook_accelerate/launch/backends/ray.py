@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder
 
 LOOK_SECONDS = 0.2
-REASON_SECONDS = 15.0
-"""How long a link that broke waits for Ray to say why."""
+REASON_SECONDS = 45.0
+"""How long a link that broke waits for Ray to say why: longer than the driver, which hears it or gives up."""
 LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
 CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
 """Variables of the kernel that ranks elsewhere get too, by the beginning of their names."""

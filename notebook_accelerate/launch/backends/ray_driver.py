@@ -26,7 +26,7 @@ from notebook_accelerate.launch.backends.ray_words import amounts, cause, mismat
 from notebook_accelerate.telemetry import Channel, Event
 
 LOOK_SECONDS = 0.5
-KNOWN_SECONDS, NODE_SECONDS = 10.0, 3.0
+KNOWN_SECONDS, NODE_SECONDS = 30.0, 3.0
 """How long Ray may take to know that an actor it misses has ended, and then that this was its node's end."""
 REFUSE_SECONDS = 3.0
 """What an attempt before has given back may take so long to be free again."""
@@ -129,14 +129,17 @@ class Driver:
         Raises:
             LaunchError: The cluster has not enough.
         """
-        from ray.util.placement_group import placement_group, placement_group_table
+        from ray.util.placement_group import placement_group_table
 
         order = self._order
-        self._group = placement_group([self._bundle()] * order.ranks, strategy=order.strategy)
+        nodes = self._ask_for_room()
         told = 0.0
         deadline = time.monotonic() + max(order.wait, REFUSE_SECONDS)
         while not self._group.wait(LOOK_SECONDS):
             self._see_whether_wanted()
+            living = living_nodes()
+            # A group whose place was on a node of whose death Ray did not know yet is never tried again (Ray 2.60).
+            nodes = living if nodes <= living else self._ask_for_room()
             now = time.monotonic()
             stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in NO_ROOM
             if stuck and now >= deadline:
@@ -145,6 +148,16 @@ class Driver:
                 told = now
                 self._channel.send(say.NoteEvent(f"waiting for the Ray cluster: {self._room()}"))
         self._channel.send(say.TakenEvent())
+
+    def _ask_for_room(self) -> set[str]:
+        """Ask for a place for each rank, and for no other ones any more; return the nodes there are."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        nodes = living_nodes()
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._group = placement_group([self._bundle()] * self._order.ranks, strategy=self._order.strategy)
+        return nodes
 
     def _see_whether_wanted(self) -> None:
         self._come += [event for _, event in self._channel.receive(0.0)]
@@ -299,20 +312,20 @@ class Driver:
         while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
             try:
-                ray.get(self._actors[rank].facts.remote(), timeout=KNOWN_SECONDS)
+                ray.get(self._actors[rank].facts.remote(), timeout=max(LOOK_SECONDS, deadline - time.monotonic()))
+            except ray.exceptions.GetTimeoutError:
+                continue  # nothing is known yet
             except Exception as later:  # noqa: BLE001 - the same
                 error = later
         return self._death_of_node(rank) or cause(error)
 
     def _death_of_node(self, rank: int) -> str:
         """Return that a rank's node has died, if the cluster says so soon: an actor is missed before its node is."""
-        import ray
-
         place = self._places[rank]
         deadline = time.monotonic() + NODE_SECONDS
         with suppress(Exception):  # a cluster that has gone says nothing
             while time.monotonic() < deadline:
-                if place["id"] not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+                if place["id"] not in living_nodes():
                     return f"the Ray node at {place['address']} has died"
                 time.sleep(LOOK_SECONDS / 5)
         return ""
@@ -328,6 +341,13 @@ class Driver:
 
                 remove_placement_group(self._group)
             ray.shutdown()
+
+
+def living_nodes() -> set[str]:
+    """Return the nodes that the cluster takes for alive."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def actor_class() -> type[Any]:
