@@ -45,7 +45,9 @@ _PRELOAD = [
     "notebook_accelerate.utils",
 ]
 # Once a rank has failed, the others get this long (seconds) to notice and report, then they are killed.
-_GRACE = 5.0
+_GRACE = 30.0
+# A rank that has returned lives on this long (seconds) for the others: it may hold the store that they still need.
+_STAY = 60.0
 _keys = itertools.count(1 << 40)
 """Under which ports are reserved: no run of this process has such a number."""
 
@@ -72,6 +74,8 @@ class _Outcome:
     value: Any = None
     error: BaseException | None = None
     report: str | None = None
+    at: float = 0.0
+    """When it failed, on the monotonic clock of the machine; 0: nobody knows, the rank died without a word."""
 
 
 @dataclass
@@ -102,7 +106,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     world_size: int = 2,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     process_group: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -146,7 +150,7 @@ def _start(work: bytes, environments: list[dict[str, str]], timeout: float) -> _
     context.set_forkserver_preload(_PRELOAD)
     world = _World()
     for rank, environment in enumerate(environments):
-        mine, theirs = context.Pipe(duplex=False)
+        mine, theirs = context.Pipe()
         process = context.Process(target=_rank_main, args=(theirs, environment, work, timeout), daemon=True)
         process.start()
         theirs.close()
@@ -213,17 +217,18 @@ def _collect(world: _World, deadline: float) -> None:
                 reason = "killed: another rank had failed" if world.failed else "timed out (its stacks are on stderr)"
                 world.outcomes[rank] = _Outcome(report=reason)
             return
-        for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-            world.outcomes[rank] = _receive(waiting.pop(rank), world.processes[rank])
-            if world.outcomes[rank].report is not None:
-                deadline = min(deadline, time.monotonic() + _GRACE)
+        arrived = {r: _receive(waiting.pop(r), world.processes[r]) for r, pipe in world.pipes.items() if pipe in ready}
+        # Several may have arrived while this process waited for its turn: the failure that came first has made others.
+        world.outcomes.update(sorted(arrived.items(), key=lambda entry: entry[1].at))
+        if world.failed:
+            deadline = min(deadline, time.monotonic() + _GRACE)
 
 
 def _receive(pipe: Connection, process: BaseProcess) -> _Outcome:
     try:
         payload = pipe.recv_bytes()
     except EOFError:
-        process.join(5)
+        process.join(60)
         return _Outcome(report=f"died without a word, exit code {process.exitcode} (negative: a signal)")
     outcome: _Outcome = pickle.loads(payload)
     return outcome
@@ -234,7 +239,7 @@ def _end(world: _World) -> None:
         pipe.close()
     for rank, process in enumerate(world.processes):
         silent = rank not in world.outcomes or world.outcomes[rank].report is not None
-        process.join(0.5 if silent else 10)
+        process.join(0.5 if silent else 60)
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -252,12 +257,15 @@ def _rank_main(pipe: Connection, environment: dict[str, str], work: bytes, timeo
     # Prints the stacks of a stuck rank, and ends it even when the test process is gone.
     faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), exit=True, file=2)
     torch.set_num_threads(1)
-    pipe.send_bytes(_call(work))
-    pipe.close()
+    payload, failed = _call(work)
+    pipe.send_bytes(payload)
     faulthandler.cancel_dump_traceback_later()
+    if not failed:  # one that failed ends at once, which those that wait for it notice
+        pipe.poll(_STAY)  # until all have reported: the test process closes its end
+    pipe.close()
 
 
-def _call(work: bytes) -> bytes:
+def _call(work: bytes) -> tuple[bytes, bool]:
     import torch.distributed as dist
 
     try:
@@ -266,17 +274,18 @@ def _call(work: bytes) -> bytes:
             dist.init_process_group("gloo")
         outcome = pickle.dumps(_Outcome(value=fn(*args)))
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are results of a test too
-        return _failure(error)
+        return _failure(error), True
     # The group is left to the end of the process: gloo's destructor can wait for ever for a thread that needs the
     # interpreter, which the destructor holds.
-    return outcome
+    return outcome, False
 
 
 def _failure(error: BaseException) -> bytes:
+    at = time.monotonic()
     report = "".join(traceback.format_exception(error))
     try:
-        payload = pickle.dumps(_Outcome(error=error, report=report))
+        payload = pickle.dumps(_Outcome(error=error, report=report, at=at))
         pickle.loads(payload)  # some exceptions pickle, but cannot be built again
     except Exception:  # noqa: BLE001 - whatever the exception's own reduction raises
-        return pickle.dumps(_Outcome(report=report))
+        return pickle.dumps(_Outcome(report=report, at=at))
     return payload
