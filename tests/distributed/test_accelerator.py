@@ -57,7 +57,7 @@ def main_first() -> Any:
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             time.sleep(0.2)
-        moment = [time.time()]
+        moment = [time.monotonic()]  # the machine's, the same for all processes
     return moment.pop()
 
 

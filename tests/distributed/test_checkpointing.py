@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import signal
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -234,21 +234,19 @@ def only_main(folder: str) -> str:
     ranks._PATIENCE = 0.2  # type: ignore[misc]
     training = Training()
     lines: list[str] = []
-    said = threading.Event()
+    said = Path(f"{folder}_said")
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
-            said.set()
+            said.touch()
 
-    logging.getLogger("notebook_accelerate").addHandler(Keep())
     if training.accelerator.is_main_process:
-        training.accelerator.save_state(folder)
+        logging.getLogger("notebook_accelerate").addHandler(Keep())
     else:
-        import time
-
-        time.sleep(1)
-        training.accelerator.save_state(folder)
+        while not said.exists():
+            time.sleep(0.02)
+    training.accelerator.save_state(folder)
     return lines[0] if lines else ""
 
 

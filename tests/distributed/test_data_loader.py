@@ -216,7 +216,7 @@ def _failing(fails_at: int) -> str:
 
 @pytest.mark.parametrize("fails_at", [0, 20])
 def test_an_error_on_rank_0_reaches_the_ranks_that_wait(fails_at: int) -> None:
-    first, second = run_ranks(_failing, fails_at, timeout=30)
+    first, second = run_ranks(_failing, fails_at)
     assert first == "ZeroDivisionError: bad sample"
     assert second.startswith("RuntimeError: Rank 0 could not read the next batch")
     assert "ZeroDivisionError: bad sample" in second
@@ -232,7 +232,7 @@ def _unjoinable() -> None:
 
 def test_batches_that_cannot_be_joined_are_named() -> None:
     with pytest.raises(RankError, match=r"cannot be joined.*dispatch_batches=False"):
-        run_ranks(_unjoinable, timeout=30)
+        run_ranks(_unjoinable)
 
 
 def _resumed(consumed: int) -> list[Any]:
