@@ -121,14 +121,14 @@ class Data {
       at += (banded ? 5 : 3) * count;
       changed.add(metric);
     }
+    // By name, whichever was heard of first: colours and chips stay what they are.
+    this.labels.sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
     return changed;
   }
   full(message) {
     this.metrics = new Map();
     this.labels = [];
-    const changed = this.take(message);
-    this.labels.sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
-    return changed;
+    return this.take(message);
   }
 }
 
@@ -152,8 +152,10 @@ class Chart {
   columns() {
     const { panel } = this, tables = [], labels = [];
     const drawn = (value) => (Number.isFinite(value) && !(panel.log && value <= 0) ? value : null);
-    for (const [label, series] of panel.data.metrics.get(this.metric) || []) {
-      if (panel.hidden.has(label) || !series.value.length) continue;
+    const known = panel.data.metrics.get(this.metric);
+    for (const label of panel.data.labels) {
+      const series = known?.get(label);
+      if (!series?.value.length || panel.hidden.has(label)) continue;
       const x = panel.axis === "time" ? series.time : series.step;
       if (series instanceof Band) {
         const mean = series.value.map(drawn), shown = panel.smoothing > 0 ? smooth(mean, panel.smoothing) : mean;
@@ -180,7 +182,8 @@ class Chart {
     this.stale = false;
     const { tables, labels } = this.columns(), { panel } = this;
     const width = Math.max(160, this.plot.clientWidth);
-    const shape = JSON.stringify([labels, panel.axis, panel.log, panel.smoothing > 0, panel.dark, width]);
+    const looks = labels.map((label) => [label, panel.colour(label), panel.dashed(label)]);
+    const shape = JSON.stringify([looks, panel.axis, panel.log, panel.smoothing > 0, panel.dark, width]);
     const joined = tables.length ? uPlot.join(tables, tables.map((table) => table.map((_, i) => (i ? 1 : 0)))) : [[]];
     this.labels = labels;
     this.joined = joined;

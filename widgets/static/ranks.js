@@ -60,6 +60,8 @@ class Part {
     this.body.hidden = this.folded && !on;
     if (this.button) this.button.setAttribute("aria-expanded", String(on));
   }
+  focused() { return this.button !== undefined && this.button === document.activeElement; }
+  focus() { this.button?.focus({ preventScroll: true }); }
   add(rows) { for (const [key, ...values] of rows) this.rows.set(key, new Row(values, key.startsWith("n"))); }
   order(keys) {
     const wanted = new Set(keys);
@@ -87,17 +89,24 @@ class Table {
     this.feed = new Feed(model, "parts", (message) => this.full(message), (message) => this.delta(message));
   }
   full(message) {
+    const focused = [...this.parts.values()].find((part) => part.focused())?.key;
     this.width = message.head.length + 2;
     this.parts = new Map();
     const titles = message.head.map((text) => make("th", { scope: "col", class: "na-num" }, text));
     const first = [make("th", { scope: "col" }, "node, rank"), make("th", { scope: "col" }, "state")];
     this.table.replaceChildren(make("caption", { class: "na-hidden" }, "Nodes and ranks"), make("thead", {}, make("tr", {}, ...first, ...titles)));
     message.parts.forEach((part) => this.put(part));
+    this.parts.get(focused)?.focus();
   }
   put(part) {
-    const made = new Part(this, part, this.width), old = this.parts.get(part.key);
+    const made = new Part(this, part, this.width), old = this.parts.get(part.key), focused = old?.focused();
     this.parts.set(part.key, made);
-    if (old) { old.head.replaceWith(made.head); old.body.replaceWith(made.body); return; }
+    if (old) {
+      old.head.replaceWith(made.head);
+      old.body.replaceWith(made.body);
+      if (focused) made.focus();
+      return;
+    }
     const fold = [...this.parts.values()].find((other) => other.key === "others" && other !== made);
     if (fold) fold.head.before(made.head, made.body);
     else this.table.append(made.head, made.body);
