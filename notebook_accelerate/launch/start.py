@@ -111,7 +111,8 @@ class _Launcher:
         except KeyboardInterrupt:
             self._request_stop(DEFAULT_GRACE)
             self._thread.join()
-            raise RunInterrupted(self._run) from None
+            if self._problem is not None or self._run.status == "stopped":  # otherwise it came too late
+                raise RunInterrupted(self._run) from None
         if self._problem is not None:
             self._thread.join()
             raise self._problem

@@ -130,10 +130,10 @@ def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
 def test_interrupt_while_the_zygote_starts(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.shutdown()")
     cell = kernel.submit("launch(rank, start_method='zygote')")
-    kernel.wait_for(lambda: cell.busy)
-    kernel.pump(0.3)
+    kernel.wait_for(lambda: "▶ run" in cell.stdout)
+    kernel.pump(0.2)
     kernel.interrupt()
-    kernel.finish(cell, timeout=60)
+    kernel.finish(cell)
     _ended_as_said(kernel, cell)
     assert kernel.check("launch(rank, start_method='zygote').results").result_text == "(0, 1)"
 
