@@ -350,10 +350,10 @@ def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_t
 
 
 def test_a_launch_for_which_ray_had_chosen_a_dead_node_is_placed_on_another(cluster: LocalCluster) -> None:
-    before = [cluster.add_node(2) for _ in range(2)]
+    before = [cluster.add_node(4), cluster.add_node(2, gpus=3)]
     for address in before:
         cluster.kill_node(address, known=False)
-    run = notebook_launcher(lambda: os.environ["RANK"], (), 2, on=RayCluster(strategy="STRICT_PACK"))
+    run = notebook_launcher(lambda: os.environ["RANK"], (), 2, on=RayCluster(gpus=0))
     assert run.results == ("0", "1")
     assert not {info.host.rpartition(", ")[2] for info in run.ranks} & set(before)
 

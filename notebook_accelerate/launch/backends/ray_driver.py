@@ -138,7 +138,7 @@ class Driver:
         while not self._group.wait(LOOK_SECONDS):
             self._see_whether_wanted()
             living = living_nodes()
-            # A group whose place was on a node of whose death Ray did not know yet is never tried again (Ray 2.60).
+            # A group whose place was on a node of whose death Ray did not know yet may wait for ever (Ray 2.60).
             nodes = living if nodes <= living else self._ask_for_room()
             now = time.monotonic()
             stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in NO_ROOM
