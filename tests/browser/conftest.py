@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker("browser")
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(pytest.mark.timeout(900))
             # The server, chromium and playwright's loop live as long as the module.
             item.add_marker(pytest.mark.leaks_ok("the server and the browser serve all tests of the module"))
             if reason:

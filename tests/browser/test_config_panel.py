@@ -32,6 +32,13 @@ FOCUSED = """() => {
   return element.getAttribute('aria-label') || element.labels?.[0]?.innerText || element.innerText || '';
 }"""
 LAUNCH = ".na-form button.mod-primary"
+# It is said for four seconds only.
+WATCH_FOR_COPIED = """() => {
+  const said = () => [...document.querySelectorAll('[role=status]')].some(e => e.textContent.includes('Copied'));
+  new MutationObserver(() => { window.saidCopied ||= said(); }).observe(document.body, {
+    subtree: true, childList: true, characterData: true,
+  });
+}"""
 
 
 BOTH = pytest.mark.parametrize("app", ["lab", "notebook"], indirect=True)
@@ -71,7 +78,7 @@ def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
 
 
 def _plan(page: NotebookPage, said: str) -> None:
-    page.wait_for(f"(said) => document.querySelector('{PLAN}').innerText.includes(said)", argument=said)
+    page.wait_for(f"(said) => document.querySelector('{PLAN}').innerText.includes(said)", said)
 
 
 def _tab(page: NotebookPage, title: str) -> None:
@@ -118,13 +125,15 @@ def test_what_is_typed_is_checked_while_it_is_typed(opened: Any, app: App) -> No
     page.page.keyboard.type("2")
     _plan(page, "2 processes on")
     page.wait_for(f"() => !document.querySelector('{LAUNCH}').disabled")
-    assert page.page.locator(".na-form .na-aside [role=alert]").count() == 0
+    page.wait_for("() => !document.querySelector('.na-form .na-aside [role=alert]')")
 
 
 def test_the_keyboard_reaches_everything(opened: Any) -> None:
     page = opened()
     page.page.get_by_label("num_processes").focus()
     page.page.keyboard.type("2")
+    _plan(page, "2 processes on")
+    page.idle()
     seen = []
     for _ in range(25):
         page.page.keyboard.press("Tab")
@@ -139,8 +148,11 @@ def test_the_cell_is_copied(opened: Any, chromium: Browser) -> None:
     chromium.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.page.get_by_label("num_processes").fill("3")
     _plan(page, "3 processes on")
+    page.wait_for("() => document.querySelector('.na-form .na-code').innerText.includes('num_processes=3')")
+    page.idle()
+    page.page.evaluate(WATCH_FOR_COPIED)
     page.page.locator(".na-copy").click()
-    page.wait_for("() => document.body.innerText.includes('Copied')")
+    page.wait_for("() => window.saidCopied")
     copied = page.page.evaluate("() => navigator.clipboard.readText()")
     assert copied == page.text(".na-form .na-code")
     assert "num_processes=3" in copied
@@ -150,6 +162,7 @@ def test_files_are_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
     page = opened()
     form = page.page
     form.get_by_label("num_processes").fill("2")
+    _plan(page, "2 processes on")
     _tab(page, "Configuration file")
     form.get_by_label("Path", exact=True).fill(str(tmp_path / "config.yaml"))
     form.get_by_role("button", name="Save", exact=True).last.click()
@@ -176,8 +189,8 @@ def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
     page.page.get_by_label("num_processes").fill("2")
     _plan(page, "2 processes on")
     page.idle()
-    static = page.save()["cells"][1]["outputs"][1]["data"]
-    assert "num_processes=2" in "".join(static["text/html"])
+    left = lambda: page.save()["cells"][1]["outputs"][1]["data"]["text/html"]  # noqa: E731
+    page.until(lambda: "num_processes=2" in "".join(left()), "the settings beside the live panel")
     page.run(2)
     page.wait_for("() => !document.querySelector('.na-form')")
     page.idle()
@@ -192,5 +205,4 @@ def test_dark(opened: Any, app: App) -> None:
     page.wait_for("() => document.querySelector('.na-form .na-aside [role=alert]')")
     page.shot(f"config-panel-dark-{app}", ".na-form")
     style = "getComputedStyle(document.querySelector('.na-form .na-facts li'))"
-    red, green, blue = page.page.evaluate(f"() => {style}.color.match(/\\d+/g).slice(0, 3).map(Number)")
-    assert min(red, green, blue) > 150, "light text on a dark page"
+    page.wait_for(f"() => Math.min(...{style}.color.match(/\\d+/g).slice(0, 3).map(Number)) > 150")  # light on dark

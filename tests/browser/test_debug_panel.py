@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from typing import Any
 
-from tests.support.browser import App, NotebookPage
+from tests.support.browser import LIMIT, App, NotebookPage
 
 TRAIN = """
 import time, torch, torch.distributed as dist
@@ -25,14 +27,29 @@ LAUNCH = "run = notebook_launcher(train, num_processes=2, use_port=0, block=Fals
 SHOW = "run.debug_panel()"
 CARD = ".na-live"
 VERDICT = ".na-verdict"
+LOG = "[role=log]"
 
 
 def _says(page: NotebookPage, selector: str, words: str) -> None:
     page.wait_for(
         "([selector, words]) => [...document.querySelectorAll(selector)].some(e => e.innerText.includes(words))",
-        60,
-        argument=[selector, words],
+        [selector, words],
     )
+
+
+def _asks(page: NotebookPage, ask: Callable[[], None], selector: str, words: str) -> None:
+    """Ask until the ranks say it: each question tells what has been answered within a few seconds."""
+    deadline = time.monotonic() + LIMIT
+    shown = "([selector, words]) => document.querySelector(selector)?.innerText.includes(words)"
+    while not page.page.evaluate(shown, [selector, words]):
+        assert time.monotonic() < deadline, page.page.inner_text(CARD)
+        before = page.page.evaluate("(selector) => document.querySelector(selector)?.innerText", selector)
+        ask()
+        page.wait_for(
+            """([selector, before, since]) => Date.now() - since > 10000
+                || (document.querySelector(selector)?.innerText ?? before) !== before""",
+            [selector, before, page.page.evaluate("Date.now()")],
+        )
 
 
 def _hangs(page: NotebookPage) -> None:
@@ -48,10 +65,13 @@ def _hangs(page: NotebookPage) -> None:
 
 # Until rank 0 waits in the second all_reduce and rank 1 has come to its loop.
 UNTIL = """
-deadline = time.monotonic() + 60
-while time.monotonic() < deadline and not any(place.waiting for place in run.diagnose().places):
+deadline = time.monotonic() + 100
+while time.monotonic() < deadline and not all(map(run.diagnose().verdict.count, ("never reached", "time.sleep"))):
     time.sleep(0.2)
 """
+STUCK = "rank 1 never reached all_reduce #"
+LOOP = TRAIN.strip().splitlines().index("        time.sleep(0.05)") + 1
+LOOPS = f"(f32 [128]); it is at Cell In[1], line {LOOP}: time.sleep(0.05)"
 
 
 def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
@@ -59,17 +79,13 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     _hangs(page)
     page.shot(f"{app}-debug-before", CARD)
 
-    page.page.get_by_role("button", name="Why is it stuck?").click()
-    _says(page, VERDICT, "rank 1 never reached all_reduce #")
-    verdict = page.text(VERDICT)
-    assert re.search(r"all_reduce #\d \(f32 \[128\]\); it is at Cell In\[1\], line \d+: time\.sleep\(0\.05\)", verdict)
-    table = page.text(f"{CARD} table")
-    assert f"Cell In[1], line {SKIPPED}, in train: dist.all_reduce(total)" in table
-    assert "waits in all_reduce #" in table
+    _asks(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, LOOPS)
+    assert re.search(re.escape(STUCK) + r"\d " + re.escape(LOOPS), page.text(VERDICT))
+    _says(page, f"{CARD} table", f"Cell In[1], line {SKIPPED}, in train: dist.all_reduce(total)")
+    _says(page, f"{CARD} table", "waits in all_reduce #")
 
     stacks = page.page.locator(f"{CARD} details", has_text="Stacks")
-    stacks.locator("summary").focus()
-    page.page.keyboard.press("Enter")
+    stacks.locator("summary").press("Enter")
     _says(page, f"{CARD} details[open] pre", "time.sleep(0.05)")
     page.page.wait_for_timeout(1500)  # over the next renders
     assert stacks.get_attribute("open") is not None, "what was opened stays open"
@@ -77,14 +93,19 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
 
     line = page.page.get_by_label("Ask the ranks")
     page.page.get_by_label("Whom to ask").select_option("rank 1")
-    line.fill("rank + float(total[0])")
-    line.press("Enter")
-    _says(page, "[role=log]", "rank 1: 5.0")
-    assert line.input_value() == ""
+
+    def one() -> None:
+        line.fill("rank + float(total[0])")
+        line.press("Enter")
+
+    def all_of_them() -> None:
+        line.fill("total.shape")
+        page.page.get_by_role("button", name="Send").click()
+
+    _asks(page, one, LOG, "rank 1: 5.0")
+    page.until(lambda: line.input_value() == "", "an empty line")
     page.page.get_by_label("Whom to ask").select_option("all ranks")
-    line.fill("total.shape")
-    page.page.get_by_role("button", name="Send").click()
-    _says(page, "[role=log]", "ranks 0, 1: torch.Size([128])")
+    _asks(page, all_of_them, LOG, "ranks 0, 1: torch.Size([128])")
     line.fill("total +")
     line.press("Enter")
     _says(page, f"{CARD} [role=alert]", "is not an expression")
@@ -94,8 +115,7 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
 def test_in_the_dark(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL], "dark")
     _hangs(page)
-    page.page.get_by_role("button", name="Why is it stuck?").click()
-    _says(page, VERDICT, "rank 1 never reached all_reduce #")
+    _asks(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, STUCK)
     page.shot(f"{app}-debug-dark", CARD)
     page.page.get_by_label("Ask the ranks").focus()
     seen = []

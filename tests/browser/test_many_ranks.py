@@ -34,6 +34,10 @@ threading.Thread(target=go, daemon=True).start()
 """
 SHOW = "load('panel')(run)"
 CARD = ".na-live"
+DRAWN = """() => {
+    document.querySelector('.na-live').scrollIntoView({ block: "center" });  // curves out of sight are not drawn
+    return document.querySelectorAll('.na-chart canvas').length >= 1;
+}"""
 ROWS = (
     "[...document.querySelectorAll('.na-many tbody')].filter((body) => !body.hidden).flatMap((body) => [...body.rows])"
 )
@@ -46,14 +50,12 @@ def _tab(page: NotebookPage, name: str) -> None:
 def test_nodes_stand_in_a_row_each_and_the_others_unfold(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
-    page.wait_for("() => document.querySelectorAll('.na-chart canvas').length >= 1")
+    page.wait_for(DRAWN)
     page.page.locator(CARD).first.scroll_into_view_if_needed()
     _tab(page, "Ranks")
     page.wait_for("() => document.querySelector('.na-many .na-late')")
-    text = page.text(".na-many")
-    assert "node 5 · worker-5<b>" in text, "set as text"
-    assert "rank 42 late" in text
-    assert "8 running" in text
+    for words in ("node 5 · worker-5<b>", "rank 42 late", "8 running"):  # the name is set as text
+        page.wait_for("(words) => document.querySelector('.na-many').innerText.includes(words)", words)
     before = int(page.page.evaluate(f"() => {ROWS}.length"))
     fold = page.page.get_by_role("button", name="The other 63 ranks")
     assert fold.get_attribute("aria-expanded") == "false"
@@ -64,20 +66,20 @@ def test_nodes_stand_in_a_row_each_and_the_others_unfold(opened: Any, app: App) 
     cell = "[...document.querySelectorAll('.na-many tbody:last-child tr')][3].cells[2]"
     step = f"() => Number({cell}.innerText.replace(',', ''))"
     first = int(page.page.evaluate(step))
-    page.until(lambda: int(page.page.evaluate(step)) > first, 60.0, "rows behind the fold go on")
+    page.until(lambda: int(page.page.evaluate(step)) > first, "rows behind the fold go on")
     page.shot(f"{app}-many-ranks")
 
 
 def test_curves_are_a_band_and_chosen_ranks_are_laid_over(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
-    page.wait_for("() => document.querySelectorAll('.na-chart canvas').length >= 1")
+    page.wait_for(DRAWN)
     page.wait_for("() => /to/.test(document.querySelector('.na-chart-value small')?.innerText)")
     chosen = page.page.get_by_role("searchbox", name="Ranks to draw over the band")
     chosen.fill("3, 60-61")
     wanted = "all ranks: mean and range,rank 3,rank 60,rank 61"
     chips = "(wanted) => [...document.querySelectorAll('.na-chip')].map((chip) => chip.innerText).join() === wanted"
-    page.wait_for(chips, 60.0, wanted)
+    page.wait_for(chips, wanted)
     page.page.locator(CARD).first.scroll_into_view_if_needed()
     page.shot(f"{app}-band", CARD)
 
@@ -85,14 +87,14 @@ def test_curves_are_a_band_and_chosen_ranks_are_laid_over(opened: Any, app: App)
 def test_lines_are_chosen_by_node_and_rank(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
-    page.wait_for("() => document.querySelectorAll('.na-chart canvas').length >= 1")
+    page.wait_for(DRAWN)
     _tab(page, "Logs")
     picker = page.page.get_by_role("combobox", name="Ranks whose lines are shown")
     page.wait_for("() => document.querySelectorAll('.na-logs optgroup').length === 8")
     shown = "[...document.querySelectorAll('.na-line-rank')].map((node) => node.innerText)"
     ranks = f"() => [...new Set({shown})].sort().join()"
     picker.select_option(label="All of node 1")
-    page.until(lambda: page.page.evaluate(ranks) == "10,11,12,13,14,15,8,9", 60.0, "the lines of one node")
+    page.until(lambda: page.page.evaluate(ranks) == "10,11,12,13,14,15,8,9", "the lines of one node")
     picker.select_option(label="Rank 42")
-    page.until(lambda: not page.page.evaluate(ranks) and "step" in page.text(".na-log"), 60.0, "the lines of one rank")
+    page.until(lambda: not page.page.evaluate(ranks) and "step" in page.text(".na-log"), "the lines of one rank")
     page.shot(f"{app}-many-logs", CARD)

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter, WebPDFExporter
 
-from tests.support.browser import CHROMIUM, ROOT, SCREENSHOTS, App, Browser, NotebookPage, Server
+from tests.support.browser import CHROMIUM, LIMIT, ROOT, SCREENSHOTS, App, Browser, NotebookPage, Server
 from tests.support.kernel import headless
 
 TRAIN = """
@@ -45,6 +45,10 @@ CELLS = [
 ]
 NAMES = ("Run 1 (train), running", "Settings of a launch", "Runs of this kernel", "Run 1 (train), running")
 STATIC = ".na-left"
+DRAWN = """() => {
+    document.querySelector('.na-card').scrollIntoView();
+    return document.querySelector('.na-chart canvas');
+}"""
 SHOWN = "(selector) => [...document.querySelectorAll(selector)].filter(node => node.checkVisibility()).length"
 
 
@@ -73,11 +77,11 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     for index in range(len(CELLS)):
         live.run(index)
         live.idle()
-    # Cells that are scrolled away are not in the page: each is looked at in its turn.
-    live.page.locator(".na-chart canvas").first.wait_for()
+    # What is out of sight is not drawn: each is looked at in its turn.
+    live.wait_for(DRAWN)
     live.page.locator(".na-card").first.scroll_into_view_if_needed()
-    live.until(lambda: _count(live, ".na-live") >= 1, what="a live panel")
-    assert _count(live, STATIC) == 0, "what is left is hidden beside a live panel"
+    live.until(lambda: _count(live, ".na-live") >= 1, "a live panel")
+    live.until(lambda: _count(live, STATIC) == 0, "what is left to be hidden beside a live panel")
     live.shot(f"{app}-live-page")
     saved = live.save()
     views = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]
@@ -106,7 +110,8 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a notebook with the reports of a run that succeeded and of one that failed, executed without a browser."""
     sources = (TRAIN, LAUNCH.format(20).replace(", block=False", ""), FAILING)
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    client = headless(book, tmp_path_factory.mktemp("kernel"), timeout=120, allow_errors=True)
+    folder = tmp_path_factory.mktemp("kernel")
+    client = headless(book, folder, startup_timeout=round(LIMIT), timeout=3 * round(LIMIT), allow_errors=True)
     return client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
@@ -115,6 +120,7 @@ def test_a_report_is_whole_on_paper(executed: Any, chromium: Browser, tmp_path: 
     (tmp_path / "saved.html").write_text(html)
     page = chromium.context.new_page()
     try:
+        page.route("http*://**", lambda route: route.abort())  # nbconvert's page names scripts elsewhere
         page.emulate_media(media="print")
         page.goto(f"file://{tmp_path / 'saved.html'}")
         for words in ("num_processes", "python", "rank 1 failed: ValueError: it diverged", "peak memory"):
@@ -148,19 +154,23 @@ def test_a_report_is_whole_in_a_notebook_that_nobody_trusts(
     image = page.page.locator(".jp-CodeCell").nth(1).locator(".jp-RenderedHTML img").first
     image.scroll_into_view_if_needed()
     assert image.get_attribute("alt").startswith("Curve of loss: ")
-    page.until(lambda: image.evaluate("e => e.naturalWidth") > 100, what="the curve")
+    page.until(lambda: image.evaluate("e => e.naturalWidth") > 100, "the curve")
     page.shot(f"{app}-untrusted")
 
 
 def test_a_report_becomes_a_pdf(executed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from playwright.async_api import BrowserType
+    from playwright.async_api import BrowserType, Page
 
-    launch = BrowserType.launch
+    launch, goto = BrowserType.launch, Page.goto
 
     async def debian(self: Any, **options: Any) -> Any:  # nbconvert looks for playwright's own browser
-        return await launch(self, executable_path=CHROMIUM, **options)
+        return await launch(self, executable_path=CHROMIUM, timeout=1000 * LIMIT, **options)
+
+    async def patient(self: Any, url: str, **options: Any) -> Any:
+        return await goto(self, url, timeout=1000 * LIMIT, **options)
 
     monkeypatch.setattr(BrowserType, "launch", debian)
+    monkeypatch.setattr(Page, "goto", patient)
     exporter = WebPDFExporter()
     exporter.disable_sandbox = True
     pdf, _ = exporter.from_notebook_node(executed)

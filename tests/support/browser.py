@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
+
+from tests.support.ranks import reserved_port
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page, Playwright
@@ -36,13 +38,16 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run", "--disable-quic",
 ]  # fmt: skip
+LIMIT = 120.0
+"""Seconds for what takes one or two on a machine with nothing else to do."""
 SCREENSHOTS = ROOT / ".build" / "screenshots"
 App = Literal["lab", "notebook"]
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
-# Said by the applications themselves, whatever the notebook holds; the last one when a page is reloaded.
+# Said by the applications themselves, whatever the notebook holds; the last ones when a page is reloaded, and when a
+# kernel is ended that has a message still to answer.
 _NOISE = (
     "favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]",
-    "Could not restore the debugger state",
+    "Could not restore the debugger state", "Canceled future for ",
 )  # fmt: skip
 # Thrown by Notebook 7.6 while it starts, with any notebook or none.
 _NOTEBOOK_ITSELF = ("(reading 'schema')", "Command 'filebrowser:open-path' not registered")
@@ -79,24 +84,18 @@ class Server:
     """A Jupyter server with JupyterLab and Notebook on a free port."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="browser-test-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="browser-"))
         self.notebooks = self.folder / "notebooks"
         self.notebooks.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self._open = ExitStack()
+        self.port = self._open.enter_context(reserved_port())
         self._log = (self.folder / "server.log").open("w+")
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
-        names = (
-            "JUPYTER_CONFIG_DIR",
-            "JUPYTER_DATA_DIR",
-            "JUPYTER_RUNTIME_DIR",
-            "IPYTHONDIR",
-            "JUPYTERLAB_SETTINGS_DIR",
-        )
+        names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "JUPYTERLAB_SETTINGS_DIR")
         folders = {name: str(self.folder / name.lower()) for name in names}
+        folders["JUPYTER_RUNTIME_DIR"] = str(self.folder / "run")  # the names of sockets may have 107 characters
         overrides = self.folder / "jupyter_config_dir" / "labconfig"
         overrides.mkdir(parents=True)
         # No news, no update check: neither asks anyone, neither covers the page.
@@ -105,10 +104,12 @@ class Server:
         )
         env = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [
-            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={self.port}",
-            "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
+            sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1",
+            f"--port={self.port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
             "--ServerApp.disable_check_xsrf=True", "--LabApp.expose_app_in_browser=True",
             "--JupyterNotebookApp.expose_app_in_browser=True", f"--ServerApp.root_dir={self.notebooks}",
+            # Not TCP: the server chooses ports before the kernel binds them, and others may take one in between.
+            "--KernelManager.transport=ipc", f"--MappingKernelManager.kernel_info_timeout={LIMIT}",
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, env=env, cwd=self.notebooks, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
@@ -122,11 +123,12 @@ class Server:
         assert self._process is not None
         self._process.terminate()
         try:
-            self._process.wait(15)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._log.close()
+        self._open.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
@@ -140,14 +142,14 @@ class Server:
         self._log.flush()
         return (self.folder / "server.log").read_text(errors="replace")
 
-    def _wait_until_up(self, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
+    def _wait_until_up(self) -> None:
+        deadline = time.monotonic() + 2 * LIMIT
         while time.monotonic() < deadline:
             assert self._process is not None
             if self._process.poll() is not None:
                 break
             try:
-                with urllib.request.urlopen(f"{self.url}/api/status", timeout=2):
+                with urllib.request.urlopen(f"{self.url}/api/status", timeout=LIMIT):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
@@ -183,10 +185,12 @@ class Browser:
 
         self._manager = sync_playwright()
         self._playwright: Playwright = self._manager.start()
-        self._browser = self._playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        launch = self._playwright.chromium.launch
+        self._browser = launch(executable_path=CHROMIUM, args=FLAGS, timeout=1000 * LIMIT)
         self.context: BrowserContext = self._browser.new_context(
             viewport={"width": self._width, "height": 1000}, color_scheme=self._scheme, reduced_motion=self._motion
         )
+        self.context.set_default_timeout(1000 * LIMIT)
         return self
 
     def __exit__(
@@ -222,7 +226,7 @@ class NotebookPage:
             self.errors.append(text)
 
     def _uncaught(self, text: str) -> None:
-        if not any(known in text for known in _NOTEBOOK_ITSELF):
+        if not any(known in text for known in (*_NOTEBOOK_ITSELF, *_NOISE)):
             self.errors.append(f"uncaught: {text}")
 
     def _route(self, route: Any) -> None:
@@ -233,7 +237,7 @@ class NotebookPage:
             self.outside.append(url)
             route.abort()
 
-    def wait_until_ready(self, seconds: float = 60.0) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the notebook is shown and its kernel is idle."""
         self.wait_for(
             """async () => {
@@ -244,37 +248,36 @@ class NotebookPage:
               if (!kernel) return false;
               await kernel.info;
               return kernel.status === 'idle';
-            }""",
-            seconds,
+            }"""
         )
 
-    def wait_for(self, script: str, seconds: float = 30.0, argument: Any = None) -> None:
-        """Wait until a JavaScript function returns something true."""
-        deadline = time.monotonic() + seconds
-        while not self._holds(script, argument):
+    def wait_for(self, script: str, argument: Any = None) -> None:
+        """Wait until a JavaScript function returns something true; one that throws finds nothing there yet."""
+        deadline = time.monotonic() + LIMIT
+        while not (found := self._value(script, argument))[0]:
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"waited {seconds} s for {script}\nerrors: {self.errors}\npage: "
+                    f"waited {LIMIT} s for {script}\nlast: {found}\nerrors: {self.errors}\npage: "
                     f"{self.page.evaluate('document.body.innerText')[-3000:]}\nserver: {self.server.log[-2000:]}"
                 )
             self.page.wait_for_timeout(100)
 
-    def _holds(self, script: str, argument: Any) -> bool:
+    def _value(self, script: str, argument: Any) -> tuple[Any, str]:
         from playwright.sync_api import Error
 
         try:
-            return bool(self.page.evaluate(script, argument))
-        except Error as error:
-            if "navigation" in str(error):  # the page is being loaded
-                return False
-            raise
+            return self.page.evaluate(script, argument), ""
+        except Error as error:  # the page is being loaded, or has not drawn what is looked at
+            if self.page.is_closed():
+                raise
+            return False, str(error)
 
-    def until(self, condition: Callable[[], bool], seconds: float = 30.0, what: str = "the condition") -> None:
+    def until(self, condition: Callable[[], bool], what: str = "the condition") -> None:
         """Wait until a Python function returns something true, while the page goes on."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + LIMIT
         while not condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"waited {seconds} s for {what}\nerrors: {self.errors}")
+                raise AssertionError(f"waited {LIMIT} s for {what}\nerrors: {self.errors}")
             self.page.wait_for_timeout(100)
 
     def run(self, index: int) -> None:
@@ -284,17 +287,17 @@ class NotebookPage:
               const app = window.jupyterapp, book = app.shell.currentWidget.content;
               book.activeCellIndex = index;
               book.deselectAll();
-              app.commands.execute('notebook:run-cell');
+              const ran = app.commands.execute('notebook:run-cell'), running = window.cellsThatRun ??= new Set();
+              running.add(ran);
+              ran.catch(() => {}).then(() => running.delete(ran));
             }""",
             index,
         )
 
-    def idle(self, seconds: float = 60.0) -> None:
-        """Wait until the kernel has nothing to do."""
-        self.page.wait_for_timeout(200)
-        self.wait_for(
-            "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status === 'idle'", seconds
-        )
+    def idle(self) -> None:
+        """Wait until all cells that were executed have ended, and the kernel has nothing to do."""
+        self.page.wait_for_timeout(200)  # for what was clicked or typed: nobody says when the kernel has heard of it
+        self.wait_for(f"() => !window.cellsThatRun?.size && {_SESSION}.session.kernel.status === 'idle'")
 
     def interrupt(self) -> None:
         """Do what the notebook's own stop button does."""
