@@ -140,7 +140,7 @@ class LivePanel(ABC):
             close_retired()
 
 
-DRAWING_SECONDS = 10.0
+DRAWING_SECONDS = 120.0
 """A front end may still be drawing a view that was shown less long ago, and would miss models that are gone."""
 _retired: list[tuple[float, Any]] = []
 _retiring = threading.Lock()
