@@ -31,7 +31,8 @@ def train(seconds=1.0, rate=50, fails=False, until=""):
         raise ValueError("it diverged")
     return step
 
-def launch(*args, **kwargs):
+def launch(*args, until="", **kwargs):
+    args = (*args, *(1.0, 50, False)[len(args):], until)
     return notebook_launcher(train, args, num_processes=2, use_port=0, **kwargs)
 """
 
@@ -163,7 +164,7 @@ def test_the_kernel_answers_while_ten_thousand_points_a_second_come(kernel: Kern
     cell = kernel.check("run = launch(600, 5000, block=False)")
     points = "len(run.store.series('loss').values)"
     kernel.wait_for(lambda: kernel.value(points) > 10_000, what="points")
-    with Kernel() as other:  # has the same machine to itself, less what the ranks and the panel take
+    with Kernel() as other:  # has nothing to do, but shares the machine
         pairs = [(_answer(other), _answer(kernel)) for _ in range(40)]
     idle, busy = ([pair[index] for pair in pairs] for index in (0, 1))
     count = kernel.value(points)
