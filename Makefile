@@ -205,7 +205,7 @@ test-parity: $(BENCH_READY)
 test-strategies: $(SETUP) $(DEEPSPEED_OPS)
 	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
 	$(DEEPSPEED_ENV) TEST_STRATEGIES=all $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed \
-		tests/parity/strategies/test_deepspeed.py
+		tests/parity/strategies/test_deepspeed.py tests/deepspeed
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

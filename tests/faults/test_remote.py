@@ -19,18 +19,18 @@ def names_in(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("target", "blocking", "values"),
+    ("target", "blocking", "every", "values"),
     [
-        ("new", True, {"BrokenCheckpointError", "ValueError", "2.0"}),
-        ("old", False, {"1.0", "2.0"}),
-        ("auto", True, {"1.0", "2.0"}),
+        ("new", True, 2, {"BrokenCheckpointError", "ValueError", "2.0"}),
+        ("old", False, 2, {"1.0", "2.0"}),
+        ("auto", True, 1, {"1.0", "2.0"}),
     ],
 )
 def test_a_process_killed_at_any_change_of_the_store_loses_nothing(
-    tmp_path: Path, target: str, blocking: bool, values: set[str]
+    tmp_path: Path, target: str, blocking: bool, every: int, values: set[str]
 ) -> None:
-    steps = killed_saves(f"shelf://{tmp_path}", target, blocking)
-    assert len(steps) > 6
+    steps = killed_saves(f"shelf://{tmp_path}", target, blocking, every)
+    assert len(steps) * every > 6
     assert {found for _, found in steps} == values
     assert steps[-1][1] == "2.0"
     for step, _ in steps:
