@@ -214,7 +214,7 @@ def _answers(reader: int, pid: int, seconds: float) -> bool:
     for _ in range(MAX_WAITS):
         if select.select([reader], [], [], seconds)[0]:
             break
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        threads = list(Path(f"/proc/{pid}/task").glob("*"))  # none where there is no /proc
         sleeps = all(_state(thread) not in ("R", "D") for thread in threads)
         if sleeps or sum(map(_cpu_nanoseconds, threads)) > seconds / 2 * 1e9:
             break

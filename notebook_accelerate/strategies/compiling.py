@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import util
 from pathlib import Path
 
+import psutil
+
 from notebook_accelerate.config import environ
 from notebook_accelerate.state.notices import warn_once
 
@@ -136,10 +138,9 @@ def _holds(process: Path, wanted: os.stat_result) -> bool:
 def _has_ended(process: Path) -> bool:
     """Say whether a process waits for its parent only: its files are closed, but are nobody's to list."""
     try:
-        status = (process / "stat").read_text(encoding="ascii", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(int(process.resolve().name)).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return True
-    return status.rpartition(")")[2].split()[0] in {"Z", "X"}  # the name before may hold anything
 
 
 def _file_system(path: Path) -> str:

@@ -147,7 +147,7 @@ class Door:
             self._report(text)
 
 
-def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = 60.0) -> Channel:
+def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = GREETING_SECONDS) -> Channel:
     """Call a kernel's door and return the channel to it.
 
     Raises:
@@ -159,7 +159,9 @@ def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: flo
     return introduce(connection, secret, hello, timeout)
 
 
-def introduce(connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = 60.0) -> Channel:
+def introduce(
+    connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = GREETING_SECONDS
+) -> Channel:
     """Greet who is at the other end of a connected stream, and return the channel to it.
 
     Raises:
