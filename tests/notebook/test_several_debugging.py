@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.kernel import Cell, Kernel
+from tests.support.kernel import Cell
 from tests.support.launching import children, patient, said
-from tests.support.notebooks import LIMIT, Notebooks, free_port, notebooks
+from tests.support.notebooks import LIMIT, Notebooks, notebooks
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.notebook, pytest.mark.slow, pytest.mark.timeout(600)]
 HOST = platform.node()
@@ -72,14 +73,6 @@ def nothing_left(pair: Notebooks) -> Iterator[None]:
     assert pair.values("[n for n in __import__('linecache').cache if ' of node ' in n]") == [[], []]
 
 
-def until(kernel: Kernel, condition: str) -> None:
-    """Wait until an expression holds in a kernel."""
-    deadline = time.monotonic() + LIMIT
-    while not kernel.value(condition, LIMIT):
-        assert time.monotonic() < deadline, f"not in {LIMIT} s: {condition}"
-        time.sleep(0.1)
-
-
 def shows(pair: Notebooks, index: int, cell: Cell, text: str) -> None:
     """Wait until a cell of a notebook shows a text."""
     shown: Callable[[], bool] = lambda: text in cell.plain  # noqa: E731 - typed
@@ -92,7 +85,7 @@ def test_a_breakpoint_is_answered_in_its_notebook_and_time_stands_still_in_all(p
         own, other = pair.kernels[rank], pair.kernels[1 - rank]
         shows(pair, rank, cells[rank], f"rank {rank} is stopped at a breakpoint; run.debug(rank={rank}) opens it")
         shows(pair, 1 - rank, cells[1 - rank], f"node {rank} ({HOST}): rank {rank} is stopped at a breakpoint, in its")
-        until(other, STANDS)
+        other.until(STANDS, LIMIT)
         if rank == 0:
             time.sleep(HANG + 3)
             assert pair.values("run.status") == ["running", "running"]
@@ -163,7 +156,7 @@ def test_a_failure_keeps_the_ranks_of_all_notebooks(pair: Notebooks, failing: in
         assert first.value(f"{RUN}.ask('value', timeout=60)[0]", LIMIT) == 40
         second.check(f"{RUN}.stop()", LIMIT)
     for kernel in pair.kernels:
-        until(kernel, f"{RUN}._released.is_set()")
+        kernel.until(f"{RUN}._released.is_set()", LIMIT)
     assert pair.values(f"{RUN}.status") == ["failed", "failed"]
 
 
@@ -213,7 +206,7 @@ def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
         assert "the ranks live on" in said(first.finish(endless, LIMIT))
     assert "[rank 1] 'Ada'" in first.check("%%rank 1\nname", LIMIT).stdout
     first.check("%rank_stop", LIMIT)
-    until(second, f"{RUN}.ended is not None")
+    second.until(f"{RUN}.ended is not None", LIMIT)
     assert "the warm ranks have ended" in second.check("%rank_status", LIMIT).stdout
     second.check("%rank_stop", LIMIT)
 

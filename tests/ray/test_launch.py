@@ -18,16 +18,9 @@ import notebook_accelerate
 from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, RunStoppedError, WorkerError, notebook_launcher
 from notebook_accelerate.telemetry import MetricEvent, emit
 from tests.support.ray_cluster import LocalCluster
+from tests.support.waiting import until
 
 SPREAD = RayCluster(strategy="SPREAD")
-
-
-def until(condition: Any, seconds: float = 120.0) -> None:
-    """Wait for something that a run brings about."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def mapped_at(address: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,19 +61,11 @@ def test_the_example_of_clusters(kernel: Kernel) -> None:
     assert cells[-1].stdout == "The cluster is through: 2 ranks on Ray, 2 attempts.\n"
 
 
-def until(kernel: Kernel, condition: str) -> None:
-    """Wait until an expression holds in the kernel."""
-    deadline = time.monotonic() + 300
-    while not kernel.value(condition, 300):
-        assert time.monotonic() < deadline, f"waited in vain: {condition}"
-        time.sleep(0.1)
-
-
 def debugged(kernel: Kernel, call: str) -> str:
     """Open the debugger of rank 1, which may take longer to be there than a call waits for it; return what is shown."""
     shown = kernel.check(call, timeout=300).plain
     if "[rank 1] " not in shown:
-        until(kernel, "1 in run._board.debugged()")
+        kernel.until("1 in run._board.debugged()", 300)
         shown = kernel.check(call, timeout=300).plain
     return shown
 
@@ -131,19 +122,19 @@ def test_ranks_elsewhere_are_looked_into_while_they_run_and_kept_when_they_fail(
         "    if rank() == 1:\n        raise KeyError('bad batch')\n    dist.barrier()"
     )
     kernel.check(f"run = launch(watched, {flag!r}, block=False, debug=True)", timeout=300)
-    until(kernel, "run.status == 'running' and list(run.ask('value', timeout=60).values()) == [40, 41]")
+    kernel.until("run.status == 'running' and list(run.ask('value', timeout=60).values()) == [40, 41]", 300)
     assert kernel.value("list(run.pause(timeout=60).values())", 300) == ["paused", "paused"]
     place = r"Cell In\[\d+\], line [56], in watched: "
-    until(kernel, f"__import__('re').search({place!r}, run.diagnose().text) is not None")
-    until(kernel, "'in watched' in str(run.stacks(ranks=[1]))")
+    kernel.until(f"__import__('re').search({place!r}, run.diagnose().text) is not None", 300)
+    kernel.until("'in watched' in str(run.stacks(ranks=[1]))", 300)
     assert kernel.value("list(run.resume(timeout=60).values())", 300) == ["resumed", "resumed"]
     kernel.types("p value", "c")
     assert "[rank 1] 41" in debugged(kernel, "run.debug(rank=1)")
     kernel.check(f"open({flag!r}, 'w').close()")
-    until(kernel, "run.status == 'failed'")
+    kernel.until("run.status == 'failed'", 300)
     assert "KeyError: 'bad batch'" in kernel.value("str(run.error)")
     assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40  # where it stands, in a barrier
     kernel.types("p value", "q")
     assert "[rank 1] 41" in debugged(kernel, "run.debug()")
-    until(kernel, "run._released.is_set()")
+    kernel.until("run._released.is_set()", 300)
     assert set(kernel.value(ON_RAY)) == {"ray"}

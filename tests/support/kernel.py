@@ -288,6 +288,13 @@ class Kernel:
         cell = self.check(f"import json as _json; print({mark!r} + _json.dumps({expression}))", timeout)
         return json.loads(cell.stdout.rpartition(mark)[2])
 
+    def until(self, expression: str, seconds: float) -> None:
+        """Wait until an expression holds in the kernel, for so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        while not self.value(expression, seconds):
+            assert time.monotonic() < deadline, f"not in {seconds:g} s: {expression}"
+            time.sleep(0.1)
+
     def wait_for(
         self, condition: Callable[[], bool], timeout: float | None = None, what: str = "the condition"
     ) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
-import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from tests.support import launching
 from tests.support.kernel import Cell, Kernel
+from tests.support.ports import free_port
 
 LIMIT = 150.0
 """Seconds for what takes a few on a machine with nothing else to do."""
-_ports = random.SystemRandom()
 LOOK = """
 import gc
 def look():
@@ -51,18 +49,6 @@ def meet(fail=-1, pause=0.0):
 """
     + LOOK
 )
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on now.
-
-    It is none of those that the system gives to whoever asks for any: another process may get it before it is used.
-    """
-    while True:
-        port = _ports.randrange(20_000, 32_000)
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Notebooks:
@@ -152,4 +138,4 @@ def notebooks(count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[No
             kernel.close()
 
 
-__all__ = ["LIMIT", "Notebooks", "free_port", "notebooks"]
+__all__ = ["LIMIT", "Notebooks", "notebooks"]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.support.ports import free_port
 
 SHADOW = Path(__file__).resolve().parents[1] / "ray" / "shadow"
 """Modules that make `import ray` quick."""
@@ -132,7 +132,7 @@ class _Server:
 
         def start() -> Any:
             if client:
-                self._client_port = arguments["ray_client_server_port"] = _free_port()
+                self._client_port = arguments["ray_client_server_port"] = free_port()
             return Cluster(initialize_head=True, head_node_args=arguments)
 
         self.cluster = _tried(start)
@@ -190,15 +190,6 @@ def _tried(start: Callable[[], Any]) -> Any:
             if not left:
                 raise
     raise AssertionError("the last try raises")
-
-
-def _free_port() -> int:
-    """Return a port that nobody has, and that the system gives to nobody who asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port
 
 
 def serve(requests: int, answers: int) -> None:

@@ -25,6 +25,7 @@ from notebook_accelerate.launch.remote.link import NodeLink
 from notebook_accelerate.launch.remote.protocol import HelloEvent, StartedEvent
 from notebook_accelerate.launch.remote.seal import new_secret
 from notebook_accelerate.launch.worker import WorkerOrder
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 120.0
@@ -148,21 +149,21 @@ def test_the_first_failure_ends_all_at_its_line() -> None:
 
 def test_ranks_are_asked_looked_at_sampled_and_stopped() -> None:
     run = _launch(_sleep, block=False)
-    _until(lambda: len(run.logs()) == 2)
+    until(lambda: len(run.logs()) == 2)
     answers = run.ask("answer", timeout=SECONDS)
     assert not any(isinstance(answer, AskError) for answer in answers.values()), answers
     assert answers == {0: 42, 1: 42}
     # On a busy machine nothing may be seen of a rank within the second that a diagnosis takes.
-    _until(lambda: [_function(place) for place in run.diagnose().places] == [(0, "_sleep"), (1, "_sleep")])
-    _until(lambda: "_sleep" in run._desk.look(1).dump)
-    _until(lambda: set(run.store.resources) >= {0, 1})
+    until(lambda: [_function(place) for place in run.diagnose().places] == [(0, "_sleep"), (1, "_sleep")])
+    until(lambda: "_sleep" in run._desk.look(1).dump)
+    until(lambda: set(run.store.resources) >= {0, 1})
     run.stop()
     assert run.status == "stopped"
 
 
 def test_a_lost_host_is_named() -> None:
     run = _launch(_sleep, block=False)
-    _until(lambda: len(run.logs()) == 2)
+    until(lambda: len(run.logs()) == 2)
     HostedBackend.hosts[1].kill()
     run.wait(SECONDS)
     assert isinstance(run.error, WorkerDiedError)
@@ -192,10 +193,3 @@ def test_what_comes_with_the_hello_is_not_lost() -> None:
 
 def _function(place: RankPlace) -> tuple[int, str]:
     return place.rank, place.user_frame.function if place.user_frame is not None else ""
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

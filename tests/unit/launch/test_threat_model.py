@@ -28,6 +28,7 @@ from notebook_accelerate.launch.remote.link import NodeLink
 from notebook_accelerate.launch.remote.protocol import AsideEvent, EndedEvent, FramesEvent, HelloEvent, OutputEvent
 from notebook_accelerate.telemetry import Channel, MetricEvent, Stamped, encode
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 120.0
@@ -46,7 +47,7 @@ class _Doorstep:
         return socket.create_connection(("127.0.0.1", self.door.port), timeout=SECONDS)
 
     def wait_until_told(self, count: int = 1) -> None:
-        _until(lambda: len(self.told) >= count)
+        until(lambda: len(self.told) >= count)
 
     def host_comes(self) -> None:
         """Have an expected host come, and see that it gets in."""
@@ -63,14 +64,7 @@ def step() -> Iterator[_Doorstep]:
     made = _Doorstep()
     yield made
     made.door.close()
-    _until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-greeting"])
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
+    until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-greeting"])
 
 
 def _ended(connection: socket.socket) -> bool:
@@ -253,7 +247,7 @@ def test_a_crowd_of_strangers_does_not_fill_the_notebook() -> None:
         with one.stranger() as stranger:
             stranger.sendall(b"x" * 200)
             _ended_after_hello(stranger)
-    _until(lambda: one.door._refused >= MAX_REPORTS + 30 and len(one.told) >= MAX_REPORTS)
+    until(lambda: one.door._refused >= MAX_REPORTS + 30 and len(one.told) >= MAX_REPORTS)
     one.door.close()
     assert len(one.told) == MAX_REPORTS + 1
     assert one.told[-1] == "30 more connections were refused"
@@ -421,7 +415,7 @@ def test_the_secret_is_in_no_command_line_no_environment_and_no_words(monkeypatc
         rdzv_conf={"secret": secret},
     )  # fmt: skip
     run = start(config, _sleep)
-    _until(lambda: len(run.logs()) == 2)
+    until(lambda: len(run.logs()) == 2)
     children = psutil.Process().children(recursive=True)
     assert len(children) >= 2
     for child in children:

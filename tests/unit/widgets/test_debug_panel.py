@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.widgets.debug_panel import ALL, DebugPanel
 from notebook_accelerate.widgets.debug_parts import MAX_HISTORY, Entry
 from tests.support.runs import START, Clock, end, make_run
+from tests.support.waiting import until
 
 EVIL = "<script>alert('&')</script>"
 SECONDS = 60.0
@@ -173,17 +174,10 @@ def _patient(run: Run) -> Run:
     return run
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def test_over_a_real_run(made: list[DebugPanel]) -> None:
     run = _patient(notebook_launcher(_loop, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
-        _until(lambda: len(run.logs()) == 2)
+        until(lambda: len(run.logs()) == 2)
         panel = _panel(made, run, time.time)
 
         def sees_both() -> bool:
@@ -193,7 +187,7 @@ def test_over_a_real_run(made: list[DebugPanel]) -> None:
             frames = [place.user_frame for place in panel.found.places]
             return [frame.function for frame in frames if frame is not None] == ["_loop", "_loop"]
 
-        _until(sees_both)  # a rank of a busy machine may not have answered within the second it has
+        until(sees_both)  # a rank of a busy machine may not have answered within the second it has
         assert re.search(r"test_debug_panel\.py, line \d+, in _loop", panel.text)
         panel.whom.value = "rank 1"
         panel.line.value = "numb"
@@ -228,7 +222,7 @@ def test_a_line_goes_to_the_debuggers_of_the_ranks_that_are_stopped(made: list[D
     """The same line asks where nobody is stopped: what it does is said below it."""
     run = _patient(notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
-        _until(lambda: sorted(run._board.debugged()) == [0, 1])
+        until(lambda: sorted(run._board.debugged()) == [0, 1])
         clock = Clock(time.time())
         panel = _panel(made, run, clock)
         _render(panel, clock)
