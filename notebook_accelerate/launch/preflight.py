@@ -236,10 +236,35 @@ def _exercise() -> None:
 
 
 _FORK_WARNS: bool = sys.version_info >= (3, 12)
+_SENT_BY_OTHERS = signal.valid_signals() - {
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
 
 
 def fork_quietly() -> int:
-    """Fork; Python 3.12's warning about threads is what the preflight has just checked."""
+    """Fork; Python 3.12's warning about threads is what the preflight has just checked.
+
+    The child begins with all signals blocked but those of its own crashes. It is still in the kernel's process group
+    and has the kernel's handlers: the front end's interrupt would raise KeyboardInterrupt wherever the child is, and
+    unwind it into the code of the kernel's thread that forked it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_BY_OTHERS)
+    pid = -1
+    try:
+        pid = _fork()
+    finally:
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _fork() -> int:
     if not _FORK_WARNS:
         return os.fork()
     with warnings.catch_warnings():  # for all threads: one that begins or ends such a block meanwhile may lose its own

@@ -90,6 +90,8 @@ def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] |
         agent, console, debugging = connect(wiring)
         outcome = run(order, load, debugging)
         code = report(outcome, agent, console)
+    except KeyboardInterrupt:  # by whoever stops the run, after the function
+        pass
     except BaseException:  # noqa: BLE001 - the last line of a process: nothing above it could handle anything
         with contextlib.suppress(Exception):
             os.write(2, ("notebook_accelerate: a worker failed outside the function\n" + _traceback()).encode())
@@ -107,15 +109,20 @@ def _traceback() -> str:
 
 
 def isolate(wiring: Wiring, inherited: set[int] | None) -> None:
-    """Leave the parent's process group, handlers, event loop and sockets behind."""
+    """Leave the parent's process group, handlers, event loop and sockets behind.
+
+    From here until the function begins, an interrupt waits.
+    """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
+    if inherited is not None:
+        forget_interrupt(wiring.parent)
     die_with_parent(wiring.parent)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
     threading.current_thread().name = "MainThread"  # a rank forked from a run's thread has that thread's name
     asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
     atexit._clear()
@@ -123,6 +130,14 @@ def isolate(wiring: Wiring, inherited: set[int] | None) -> None:
     threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
     if inherited is not None:
         silence_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=inherited)
+
+
+def forget_interrupt(kernel: int) -> None:
+    """Drop a pending interrupt that was for the kernel, in whose process group this process was forked (Linux)."""
+    if sys.platform == "linux":
+        pending = signal.sigtimedwait([signal.SIGINT], 0)
+        if pending is not None and pending.si_pid == kernel:  # for this rank: the run is being stopped
+            signal.raise_signal(signal.SIGINT)
 
 
 def die_with_parent(parent: int) -> None:
@@ -181,6 +196,7 @@ def connect(wiring: Wiring) -> tuple[Agent, Console, DebugAgent]:
 def run(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
     """Run the function as this rank and return what became of it."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         take_on(order)
         function, arguments = load()
         debugging.install(function)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from notebook_accelerate.launch import worker
 from notebook_accelerate.launch.backends.zygote import AIDE, GUARD, LENGTH, STATUS
 from notebook_accelerate.launch.payload import loader
+from notebook_accelerate.launch.preflight import fork_quietly
 
 PRELOADED = (
     "torch",
@@ -85,7 +86,7 @@ class _Server:
         body = self._control.recv(length & ~AIDE, socket.MSG_WAITALL)
         channel, stdout, stderr, payload, status = descriptors
         parent = os.getpid()
-        pid = os.fork()
+        pid = fork_quietly()
         if pid == 0:
             self._become_rank()
             os.close(status)
@@ -137,6 +138,7 @@ def be_aide(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for wire, place in ((stdout, 1), (stderr, 2)):
             os.dup2(wire, place)
             os.close(wire)
