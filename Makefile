@@ -30,7 +30,7 @@ XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-strategies lint bench lab clean
+.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-strategies test-nightly lint bench lab clean
 
 help:
 	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
@@ -150,8 +150,12 @@ demo: $(SETUP)
 		examples/06_parallel.ipynb examples/07_cluster.ipynb
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
-test: lint $(if $(CHROMIUM),$(BROWSER_READY))
-	$(PY) -m tests.support.groups
+test: $(SETUP) $(if $(CHROMIUM),$(BROWSER_READY))
+	$(PY) -m tests.support.groups lint
+
+test-nightly:
+	TEST_NIGHTLY=yes $(MAKE) test
+	$(MAKE) test-strategies
 
 test-notebook: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m notebook tests

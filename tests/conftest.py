@@ -34,8 +34,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.fail("left behind:\n  " + "\n  ".join(lines), pytrace=False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run; demand a reason of every `leaks_ok`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs nightly; skip, with the reason, what this machine cannot; have `leaks_ok` give reasons."""
+    if os.environ.get("TEST_NIGHTLY") == "no":
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
     missing = {"gpu": _without_gpu(items), "xla": _without_xla()}
     for item in items:
         for name, reason in missing.items():

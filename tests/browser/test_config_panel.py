@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.browser import App, Browser, NotebookPage, Server
+from tests.support.browser import DAILY_IN_LAB, App, Browser, NotebookPage, Server
 
 TRAIN = """
 import os, time
@@ -199,6 +199,7 @@ def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
     assert "num_processes=2" in "".join(outputs[0]["data"]["text/html"])
 
 
+@DAILY_IN_LAB
 def test_dark(opened: Any, app: App) -> None:
     page = opened(theme="dark")
     page.page.get_by_label("num_processes").fill("0")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.browser import LIMIT, App, NotebookPage
+from tests.support.browser import DAILY_IN_LAB, LIMIT, App, NotebookPage
 
 TRAIN = """
 import time, torch, torch.distributed as dist
@@ -74,6 +74,7 @@ LOOP = TRAIN.strip().splitlines().index("        time.sleep(0.05)") + 1
 LOOPS = f"(f32 [128]); it is at Cell In[1], line {LOOP}: time.sleep(0.05)"
 
 
+@DAILY_IN_LAB
 def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL])
     _hangs(page)
@@ -112,6 +113,7 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     page.shot(f"{app}-debug-answers", CARD)
 
 
+@DAILY_IN_LAB
 def test_in_the_dark(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL], "dark")
     _hangs(page)

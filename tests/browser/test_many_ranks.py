@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.browser import App, NotebookPage
+from tests.support.browser import DAILY_IN_LAB, App, NotebookPage
 
 FEED = """
 import threading, time
@@ -47,6 +47,7 @@ def _tab(page: NotebookPage, name: str) -> None:
     page.page.locator(".na-tabs [role=tab]").filter(has_text=name).click()
 
 
+@DAILY_IN_LAB
 def test_nodes_stand_in_a_row_each_and_the_others_unfold(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
@@ -70,6 +71,7 @@ def test_nodes_stand_in_a_row_each_and_the_others_unfold(opened: Any, app: App) 
     page.shot(f"{app}-many-ranks")
 
 
+@DAILY_IN_LAB
 def test_curves_are_a_band_and_chosen_ranks_are_laid_over(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
@@ -84,6 +86,7 @@ def test_curves_are_a_band_and_chosen_ranks_are_laid_over(opened: Any, app: App)
     page.shot(f"{app}-band", CARD)
 
 
+@DAILY_IN_LAB
 def test_lines_are_chosen_by_node_and_rank(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)

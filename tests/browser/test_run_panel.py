@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.browser import App, Browser, NotebookPage, Server
+from tests.support.browser import DAILY_IN_LAB, App, Browser, NotebookPage, Server
 
 TRAIN = """
 import math, os, random, sys, time
@@ -79,6 +79,7 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     page.wait_for("() => document.body.innerText.includes('it was stopped')")
 
 
+@DAILY_IN_LAB
 def test_the_saved_notebook_keeps_the_report(opened: Any, server: Server, chromium: Browser, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(3)])
     page.run(1)
@@ -106,6 +107,7 @@ def test_the_saved_notebook_keeps_the_report(opened: Any, server: Server, chromi
         again.page.close()
 
 
+@DAILY_IN_LAB
 def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG)])
     page.run(1)
@@ -160,6 +162,7 @@ def test_a_blocking_cell_says_which_stop_works(opened: Any, app: App) -> None:
     page.idle()
 
 
+@DAILY_IN_LAB
 def test_dark_theme_and_keyboard(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG)], theme="dark")
     page.run(1)
@@ -182,6 +185,7 @@ def test_dark_theme_and_keyboard(opened: Any, app: App) -> None:
     page.wait_for("() => document.querySelectorAll('.na-chip')[0].getAttribute('aria-pressed') === 'false'")
 
 
+@DAILY_IN_LAB
 def test_after_a_reload_the_panel_is_there_again(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG), "run"])
     page.run(1)

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter, WebPDFExporter
 
-from tests.support.browser import CHROMIUM, LIMIT, ROOT, SCREENSHOTS, App, Browser, NotebookPage, Server
+from tests.support.browser import CHROMIUM, DAILY_IN_LAB, LIMIT, ROOT, SCREENSHOTS, App, Browser, NotebookPage, Server
 from tests.support.kernel import headless
 
 TRAIN = """
@@ -67,6 +67,7 @@ def _count(page: NotebookPage, selector: str) -> int:
     return int(page.page.evaluate(SHOWN, selector))
 
 
+@DAILY_IN_LAB
 def test_without_its_kernel_a_notebook_shows_static_forms(
     server: Server, chromium: Browser, app: App, pages: list[NotebookPage]
 ) -> None:

@@ -45,7 +45,7 @@ def make_training() -> Any:
     return train
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_one_argument_is_all(ranks: int) -> None:
     before = dict(os.environ)
     plugin = DeepSpeedPlugin(zero_stage=3)

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 from notebook_accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, ParallelismConfig
 from notebook_accelerate.utils import DeepSpeedSequenceParallelConfig
 from tests.clients.test_trainer import train
-from tests.parity.strategies.cells import ALL
 from tests.support.ranks import RankError, run_ranks
 
 pytestmark = [
@@ -192,7 +191,7 @@ def test_two_sequences_on_four_ranks() -> None:
         torch.testing.assert_close(found[0]["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3] if ALL else [3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_resuming(stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     whole = run_ranks(split, {"stage": stage}, 24, 1, 4, None, folder, 6, timeout=SECONDS)[0]
@@ -253,7 +252,7 @@ def test_what_is_not_split() -> None:
         assert found["second"] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3] if ALL else [3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_the_trainer_trains_as_one_process_does(stage: int, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", 1, {"split": False}, "deepspeed/sequence_trainer.py")[0]
     config = {

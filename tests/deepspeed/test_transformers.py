@@ -10,7 +10,6 @@ import pytest
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin
 from tests.clients.test_trainer import train
-from tests.parity.strategies.cells import ALL
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +53,7 @@ def test_models_are_sharded_while_they_are_made() -> None:
     assert found["resting"] == 0 < found["whole"]
 
 
-@pytest.mark.parametrize("stage", [2, 3] if ALL else [3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_the_trainer_trains_as_one_process_does(stage: int, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", 1, {})[0]
     (tmp_path / "alone").rename(tmp_path / "before")

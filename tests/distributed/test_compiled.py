@@ -78,8 +78,15 @@ def names_in(folder: Path, sharded: bool) -> set[str]:
     return {name.removeprefix("model.") for name in known}
 
 
-@pytest.mark.parametrize("regions", [False, True], ids=["whole", "regions"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("sharded", "regions"),
+    [
+        pytest.param(False, True, id="ddp-regions"),
+        pytest.param(True, False, id="fsdp2-whole"),
+        pytest.param(False, False, id="ddp-whole", marks=pytest.mark.nightly),
+        pytest.param(True, True, id="fsdp2-regions", marks=pytest.mark.nightly),
+    ],
+)
 def test_resuming(sharded: bool, regions: bool, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     expected = run_ranks(train, sharded, regions, None, False, timeout=SECONDS)[0]

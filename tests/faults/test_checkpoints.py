@@ -96,9 +96,17 @@ def value_in(folder: Path) -> float:
     return values.item()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("target", ["new", "old", "auto"])
+@pytest.mark.parametrize(
+    ("target", "blocking"),
+    [
+        ("new", True),
+        ("auto", False),
+        pytest.param("new", False, marks=pytest.mark.nightly),
+        pytest.param("old", True, marks=pytest.mark.nightly),
+        pytest.param("old", False, marks=pytest.mark.nightly),
+        pytest.param("auto", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_process_killed_at_any_change_of_the_disk_loses_nothing(tmp_path: Path, target: str, blocking: bool) -> None:
     work = tmp_path / "work"
     work.mkdir()
@@ -127,7 +135,6 @@ def check(place: Path, target: str) -> float:
     return value_in(new)
 
 
-@pytest.mark.slow
 def test_a_process_killed_at_a_random_moment_loses_nothing(tmp_path: Path) -> None:
     script = (
         _SAVE

@@ -16,13 +16,12 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("target", "blocking", "every", "values"),
     [
-        ("new", True, 2, {"BrokenCheckpointError", "ValueError", "2.0"}),
-        ("old", False, 2, {"1.0", "2.0"}),
+        pytest.param("new", True, 2, {"BrokenCheckpointError", "ValueError", "2.0"}, marks=pytest.mark.nightly),
+        pytest.param("old", False, 2, {"1.0", "2.0"}, marks=pytest.mark.nightly),
         ("auto", True, 1, {"1.0", "2.0"}),
     ],
 )

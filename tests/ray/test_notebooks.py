@@ -43,6 +43,7 @@ def test_the_quickstart_runs_unchanged(kernel: Kernel) -> None:
     assert kernel.value("'ray' in __import__('sys').modules") is False, "the kernel is a guest room"
 
 
+@pytest.mark.nightly
 def test_the_debugging_notebook_runs_unchanged(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "04_debugging.ipynb")
 

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+import pytest
+
 from tests.support.ranks import reserved_port
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ LIMIT = 120.0
 """Seconds for what takes one or two on a machine with nothing else to do."""
 SCREENSHOTS = ROOT / ".build" / "screenshots"
 App = Literal["lab", "notebook"]
+DAILY_IN_LAB = pytest.mark.parametrize(
+    "app", ["lab", pytest.param("notebook", marks=pytest.mark.nightly)], indirect=True
+)
+"""For a test that `make test` runs in JupyterLab, and `make test-nightly` in Notebook too."""
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
 # Said by the applications themselves, whatever the notebook holds; the last ones when a page is reloaded, and when a
 # kernel is ended that has a message still to answer.

@@ -1,7 +1,7 @@
 """Run the test groups of the tree, two at a time, each in a pytest of its own with its own log.
 
-python -m tests.support.groups: what `make test` runs after the linters. The last line is pytest's closing line over
-all groups.
+python -m tests.support.groups lint: what `make test` runs. What is named is a target of make, run as a group too. The
+last line is pytest's closing line over all groups.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import groupby
@@ -70,13 +71,14 @@ class Outcome:
         return self.code not in (0, _NOTHING_COLLECTED)
 
 
-def main() -> int:
-    """Run every group that has tests; return 1 when one failed."""
+def main(targets: Sequence[str] = ()) -> int:
+    """Run every group that has tests, and these targets of make before them; return 1 when one failed."""
     LOGS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     outcomes = []
     with ThreadPoolExecutor(LANES) as pool:
-        for done in as_completed([pool.submit(run, name, folders) for name, folders in present().items()]):
+        groups = {**dict.fromkeys(targets, ()), **present()}
+        for done in as_completed([pool.submit(run, name, folders) for name, folders in groups.items()]):
             outcomes.append(done.result())
             report(outcomes[-1])
     total: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
@@ -98,15 +100,15 @@ def present() -> dict[str, list[str]]:
     return found
 
 
-def run(group: str, folders: list[str]) -> Outcome:
-    """Run one group, everything it prints into its log."""
+def run(group: str, folders: Sequence[str]) -> Outcome:
+    """Run one group, everything it prints into its log; one without folders is a target of make."""
     log = LOGS / f"{group}.log"
     command = [sys.executable, "-m", "pytest", "-m", "not benchmark", "-o", f"cache_dir=.build/pytest-{group}"]
-    command += folders
-    if group in OWN_ENVIRONMENT:
-        command = ["make", OWN_ENVIRONMENT[group]]
+    command.extend(folders)
+    if group in OWN_ENVIRONMENT or not folders:
+        command = ["make", OWN_ENVIRONMENT.get(group, group)]
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --tb=short --durations=10"  # make's, too
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": options.strip()}
+    env = {"TEST_NIGHTLY": "no", **os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": options.strip()}
     for name in ("CI", "BUILD_NUMBER"):  # pytest writes comparisons out in full where they are set: pages, here
         env.pop(name, None)
     begin = time.monotonic()
@@ -146,4 +148,4 @@ def abridged(lines: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

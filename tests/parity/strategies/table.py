@@ -42,8 +42,14 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 """By name: what a `Case` is made of, on any number of ranks."""
 
-SLOW = {"ddp, compiled to kernels", "ddp, compiled regions", "tp, compiled regions"}
-"""Those that take long to compile, and have a like that does not: in the whole table only."""
+SLOW = {
+    "ddp, compiled to kernels",
+    "ddp, compiled regions",
+    "fsdp2, compiled regions",
+    "tp, compiled regions",
+    "fsdp2, rank 0 loads, and tp",
+}
+"""Those that take long, and have a like that does not: in the whole table only."""
 
 ON_FOUR: dict[str, dict[str, Any]] = {
     "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}, "ranks_of_a_machine": 2},

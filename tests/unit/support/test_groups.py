@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,27 @@ def test_a_long_explanation_is_abridged_and_the_next_failure_still_seen(
     assert "line 250\n" not in out
     assert "lines: see the log]" in out
     assert "assert 'spade' == 'shovel'" in out
+
+
+def test_targets_of_make_are_run_beside_the_groups(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "Makefile").write_text("lint:\n\t@echo 'All checks passed!'\n")
+    assert groups.main(["lint"]) == 0
+    assert " 1 passed in " in capsys.readouterr().out.strip().splitlines()[-1]
+    (tree / "Makefile").write_text("lint:\n\t@echo 'unused import'; exit 1\n")
+    assert groups.main(["lint"]) == 1
+    out = capsys.readouterr().out
+    assert "unused import" in out
+    assert "failed groups: lint" in out
+
+
+def test_what_runs_nightly_is_left_out_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def collected(value: str) -> str:
+        monkeypatch.setenv("TEST_NIGHTLY", value)
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults/test_remote.py"]
+        return subprocess.run(command, cwd=groups.ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert "1/3 tests collected (2 deselected)" in collected("no")
+    assert "3 tests collected" in collected("yes")
 
 
 def test_a_tree_without_tests_does_not_pass(tree: Path) -> None:
