@@ -192,7 +192,13 @@ ENDING
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('over')", 1), ("del training", 0)]
+    ("ending", "code"),
+    [
+        ("pass", 0),
+        ("sys.exit(3)", 3),
+        pytest.param("raise RuntimeError('over')", 1, marks=pytest.mark.nightly),
+        pytest.param("del training", 0, marks=pytest.mark.nightly),
+    ],
 )
 def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path, ending: str, code: int) -> None:
     script = _ENDING.replace("ENDING", ending)

@@ -43,7 +43,7 @@ def save_on_the_main_rank(folder: str, version: int) -> None:
     train(accelerator, model, optimizer)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_saving_on_the_main_rank_alone_is_an_error_and_no_hang(version: int, tmp_path: Any) -> None:
     with pytest.raises(  # a hang would be one, too, with other words
         RankError,

@@ -177,7 +177,7 @@ def test_a_file_cut_at_any_byte_is_named(tmp_path: Path) -> None:
         value_in(tmp_path / "out")
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_full_disk_is_said_and_the_checkpoint_before_stays(tmp_path: Path, blocking: bool) -> None:
     made = python(_SAVE + "\nsaver('out', 1.0)()", cwd=tmp_path)
     assert made.returncode == 0, made.stderr

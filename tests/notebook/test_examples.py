@@ -14,7 +14,7 @@ from tests.support.examples import find, run_all
 from tests.support.kernel import ROOT, Kernel
 from tests.support.launching import blames, ready_kernel
 
-pytestmark = [pytest.mark.notebook, pytest.mark.slow]
+pytestmark = [pytest.mark.notebook]
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.ipynb"))
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.launching import said
 from tests.support.notebooks import LIMIT, Notebooks, notebooks
 
-pytestmark = [pytest.mark.notebook, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 

@@ -14,7 +14,7 @@ from tests.support.launching import children, patient, said
 from tests.support.notebooks import LIMIT, Notebooks, notebooks
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.notebook, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
 HOST = platform.node()
 SECRET = {"secret": "hush"}
 ONE_EACH = ("num_processes=1", "num_processes=1")

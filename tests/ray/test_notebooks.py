@@ -55,6 +55,7 @@ def test_the_debugging_notebook_runs_unchanged(kernel: Kernel) -> None:
     assert set(kernel.value(ON_RAY)) == {"ray"}
 
 
+@pytest.mark.nightly
 def test_the_example_of_clusters(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "07_cluster.ipynb")
     assert "64 ranks with CPU 1 each are asked for" in find(cells, "num_processes=64").stdout

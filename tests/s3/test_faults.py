@@ -19,7 +19,6 @@ from tests.support.s3 import S3Server
 from tests.support.trainings import Training
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_process_killed_at_a_change_of_the_store_loses_nothing(bucket: str) -> None:
     steps = killed_saves(bucket, "old", blocking=False, every=5)  # at every one: tests/faults/test_remote.py

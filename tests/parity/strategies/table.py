@@ -48,6 +48,7 @@ SLOW = {
     "fsdp2, compiled regions",
     "tp, compiled regions",
     "fsdp2, rank 0 loads, and tp",
+    "fsdp1, replicas of gradients and optimizer",
 }
 """Those that take long, and have a like that does not: in the whole table only."""
 

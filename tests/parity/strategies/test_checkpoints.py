@@ -43,7 +43,14 @@ def test_resuming(form: str, tmp_path: Path) -> None:
         assert torch.equal(weight, expected["weights"][name]), name
 
 
-@pytest.mark.parametrize("form", ["fsdp1, sharded", "fsdp2, sharded", "fsdp2, whole"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("fsdp1, sharded", marks=pytest.mark.nightly),
+        "fsdp2, sharded",
+        pytest.param("fsdp2, whole", marks=pytest.mark.nightly),
+    ],
+)
 def test_resuming_on_more_ranks(form: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     resumed = run_ranks(accelerated, saved(form, folder), None, str(folder), world_size=4)[0]

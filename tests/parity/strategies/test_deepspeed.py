@@ -81,7 +81,7 @@ def test_resuming_with_a_schedule(stage: int, tmp_path: Path) -> None:
 
 
 @patient
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 3] if ALL else [3])
 def test_saving_on_the_main_rank_alone_is_noticed(stage: int, tmp_path: Path) -> None:
     assert_notices_saving_alone(case_of(f"stage {stage}", 2), tmp_path)
 

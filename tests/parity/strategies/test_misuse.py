@@ -16,9 +16,9 @@ from tests.parity.strategies.scripts import accelerator_of, parts
 from tests.parity.strategies.table import case_of
 from tests.support.ranks import RankError, run_ranks
 
-SHARDED = ["fsdp1", "fsdp1, gradients and optimizer", "fsdp2", "tp"]
+SHARDED = ["fsdp1", "fsdp2"]
 if ALL:
-    SHARDED += ["fsdp2, compiled regions", "tp, compiled regions"]
+    SHARDED += ["fsdp1, gradients and optimizer", "tp", "fsdp2, compiled regions", "tp, compiled regions"]
 
 
 @patient
