@@ -109,13 +109,22 @@ class _Launcher:
             if self._problem is None and not self._run.config.block:
                 views.show(self._run)  # once the ranks are off: making widgets takes as long as starting them
         except KeyboardInterrupt:
-            self._request_stop(DEFAULT_GRACE)
-            self._thread.join()
+            self._see_stopped()
             if self._problem is not None or self._run.status == "stopped":  # otherwise it came too late
                 raise RunInterrupted(self._run) from None
         if self._problem is not None:
             self._thread.join()
             raise self._problem
+
+    def _see_stopped(self) -> None:
+        """Stop the run and wait for its end; each further press of the button stops it once more, which kills."""
+        while True:
+            try:
+                self._request_stop(DEFAULT_GRACE)
+                self._thread.join()
+            except KeyboardInterrupt:
+                continue
+            return
 
     def see_through(self) -> None:
         """Wait for the end; the notebook's stop button stops the run, pressed twice it kills it."""

@@ -99,6 +99,25 @@ def test_a_second_stop_kills_at_once(kernel: Kernel, method: str) -> None:
     assert "KeyboardInterrupt" in said(cell)
 
 
+@pytest.mark.leaks_ok("the file's kernel has another zygote afterwards; the fixture looks at its children")
+def test_the_button_pressed_again_while_ranks_start_kills_them(kernel: Kernel) -> None:
+    kernel.check("notebook_accelerate.shutdown()")
+    _define(kernel, STUCK["ignores SIGINT and SIGTERM"])
+    with patient(kernel):  # the grace alone would take minutes
+        cell = kernel.submit(
+            "try:\n    launch(train, start_method='zygote')\nfinally:\n    print('back')\n    gate('never')"
+        )
+        kernel.wait_for(lambda: "▶ run" in cell.stdout)
+        while not (cell.finished or "back" in cell.stdout):
+            kernel.interrupt()
+            kernel.pump(0.3)
+        if not cell.finished:
+            kernel.interrupt()
+        kernel.finish(cell, timeout=SOON)
+        assert "KeyboardInterrupt" in said(cell)
+        assert kernel.value("notebook_accelerate.runs()[-1].status") == "stopped"
+
+
 def test_interrupts_at_any_time_leave_a_working_kernel(kernel: Kernel) -> None:
     _define(kernel, "time.sleep(0.05)")
     kernel.check("before = list(notebook_accelerate.runs())")
