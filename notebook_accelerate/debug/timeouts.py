@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from datetime import timedelta
 from typing import Any
@@ -27,17 +28,19 @@ class Watch:
         c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
         world = getattr(c10d, "_world", None)
         groups = getattr(world, "pg_map", None)
-        if not groups or len(groups) == len(self._seen):
-            if not groups:
-                self._seen.clear()
+        if not groups:
+            self._seen.clear()
+            return None
+        found = list(groups)
+        if len(found) == len(self._seen) and all(map(operator.is_, found, self._seen)):
             return None
         default = c10d.GroupMember.WORLD
         asked = None
-        for group in list(groups):
+        for group in found:
             if not any(group is known for known in self._seen):
                 limit = _lengthen(c10d, group)
                 asked = limit if group is default else asked
-        self._seen = list(groups)
+        self._seen = found
         return asked
 
 
