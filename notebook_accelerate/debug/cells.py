@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import queue
+import signal
 import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from notebook_accelerate.debug import agent
@@ -17,6 +18,18 @@ from notebook_accelerate.telemetry import ExceptionInfo, StatusEvent, current_si
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 
 ChainOf = Callable[[BaseException], tuple[ExceptionInfo, ...]]
+
+
+class Interrupts:
+    """Let interrupts into cells only: one that comes when a cell is over must not cost its answer."""
+
+    def __init__(self) -> None:
+        self.allowed = False
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.allowed:
+            signal.default_int_handler(number, frame)
 
 
 def serve(chain_of: ChainOf, install_sources: Callable[[dict[str, str]], None]) -> None:
@@ -39,28 +52,33 @@ def serve(chain_of: ChainOf, install_sources: Callable[[dict[str, str]], None]) 
     namespace = sys.modules["__main__"].__dict__
     sink = current_sink()
     assert sink is not None, "a warm rank is a launched worker"
+    interrupts = Interrupts()
     sink.send(StatusEvent("running", "warm"))
     while True:
         try:
             request = requests.get()
             install_sources({request.filename: request.source})
-            reply = _run(request, namespace, chain_of)
+            reply = _run(request, namespace, chain_of, interrupts)
             sys.stdout.flush()
             sys.stderr.flush()
             sink.send(reply)
         except KeyboardInterrupt:
-            continue  # it came between two cells
+            continue  # a cell has let it in again, and it came between two cells
 
 
-def _run(request: CellRequest, namespace: dict[str, Any], chain_of: ChainOf) -> CellReply:
+def _run(request: CellRequest, namespace: dict[str, Any], chain_of: ChainOf, interrupts: Interrupts) -> CellReply:
     try:
+        interrupts.allowed = True
         if request.payload:
             namespace.update(load_bytes(request.payload))
         value = run_cell(request.source, request.filename, namespace)
         fetched = {name: namespace[name] for name in request.fetch}
         payload = dump_bytes(fetched, f"one of {', '.join(request.fetch)}") if fetched else b""
-        return CellReply(request.number, agent.shown(value) if value is not None else "", payload=payload)
+        reply = CellReply(request.number, agent.shown(value) if value is not None else "", payload=payload)
+        interrupts.allowed = False
+        return reply
     except BaseException as error:  # noqa: BLE001 - a cell's error is an answer, and the rank lives on
+        interrupts.allowed = False
         return CellReply(request.number, "", chain_of(error), time.time())
 
 
