@@ -8,6 +8,7 @@ the thread waits in C, from the agent's thread, which can look at its frames.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import queue
 import signal
@@ -95,6 +96,7 @@ class DebugAgent:
         # thread are queued, never sent: the handler may find it in the middle of a frame.
         self._lock = threading.RLock()
         self._pending: list[_Pending] = []
+        self._interruptible = math.inf  # from when on; until there is a handler, the signal would end the process
         self._traceback: TracebackType | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._quit = False
@@ -127,6 +129,7 @@ class DebugAgent:
         self._code = frames.code_of(function)
         self._timeouts = timeouts.Watch()
         signal.signal(signal.SIGUSR2, self._on_signal)
+        self._interruptible = time.monotonic() + BOUNDARY_SECONDS
         descriptor = _memory_file()
         if descriptor is not None:
             faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
@@ -161,15 +164,20 @@ class DebugAgent:
                     self._host.sink.on_step = None
                     return
                 pending = self._pending.pop(0)
+            resumes = self._resumes
             pending.serve(frame, note)
+            if self._resumes != resumes:  # it was held here: the next pause is for the next boundary
+                return
 
-    def _wait(self, why: str, frame: FrameType | None) -> None:
+    def _wait(self, why: str, frame: FrameType | None, resumes: int) -> None:
+        """Hold the main thread until it has been resumed once more than ``resumes`` times."""
         self._paused = why
-        before = self._resumes
-        while self._resumes == before:
-            self._resume.wait(0.2)  # short waits let KeyboardInterrupt in, and the debugger
-            self._serve(frame, "")
-        self._paused = ""
+        try:
+            while self._resumes == resumes:
+                self._serve(frame, "")
+                self._resume.wait(0.2)  # short waits let KeyboardInterrupt in, and the debugger
+        finally:
+            self._paused = ""
 
     # ---- the agent's thread
 
@@ -179,7 +187,7 @@ class DebugAgent:
             self._host.sink.emit(GroupTimeoutEvent(asked))
         now = time.monotonic()
         with self._lock:
-            due = [pending for pending in self._pending if now >= pending.deadline]
+            due = [pending for pending in self._pending if now >= max(pending.deadline, self._interruptible)]
             for pending in due:
                 if pending.signalled and pending.from_agent:
                     self._pending.remove(pending)
@@ -236,7 +244,7 @@ class DebugAgent:
     def _complete(self, request: CompleteRequest, frame: FrameType | None) -> None:
         found: list[str] = []
         with suppress(Exception):  # attributes are looked up: properties may raise anything
-            found = frames.completions(frame, request.text) if frame is not None else []
+            found = frames.completions(breakpoints.variables(frame), request.text) if frame is not None else []
         self._host.sink.emit(CompleteReply(request.number, found))
 
     def _in_frame(self, serve: Callable[[FrameType | None, str], None]) -> None:
@@ -267,11 +275,12 @@ class DebugAgent:
 
     def _on_pause(self, request: Request) -> None:
         self._resume.clear()
+        resumes = self._resumes  # as of now: whoever hears that it is paused may resume it before it waits
 
         def pause(frame: FrameType | None, _note: str) -> None:
             place = frames.stack(frames.find(frame, "", self._code))
             self._host.sink.emit(DoneReply(request.number, "paused"))
-            self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame)
+            self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame, resumes)
 
         self._queue(pause)
 
@@ -310,7 +319,7 @@ class DebugAgent:
 def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
     """Return the value of the request's expression in ``frame``, as the kernel will see it."""
     try:
-        value = eval(request.expression, frames.variables(frame))  # noqa: S307 - the user's own expression
+        value = eval(request.expression, breakpoints.variables(frame))  # noqa: S307 - the user's own expression
     except BaseException as error:  # noqa: BLE001 - it must not reach the function that is being watched
         return AskReply(request.number, f"{type(error).__name__}: {error}")
     text = shown(value)

@@ -81,6 +81,14 @@ def stopped_at() -> str:
     return f"breakpoint at line {_Session.frame.f_lineno}" if _Session.frame is not None else ""
 
 
+def variables(frame: FrameType) -> dict[str, Any]:
+    """Return what an expression in ``frame`` can name, with what was assigned at the debugger's prompt."""
+    debugger = _Session.debugger
+    if _Session.frame is not None and getattr(debugger, "curframe", None) is frame:
+        return {**frame.f_globals, **debugger.curframe_locals}  # before Python 3.13 a look at f_locals undoes these
+    return frames.variables(frame)
+
+
 def _hook(*_: object, **__: object) -> None:
     stop_at(sys._getframe(1))
 

@@ -85,13 +85,13 @@ def variables(frame: FrameType) -> dict[str, Any]:
     return {**frame.f_globals, **frame.f_locals}
 
 
-def completions(frame: FrameType, text: str) -> list[str]:
-    """Return ``text`` with each name that completes its last dotted part, as "model.head.weight"."""
+def completions(names: dict[str, Any], text: str) -> list[str]:
+    """Return ``text`` with each of ``names`` that completes its last dotted part, as "model.head.weight"."""
     found = re.search(r"[A-Za-z_][\w.]*$", text)
     part = found.group() if found else ""
     if not part:
         return []
-    completer = rlcompleter.Completer(variables(frame))
+    completer = rlcompleter.Completer(names)
     matches = completer.attr_matches(part) if "." in part else completer.global_matches(part)
     return [text[: len(text) - len(part)] + name.rstrip("() :") for name in dict.fromkeys(matches)]
 

@@ -133,6 +133,8 @@ class Session:
     def _why_silent(self, rank: int) -> str:
         if rank not in self.desk.open_ranks():
             return f"it is {self._states().get(rank, 'not there')}"
+        if self._states().get(rank) == "starting":
+            return "it has not come to the function yet"
         place = self._place(rank, "running", None)
         frame = place.user_frame
         return place.note + (f", at {self._name_place(frame)}" if frame is not None else "")

@@ -1,0 +1,97 @@
+"""The debugging half of a rank's agent, when what it hears comes at the worst moment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.debug import agent as debugging
+from notebook_accelerate.debug.protocol import DoneReply, PauseRequest, ResumeRequest
+from notebook_accelerate.telemetry import Event
+
+
+class Host:
+    """A rank's agent and its sink in one: the kernel hears at once what is said, and may answer before more is done."""
+
+    def __init__(self) -> None:
+        self.sink: Any = self
+        self.on_step: Callable[[], None] | None = None
+        self.handlers: dict[type[Event], Callable[[Any], None]] = {}
+        self.said: list[tuple[int, str]] = []
+        self.answers: list[Event] = []
+
+    def on(self, kind: type[Event], handler: Callable[[Any], None]) -> None:
+        """Take a handler."""
+        self.handlers[kind] = handler
+
+    def every_tick(self, callback: Callable[[], None]) -> None:
+        """Take what is called now and then, and never call it."""
+
+    def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
+        """Have nobody answer."""
+        raise EOFError
+
+    def hear(self, event: Event) -> None:
+        """Hand on what the kernel says."""
+        self.handlers[type(event)](event)
+
+    def emit(self, event: Event) -> None:
+        """Have the kernel hear what is said, and answer."""
+        assert isinstance(event, DoneReply)
+        self.said.append((event.number, event.text))
+        while event.text == "paused" and self.answers:
+            self.hear(self.answers.pop(0))
+
+    send = emit
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Return the host of a rank's agent."""
+    monkeypatch.setattr(debugging, "_hosts", [])
+    host = Host()
+    debugging.DebugAgent(host)
+    return host
+
+
+def reach_a_boundary(host: Host) -> None:
+    """Come to a step boundary as training does; the thread stays behind where it is held for ever."""
+    assert host.on_step is not None
+    training = threading.Thread(target=host.on_step, daemon=True)
+    training.start()
+    training.join(60)
+    assert not training.is_alive(), f"held for ever; said: {host.said}"
+
+
+def test_a_rank_that_is_resumed_before_it_has_begun_to_wait_goes_on(host: Host) -> None:
+    host.hear(PauseRequest(1))
+    host.answers = [ResumeRequest(2)]
+    reach_a_boundary(host)
+    assert host.said == [(1, "paused"), (2, "resumed")]
+
+
+def test_a_rank_that_is_paused_again_goes_on_to_the_next_boundary_first(host: Host) -> None:
+    host.hear(PauseRequest(1))
+    host.answers = [ResumeRequest(2), PauseRequest(3)]
+    reach_a_boundary(host)
+    assert host.said == [(1, "paused"), (2, "resumed")]
+    host.answers = [ResumeRequest(4)]
+    reach_a_boundary(host)
+    assert host.said[2:] == [(3, "paused"), (4, "resumed")]
+    reach_a_boundary(host)
+    assert host.on_step is None
+
+
+def test_an_interrupt_ends_a_pause(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    agent: Any = host.handlers[PauseRequest].__self__  # type: ignore[attr-defined]
+    monkeypatch.setattr(agent._resume, "wait", interrupted)
+    host.hear(PauseRequest(1))
+    with pytest.raises(KeyboardInterrupt):
+        agent._at_boundary()
+    assert agent._paused_text() == ""

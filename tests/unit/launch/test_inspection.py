@@ -1,0 +1,40 @@
+"""Asking ranks that cannot answer yet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import notebook_launcher
+
+pytestmark = pytest.mark.usefixtures("zygote")
+
+
+def loaded(gate: str) -> str:
+    while not Path(gate).exists():
+        time.sleep(0.02)
+    return "loaded"
+
+
+class Late:
+    """Takes its time to be unpickled, as what imports torch does."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = str(gate)
+
+    def __reduce__(self) -> Any:
+        return loaded, (self._gate,)
+
+
+@pytest.mark.parametrize("method", ["zygote", "spawn"])
+def test_a_rank_that_is_asked_before_its_function_begins_lives_on(method: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_processes": 1, "use_port": 0, "start_method": method, "block": False}
+    run = notebook_launcher(lambda text: text, (Late(tmp_path / "gate"),), **options)
+    asked = run.ask("text", timeout=3.0)[0]
+    (tmp_path / "gate").touch()
+    assert run.wait(120)
+    assert str(asked) == "rank 0 gave no answer: it has not come to the function yet"
+    assert run.results == ("loaded",)
