@@ -52,7 +52,7 @@ def commit(staging: Path, target: Path) -> None:
         target: Folder of the checkpoint.
     """
     sync_folders(staging)
-    if staging.parent == target:
+    if target.is_dir() and any(target.iterdir()):  # also one that somebody has put files into meanwhile
         journal = target / layout.JOURNAL_NAME
         staging.rename(journal)
         sync_folder(target)

@@ -78,6 +78,7 @@ class Writing:
     group: Any = None
     thread: threading.Thread | None = None
     error: BaseException | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
     _records: Records = field(default_factory=dict)
     _known: bool = False
 
@@ -95,8 +96,9 @@ class Writing:
             warn_once(f"save_state(blocking=False) wrote the checkpoint in the foreground: {error}.")
 
     def join(self) -> None:
-        """Wait for the thread, where there is one."""
+        """Wait for the thread, where there is one; an interrupt may come, and whoever calls again waits again."""
         if self.thread is not None:
+            self._over.wait()  # Python before 3.13 takes a thread whose join was interrupted for ended (gh-90882)
             self.thread.join()
         for hook in self.hooks:  # here, in the caller's thread: an optimizer may be running its hooks
             hook.remove()
@@ -110,12 +112,14 @@ class Writing:
             self._report({"files": {name: asdict(record) for name, record in brought.items()}})
             if self.place.commits:
                 self._commit()
-        except BaseException as error:  # whatever a writer raises is this checkpoint's failure
+        except BaseException as error:  # noqa: BLE001 - whatever a writer raises is this checkpoint's failure
             self._fail(error)
-            if not isinstance(error, Exception):
-                raise
+            own = getattr(error, "failures", {}).get(self.place.rank, error)
+            if not isinstance(own, Exception):  # an interrupt: where ranks agree on errors, it went the way of these
+                raise own from None
         finally:
             self.state_files, self.snapshot = [], None  # a gigabyte of references
+            self._over.set()
 
     def _fill_copies(self) -> None:
         """Fill the copies; where the ranks write together they all go on, or none."""
@@ -202,7 +206,11 @@ class Writing:
     def _commit(self) -> None:
         parts = [self._await_report(rank, peer) for rank, peer in self.place.group.items()]
         self.place.store.commit(self.manifest, parts)
-        self.after()
+        try:
+            self.after()
+        except (CheckpointError, OSError) as error:  # those may be in use, or gone already
+            written = f"{self.place.target} is written"
+            warn_once(f"{written}, but checkpoints above total_limit could not be removed: {error}")
 
     def _await_report(self, rank: int, peer: Peer) -> Records:
         store = self.place.store

@@ -115,6 +115,36 @@ def test_one_ranks_failure_is_told_by_every_rank(place: str, blocking: bool, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def interrupted(folder: str, before: int) -> list[str]:
+    """All ranks are interrupted while they write, as a run is that is stopped."""
+    training = ShardedTraining()
+    for index in range(before):  # the first save makes the plan, by which the next ones are written
+        training.step()
+        training.accelerator.save_state(f"{folder}_{index}")
+    expected = training.step()
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_files.SummedStream, "write", stop)
+        with pytest.raises(KeyboardInterrupt):
+            training.accelerator.save_state(folder)
+    training.accelerator.wait_for_everyone()
+    if before:
+        training.go_on(f"{folder}_{before - 1}", before)
+        assert training.step() == expected
+    training.accelerator.save_state(folder)
+    training.accelerator.end_training()
+    return sorted(path.name for path in Path(folder).parent.iterdir())
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_interrupt_while_shards_are_written_stays_one(before: int, tmp_path: Path) -> None:
+    names = ["out", *(f"out_{index}" for index in range(before))]
+    assert run_ranks(interrupted, str(tmp_path / "out"), before) == [names, names]
+
+
 def killed(folder: str, at: str) -> None:
     """Rank 1 is killed in its thread; rank 0 finds out at once, and nothing is left."""
     training = ShardedTraining()

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from notebook_accelerate import Accelerator, DataLoaderConfiguration
+from notebook_accelerate.checkpointing import numbering
 from notebook_accelerate.checkpointing.manifest import read_manifest
 from notebook_accelerate.config.training import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
@@ -337,6 +338,23 @@ def test_a_strategy_may_write_its_own_files(tmp_path: Path) -> None:
     whole = Training().accelerator
     with pytest.raises(CheckpointMismatchError, match="'pieces', this run's layout is 'whole'"):
         whole.load_state(str(tmp_path / "out"))
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state()
+    gone = tmp_path / "checkpoints" / "checkpoint_7"
+    with monkeypatch.context() as patch:
+        patch.setattr(numbering, "surplus", lambda *_: [gone])  # somebody else has removed it since it was listed
+        with pytest.warns(UserWarning, match=r"checkpoint_1 is written, but .* could not be removed: .*checkpoint_7"):
+            accelerator.save_state()
+    assert names_in(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
+    accelerator.load_state()
+    accelerator.save_state()
+    assert names_in(tmp_path / "checkpoints") == ["checkpoint_2"]
 
 
 def test_what_a_killed_removal_left_goes_with_the_next(tmp_path: Path) -> None:
