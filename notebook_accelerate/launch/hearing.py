@@ -223,6 +223,9 @@ class Ears:
         event.shown = tracebacks.name_cells(event.shown)
         process, resume = watched.process, self._stopwatch.resume
         question = Question(process.rank, event, process.channel, resume, here=process.asks_here)
+        if question.of_debugger and self._ending.stopping:
+            question.answer(None)  # the interrupt has come before the answer to its last question: it asks again
+            return
         known = question.of_debugger and question.rank in self._run._board.debugged()
         if question.here and not (self._run.config.block or self._run._prompts_in_cell or known):
             self._publisher.line("stderr", f"rank {question.rank} {_how_to_answer(question)}")

@@ -1,4 +1,4 @@
-"""Asking ranks that cannot answer yet."""
+"""Asking ranks that cannot answer yet, and stopping those that ask."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import notebook_launcher
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
 
@@ -38,3 +39,19 @@ def test_a_rank_that_is_asked_before_its_function_begins_lives_on(method: str, t
     assert run.wait(120)
     assert str(asked) == "rank 0 gave no answer: it has not come to the function yet"
     assert run.results == ("loaded",)
+
+
+def stopped() -> None:
+    for _ in range(2):
+        breakpoint()  # noqa: T100 - what is tested
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_a_stop_quits_debuggers(method: str) -> None:
+    """They take the interrupt for themselves, and ask again."""
+    options: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": method, "block": False}
+    run = notebook_launcher(stopped, **options)
+    until(lambda: run._board.debugged() == [0, 1])
+    run.stop(grace=100.0)  # SIGTERM follows after a minute of these
+    assert [info.exit for info in run.ranks] == ["exit 1", "exit 1"]
+    assert run.status == "stopped"
