@@ -87,7 +87,8 @@ class Door:
         """Listen no longer."""
         if self._closing.is_set():
             return
-        self._closing.set()
+        with self._lock:
+            self._closing.set()
         self._thread.join()
         Ends.kernel_side.discard(self._listener.fileno())
         self._listener.close()
@@ -135,8 +136,11 @@ class Door:
         finally:
             with self._lock:
                 self._strangers.pop(connection, None)
-        self._visitors.put(Visitor(channel, hello, address))
-        if self._closing.is_set():
+        with self._lock:  # a door that closes between does not close on who was let in
+            expected = not self._closing.is_set()
+            if expected:
+                self._visitors.put(Visitor(channel, hello, address))
+        if not expected:
             channel.close()
 
     def _refuse(self, text: str) -> None:

@@ -6,9 +6,11 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, W
 from notebook_accelerate.launch import backends, start
 from notebook_accelerate.launch.backends.base import RankProcess
 from notebook_accelerate.launch.backends.pickled import PickledBackend
-from notebook_accelerate.launch.remote.door import Door, call
+from notebook_accelerate.launch.remote.door import Door, Visitor, call
 from notebook_accelerate.launch.remote.host import Host
 from notebook_accelerate.launch.remote.link import NodeLink
 from notebook_accelerate.launch.remote.protocol import HelloEvent, StartedEvent
@@ -189,6 +191,28 @@ def test_what_comes_with_the_hello_is_not_lost() -> None:
         host.close()
         if kernel is not None:
             kernel.close()
+
+
+def test_who_was_let_in_stays_when_the_door_closes_at_once() -> None:
+    class Slow(SimpleQueue[Visitor]):
+        """Lets the thread of the greeting go on late, as a busy machine may."""
+
+        def put(self, item: Visitor, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item)
+            time.sleep(0.5)
+
+    secret = new_secret()
+    door = Door("127.0.0.1", secret)
+    door._visitors = Slow()
+    host = call("127.0.0.1", door.port, secret, HelloEvent(1, "machine-1"))
+    visitor = door.next_visitor(SECONDS)
+    door.close()
+    until(lambda: not any(thread.name == "notebook-accelerate-greeting" for thread in threading.enumerate()))
+    assert visitor is not None
+    host.send(StartedEvent(4, 104, 0))
+    assert [event for _, event in visitor.channel.receive(SECONDS)] == [StartedEvent(4, 104, 0)]
+    for channel in (host, visitor.channel):
+        channel.close()
 
 
 def _function(place: RankPlace) -> tuple[int, str]:
