@@ -58,7 +58,9 @@ class LogView(anywidget.AnyWidget):
         missed = self._refreshes < len(REFRESH_AGES) and now >= self._born + REFRESH_AGES[self._refreshes]
         if missed:
             self._refreshes += 1
-        if self._asked or missed:
+        # A view would have to ask for the beginning of what it gets in parts, and a kernel that is busy would not hear.
+        begins = not self.full and self._run.store.log_total > 0
+        if self._asked or missed or begins:
             self._asked = False
             self._send_lines(min(FIRST_LINES, self._share(ALL_FIRST_LINES)), whole=True)
         elif self._run.store.log_total != self._seen:

@@ -184,7 +184,8 @@ class Plot(anywidget.AnyWidget):
             self._plan_refresh(now)
         names = self._names()
         self._choose()
-        if self._asked or self._filter != self.wanted or now >= self._refresh_due:
+        # A view would have to ask for the beginning of what it gets in parts, and a kernel that is busy would not hear.
+        if self._asked or self._filter != self.wanted or now >= self._refresh_due or not self.full:
             self._asked, self._filter = False, self.wanted
             self._plan_refresh(now)
             self._send_full(names)

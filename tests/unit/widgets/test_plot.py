@@ -51,6 +51,20 @@ def test_first_everything_then_what_is_new() -> None:
     assert plot.delta is before, "nothing new, nothing sent"
 
 
+def test_curves_that_begin_late_begin_with_everything() -> None:
+    """A view would have to ask for the beginning of a message that continues another, and a busy kernel cannot hear."""
+    store = Store()
+    plot = _plot(store)
+    plot.update(0.0)
+    plot.update(20.0)  # as long as views are sent everything now and then
+    _log(store, range(3))
+    plot.update(20.2)
+    assert _points(plot.full) == {("loss", "rank 0"): [[0, 1, 2], [0, 1, 2], [0, 1, 2]]}
+    _log(store, range(3, 4))
+    plot.update(20.4)
+    assert plot.delta["prev"] == plot.full["seq"]
+
+
 def test_an_update_of_one_point_is_a_hundred_bytes() -> None:
     store = Store()
     _log(store, range(20_000))
