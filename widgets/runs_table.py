@@ -168,10 +168,11 @@ class RunsTable:
         if self.binding.closed:
             place.show(self._static())
             return
+        goes_on = self._goes_on()  # asked first: the end of a run that ends meanwhile is drawn later
         self.binding.touch()
         self.binding.tick()
         self._shown.add(place, self.widget)
-        if self._goes_on():
+        if goes_on:
             ticker.add(self.binding)
 
     def _static(self) -> dict[str, Any]:

@@ -54,10 +54,10 @@ class Shown:
 
     def add(self, place: Place, widget: Any) -> None:
         """Show the live widget in ``place``."""
+        widget.add_class("na-live")
+        for other in list(_all):  # holding no lock: they are views that another thread may be showing just now
+            other._leave_cell(place)
         with self._lock:
-            widget.add_class("na-live")
-            for other in list(_all):
-                other._leave_cell(place)
             place.show(live_bundle(widget, f"{self._name()}: live in the notebook that it runs in"))
             place.leave(self._left())
             leave_at_exit(place, self._static)

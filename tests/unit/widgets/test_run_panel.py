@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
@@ -25,12 +26,15 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.steptime import PARTS
 from notebook_accelerate.telemetry.store import MAX_LOG_BYTES, MAX_POINTS, Record
+from notebook_accelerate.widgets import runs_table
 from notebook_accelerate.widgets.resources import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
+from notebook_accelerate.widgets.shown import Shown
 from notebook_accelerate.widgets.stopping import KernelNow, hint
 from tests.support.holdings import hybrid, zero
 from tests.support.runs import START, Clock, end, feed, make_run
+from tests.support.waiting import until
 
 EVIL = "<script>alert('&')</script>"
 
@@ -174,6 +178,20 @@ def test_nothing_that_a_rank_says_becomes_markup() -> None:
     assert one.panel.logs.full["lines"] == [(0, START, "stdout", EVIL)], "set as text in the browser"
     assert EVIL not in one.panel.html
     assert EVIL not in one.panel.logs.html
+
+
+def test_lines_that_begin_late_begin_with_everything() -> None:
+    """A view would have to ask for the beginning of a message that continues another, and a busy kernel cannot hear."""
+    one = _Panel()
+    for _ in range(20):  # as long as views are sent everything now and then
+        one.look()
+    feed(one.run, LogEvent("stdout", "first"))
+    one.look()
+    assert [text for *_, text in one.panel.logs.full["lines"]] == ["first"]
+    feed(one.run, LogEvent("stdout", "second"))
+    one.look()
+    assert [text for *_, text in one.panel.logs.delta["lines"]] == ["second"]
+    assert one.panel.logs.delta["prev"] == one.panel.logs.full["seq"]
 
 
 def test_errors_are_grouped_and_a_failed_run_keeps_everything() -> None:
@@ -339,6 +357,50 @@ def test_the_table_of_runs_shows_differences_and_final_metrics() -> None:
     assert table.text.startswith("run  function")
     with pytest.raises(ValueError, match="no run 999999 in this kernel"):
         RunsTable([999999])
+
+
+class _Place:
+    """A place under a cell, where something may happen while a view is shown."""
+
+    cell = notebook_cell = ""
+
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self._meanwhile = meanwhile
+
+    def show(self, _: Any) -> None:
+        self._meanwhile()
+
+    leave = end = show
+
+
+def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    table = RunsTable([run])
+    monkeypatch.setattr(runs_table, "here", lambda: _Place(lambda: None if run.ended else end(run)))
+    table._ipython_display_()
+    until(lambda: "Succeeded" in table._table.value)
+    table.close()
+
+
+def test_two_views_are_shown_at_once() -> None:
+    """As on the kernel's thread and on that of a click."""
+    both = threading.Barrier(2)
+
+    class Widget:
+        model_id = "1"
+
+        def add_class(self, _: str) -> None:
+            both.wait(60)
+
+    views = [Shown(lambda: {"text/html": "", "text/plain": ""}, lambda: "A view") for _ in range(2)]
+    threads = [threading.Thread(target=view.add, args=(_Place(), Widget()), daemon=True) for view in views]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for view in views:
+        view.end()
 
 
 def test_a_few_steps_behind_at_full_speed_are_no_straggler() -> None:
