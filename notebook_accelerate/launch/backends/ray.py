@@ -180,17 +180,31 @@ class RayLink(NodeLink):
         self._rank, self._driver = rank, driver
         driver.opened(rank)
 
+    def measure_clock(self) -> None:
+        """See ``NodeLink.measure_clock``.
+
+        Raises:
+            LaunchError: The actor has ended since it called.
+        """
+        try:
+            super().measure_clock()
+        except ChannelClosedError as error:
+            raise LaunchError(f"{self.name} was lost before its rank started: {self._why() or error}") from None
+
+    def _why(self) -> str:
+        return self._driver.why(self._rank)
+
     def await_started(self, timeout: float) -> RemoteRank:
         """See ``NodeLink.await_started``."""
         try:
             return super().await_started(timeout)
         except LaunchError as error:
-            why = self._driver.why(self._rank)
+            why = self._why()
             raise LaunchError(f"{error}; {why}" if why else str(error)) from None
 
     def lose(self, reason: str, hearing: Hearing) -> None:
         """See ``NodeLink.lose``."""
-        if reason and (why := self._driver.why(self._rank)):
+        if reason and (why := self._why()):
             reason = f"{self.name} was lost: {why}"
         super().lose(reason, hearing)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import sys
 import threading
@@ -104,11 +105,13 @@ class Place:
     def pull(self) -> bytes | None:
         """Return what goes to the kernel: ``b""`` at the end, None where nothing came for a while."""
         assert self._outer is not None
-        self._outer.settimeout(TUNNEL_SECONDS)
+        # A timeout of the socket would be that of a push beside this too, and cut off what that sends.
+        waiter = select.poll()
+        waiter.register(self._outer, select.POLLIN)
+        if not waiter.poll(TUNNEL_SECONDS * 1000):
+            return None
         try:
             return self._outer.recv(TUNNEL_BYTES)
-        except TimeoutError:
-            return None
         except OSError:
             return b""
 

@@ -445,6 +445,8 @@ def dig(actor: Any, address: str, port: int) -> None:
             while (data := ray.get(actor.do.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)
+        with suppress(OSError):  # to close it is not enough: the other thread still waits on it
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 __all__ = ["Driver", "joined", "main", "versions"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,13 @@ import pytest
 from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_launcher
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, ambient, plan
+from notebook_accelerate.launch.backends import ray_actor
+from notebook_accelerate.launch.backends.ray import RayLink
 from notebook_accelerate.launch.backends.ray_actor import Place, at_home, interface_of
-from notebook_accelerate.launch.backends.ray_driver import joined
+from notebook_accelerate.launch.backends.ray_driver import dig, joined
 from notebook_accelerate.launch.backends.ray_words import cause, mismatches, unreachable
 from notebook_accelerate.launch.worker import WorkerOrder
+from notebook_accelerate.telemetry import Channel
 from notebook_accelerate.widgets.cell_code import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
 
@@ -140,6 +145,80 @@ def test_a_tunnel_carries_both_ways_and_ends() -> None:
     assert place.pull() == b""
     assert place._outer is not None
     place._outer.close()
+
+
+def test_a_push_that_has_to_wait_is_not_cut_off_by_a_pull_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
+    place = Place()
+    place.open_tunnel()
+    inner, outer = place._inner, place._outer
+    assert inner is not None
+    assert outer is not None
+    assert place.pull() is None
+    sent = os.urandom(4 << 20)
+    pushing = threading.Thread(target=place.push, args=(sent,))
+    pushing.start()
+    for _ in range(5):  # while the rank takes nothing in
+        assert place.pull() is None
+    come = b""
+    while len(come) < len(sent) and (part := inner.recv(1 << 20)):
+        come += part
+        if not pushing.is_alive():
+            inner.setblocking(False)  # nothing follows
+    pushing.join()
+    assert come == sent
+    for end in (inner, outer):
+        end.close()
+
+
+class _Actor:
+    """An actor whose tunnel is carried, until it dies."""
+
+    def __init__(self) -> None:
+        self.dies = threading.Event()
+        self.do = self
+
+    def remote(self, method: str, *_: object) -> str:
+        return method
+
+    def get(self, method: str) -> None:
+        """Stand for ``ray.get``."""
+        if method == "pull":
+            self.dies.wait(60)
+        raise RuntimeError("the actor has died")
+
+
+def test_the_kernel_sees_that_an_actor_behind_a_tunnel_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = _Actor()
+    monkeypatch.setitem(sys.modules, "ray", actor)  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        digging = threading.Thread(target=dig, args=(actor, "127.0.0.1", door.getsockname()[1]))
+        digging.start()
+        connection, _ = door.accept()
+        with connection:
+            actor.dies.set()
+            connection.settimeout(60)
+            assert connection.recv(1) == b""
+        digging.join()
+
+
+class _Driver:
+    """What a link asks of the driver process."""
+
+    def opened(self, rank: int) -> None:
+        pass
+
+    def why(self, rank: int) -> str:
+        return "its actor's process has died" if rank == 1 else ""
+
+
+def test_an_actor_that_dies_once_it_has_called_is_named_with_the_reason() -> None:
+    channel, actor = Channel.pair()
+    link = RayLink(channel, 2, "c3-n07", 1, _Driver())  # type: ignore[arg-type]
+    actor.close()
+    with pytest.raises(LaunchError, match=r"node 2 \(c3-n07\) was lost .* its actor's process has died"):
+        link.measure_clock()
+    channel.close()
 
 
 def test_errors_of_ray_in_a_sentence() -> None:
