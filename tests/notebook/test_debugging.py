@@ -19,10 +19,14 @@ FUNCTIONS = """
 import datetime
 from notebook_accelerate import Accelerator
 from notebook_accelerate.utils import InitProcessGroupKwargs
+import notebook_accelerate.debug.agent as agent
+import notebook_accelerate.debug.mistakes as mistakes
+import notebook_accelerate.debug.session as session
 import notebook_accelerate.launch.inspection as inspection
 import notebook_accelerate.launch.stall as stall
 
-inspection.STOP_SECONDS = 60  # ranks may be slow to come to their debuggers where the machine is busy
+# Where the machine is busy, ranks may be slow to come to their debuggers, to answer, and to tell of their numbers.
+inspection.STOP_SECONDS = session.ANSWER_SECONDS = mistakes.TELLING_SECONDS = 60
 
 def go(function, *args, **options):
     return launch(function, *args, block=False, **options)
@@ -118,7 +122,8 @@ def plain_loop():
         step += 1
         time.sleep(0.005)
 
-def training():
+def training(patience=0.5):
+    agent.BOUNDARY_SECONDS = patience
     accelerator = Accelerator()
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=4)
@@ -282,6 +287,14 @@ def test_what_ranks_passed_is_told_with_their_lines_in_the_cell(kernel: Kernel, 
     assert "ipykernel_" not in cause + text
 
 
+@pytest.fixture
+def _silent_ranks(kernel: Kernel) -> Iterator[None]:
+    kernel.check("session.ANSWER_SECONDS = 1.0")
+    yield
+    kernel.check("session.ANSWER_SECONDS = 60")
+
+
+@pytest.mark.usefixtures("_silent_ranks")
 def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> None:
     text = diagnosed(
         kernel,
@@ -408,6 +421,14 @@ def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
     assert "are not all stopped at a breakpoint; stopped are []" in said(kernel.run("run.cast('p loss', ranks=[0])"))
 
 
+def test_asking_leaves_what_was_typed_at_a_breakpoint(kernel: Kernel) -> None:
+    kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
+    kernel.check("run.cast('loss = 9.5', timeout=60)")
+    assert kernel.value("run.ask('loss + 1', timeout=60)") == {"0": 10.5, "1": 10.5}
+    assert kernel.value("run.complete('los', timeout=60)") == ["loss"]
+    assert kernel.value("(run.cast('c', timeout=60), run.wait(100), run.results)[-1]") == [9.5, 9.5]
+
+
 # ---- post-mortem
 
 
@@ -444,7 +465,7 @@ def test_the_next_launch_lets_failed_ranks_go(kernel: Kernel) -> None:
 
 
 def test_asking_while_training_is_answered_between_steps(kernel: Kernel) -> None:
-    kernel.check("run = go(training); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)")
+    kernel.check("run = go(training, 60); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)")
     for _ in range(3):
         at = kernel.value("run.ask('[step, int(optimizer._steps)]', timeout=60)")
         # The boundary is the end of optimizer.step(): the loop has not counted that step yet.
