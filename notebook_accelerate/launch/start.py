@@ -90,7 +90,7 @@ class _Launcher:
         self._publisher = publisher_for(run.id)
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
-        self._started = threading.Event()
+        self._started, self._over = threading.Event(), threading.Event()
         self._problem: BaseException | None = None
         self._group: Group | None = None
         self._party: Party | None = None
@@ -121,7 +121,7 @@ class _Launcher:
         while True:
             try:
                 self._request_stop(DEFAULT_GRACE)
-                self._thread.join()
+                self._over.wait()  # Python before 3.13 takes a thread whose join was interrupted for ended (gh-90882)
             except KeyboardInterrupt:
                 continue
             return
@@ -186,6 +186,7 @@ class _Launcher:
             else:
                 self._run._release()
             self._started.set()
+            self._over.set()
 
     def _prepare(self) -> LaunchPlan:
         run = self._run
