@@ -152,7 +152,7 @@ class WarmRanks:
                 if interrupted is not None:
                     self._kill(busy)
                 interrupted = time.monotonic()
-                self.run._post(partial(Group.interrupt, ranks=busy))
+                self.run._post(partial(_interrupt, ranks=busy))
             if interrupted is not None and time.monotonic() - interrupted > DEFAULT_GRACE:
                 self._kill([rank for rank in waiting if rank not in replies])
         return replies, interrupted is not None
@@ -190,6 +190,10 @@ class WarmRanks:
         if unknown := [rank for rank in wanted if rank not in known]:
             raise ValueError(f"ranks={unknown} are not ranks of this group; there are {known}")
         return wanted
+
+
+def _interrupt(group: Group, ranks: Iterable[int]) -> None:
+    group.interrupt(ranks)
 
 
 def _headline(chain: tuple[ExceptionInfo, ...]) -> str:

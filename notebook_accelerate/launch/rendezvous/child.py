@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NoReturn
 
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.rendezvous import messages as say
 from notebook_accelerate.launch.rendezvous import store as stores
@@ -29,7 +31,7 @@ TICK = 0.1
 LINGER = 3.0
 """Seconds that a store outlives the kernel that died beside it, so that the others can read why."""
 PARTING = 0.6
-"""Seconds that a store waits for those who wait at it to read that nobody will come."""
+"""Seconds that a store waits for those who wait at it, or whose ranks run, to read why its notebook leaves."""
 FAREWELL = 5.0
 """Seconds that a store waits for the others to have read the last word."""
 
@@ -97,7 +99,7 @@ class Child:
             self._break(error.kind, str(error))
         except ForgedError as error:
             self._break("secret", str(error))
-        except (RuntimeError, OSError, ValueError) as error:  # what torch raises when a store has gone
+        except (RuntimeError, OSError, ValueError, RendezvousError) as error:  # what torch raises when a store has gone
             self._store_failed(error)
 
     # ---- what the kernel says
@@ -127,7 +129,7 @@ class Child:
 
     def _leave(self, why: str) -> None:
         self._go(why)
-        if self._seat.hosting and self._watch is None:
+        if self._seat.hosting:
             time.sleep(PARTING)
         self._over = True
 

@@ -73,7 +73,12 @@ class Joining:
         Raises:
             BrokenError: They cannot meet.
         """
-        self._phase()
+        try:
+            self._phase()
+        except (RuntimeError, OSError):
+            if self._phase not in (self._arriving, self._wishing):
+                raise
+            self._look_again()  # the store of a run that has ended went before this notebook had left it
         return self._members
 
     def leave(self, why: str, kind: str) -> None:
@@ -87,6 +92,9 @@ class Joining:
         if not self._arrival:
             return
         seat.directory.post(f"gone/{self._arrival}", {"why": why})
+        # Who has found all in this round, and waits for nobody any more, is not to wait for this one's ranks either.
+        seat.round.first(f"lost/{seat.node.name}", {"why": why})
+        seat.round.count("news", 1)
         if seat.hosting:  # nobody can meet without the store
             text = why if kind else f"{rules.title(seat.node.node_rank, seat.node.host)}: {why}"
             seat.directory.first("broken", {"kind": kind or "stopped", "text": text})
@@ -101,6 +109,11 @@ class Joining:
     def _connect(self) -> None:
         self._connecting_task = stores.Task(lambda: stores.connect(self._seat.order))
         self._phase = self._connecting
+
+    def _look_again(self) -> None:
+        """Find the store anew, or host it: what answered was that of another run, or of one that has ended."""
+        self._seat.connection, self._arrival = None, 0
+        self._connect()
 
     def _connecting(self) -> None:
         seat, task = self._seat, self._connecting_task
@@ -139,11 +152,10 @@ class Joining:
         if running is not None and not self._has_ended(running):
             self._come_late(running)
             return
-        if hello is None or running is not None or seat.directory.read("closed") is not None:
+        if hello is None or running is not None or self._is_over():
             # A store of another run, or of one that has just ended and will be followed by this one.
             if hello is not None:
-                seat.connection, self._arrival = None, 0
-                self._connect()
+                self._look_again()
             elif time.monotonic() > self._deadline:
                 text = f"a rendezvous answers at {seat.where}, but not for rdzv_id={seat.order.run_id!r}"
                 raise BrokenError("timeout", text)
@@ -155,6 +167,10 @@ class Joining:
     def _sign_in(self) -> None:
         self._arrival = self._seat.directory.count("arrivals", 1)
         self._seat.directory.post(f"arrival/{self._arrival}", self._seat.node.as_dict())
+
+    def _is_over(self) -> bool:
+        """Whether the store only waits for the others to have read the last word, or why they could not meet."""
+        return any(self._seat.directory.read(key) is not None for key in ("closed", "broken"))
 
     # ---- late
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from notebook_accelerate.launch.ending import StopReason
     from notebook_accelerate.launch.output import Publisher
+    from notebook_accelerate.launch.rendezvous.standstill import Standstill
+    from notebook_accelerate.launch.stopwatch import Stopwatch
 
 
 class Lobby:
@@ -14,14 +16,21 @@ class Lobby:
 
     Args:
         publisher: Where progress is shown.
+        standstill: Has the stopwatch of the attempt.
 
     Attributes:
-        stop_reason: Why the waiting is to stop; None while it is not.
+        stop_reason: Why the waiting is to stop; None while it is not. It stays: a stop that is heard together with what
+            was waited for must be seen by whoever waits next.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
+    def __init__(self, publisher: Publisher, standstill: Standstill) -> None:
+        self._publisher, self._standstill = publisher, standstill
         self.stop_reason: StopReason | None = None
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """See ``Group``: ranks are paused, or go on, in the moment in which they have not begun or have ended."""
+        return self._standstill.stopwatch
 
     def stop(self, grace: float, reason: StopReason) -> None:
         """See ``Group.stop``."""

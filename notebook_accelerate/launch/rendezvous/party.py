@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +82,7 @@ class Party:
         self._own_stop: StopReason | None = None
         self._secret = shared_secret(run.config).encode()
         self._standstill = Standstill(run, self._meeting, self._say, lambda: bool(self._links))
+        self._lobby = Lobby(publisher, self._standstill)
         self.told: tuple[RankFailure, ...] = ()
         """What failed in another notebook, which keeps its ranks for the debugger as this one does."""
         self._links: dict[int, GuestLink] = {}
@@ -106,31 +108,30 @@ class Party:
         processes = [node.processes for node in self.nodes]
         self._plan = joined(self._plan, processes, met.index, (met.address, met.port), interface, name)
         self._say(self._who_is_where())
-        if not self._link(met):
+        self._link(met)
+        if self._stopped_waiting():
             return None
         whole = len(self._links) == len(self.nodes) - 1
         self._run._planned(self._plan, whole=whole and bool(self._links))
         return self._plan
 
-    def _link(self, met: say.MetEvent) -> bool:
-        """Link the other notebooks to the first, where they share a secret; return False when stopped meanwhile."""
+    def _link(self, met: say.MetEvent) -> None:
+        """Link the other notebooks to the first, where they share a secret, unless stopped meanwhile."""
         if not self._secret or len(self.nodes) == 1:
-            return True
-        lobby = Lobby(self._publisher)
+            return
         if met.index == 0:
-            self._receive(met.own_address, lobby)
-            return not self._stopped_in(lobby)
+            self._receive(met.own_address)
+            return
         heard = self._await(say.DoorEvent, seconds=VISIT_SECONDS)
-        if heard is None:
-            return self._own_stop is None
+        if heard is None or self._stopped_waiting():
+            return
         hello = HelloEvent(met.index, self.nodes[met.index].host, {"name": self.nodes[met.index].name})
         try:
             self._tap = Tap(call(heard.address, heard.port, self._secret, hello), self._note)
         except (OSError, LaunchError) as error:
             self._note(f"the first notebook does not show the ranks of this one: {heard.address}:{heard.port}: {error}")
-        return True
 
-    def _receive(self, address: str, lobby: Lobby) -> None:
+    def _receive(self, address: str) -> None:
         """Have the others call, and listen no longer than that takes."""
         try:
             door = Door(address, self._secret, report=self._note)
@@ -139,11 +140,11 @@ class Party:
             return
         try:
             self._meeting.send(say.DoorEvent(address, door.port))
-            self._links = receive(door, self.nodes, lambda: self._stops_meanwhile(lobby))
+            self._links = receive(door, self.nodes, self._stops_meanwhile)
         finally:
             door.close()
         silent = [rules.title(i, node.host) for i, node in enumerate(self.nodes) if i and i not in self._links]
-        if silent and lobby.stop_reason is None:
+        if silent and self._lobby.stop_reason is None:
             for link in self._links.values():
                 link.channel.close()
             self._links = {}
@@ -151,9 +152,9 @@ class Party:
                 f"this notebook shows its own ranks only: {', '.join(silent)} did not call {address}:{door.port}"
             )
 
-    def _stops_meanwhile(self, lobby: Lobby) -> bool:
-        self._take_calls(lobby)
-        return lobby.stop_reason is not None
+    def _stops_meanwhile(self) -> bool:
+        self._take_calls()
+        return self._lobby.stop_reason is not None
 
     def _note(self, text: str) -> None:
         self._run.notes.append(text)
@@ -290,9 +291,11 @@ class Party:
         own = [failure for failure in run.failures if failure.rank in self._own_ranks or failure.kind == "lost"]
         told = told_failures.as_told(own, self.index)
         # A run whose ranks were kept after its failure has ended for the user long ago.
-        self._meeting.send(say.EndOrder(outcome, text, told, final=run.ended is not None))
+        end = say.EndOrder(outcome, text, told, final=run.ended is not None)
+        self._meeting.send(end)
         decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
-        if decision is None:  # stopped, after all ranks here had ended
+        if decision is None:  # stopped, after all ranks here had ended: nobody is to start again for it
+            self._meeting.send(replace(end, outcome="stopped", text=self.why_stopped.text))
             decision = self._await(say.DecisionEvent, stoppable=False)
         assert decision is not None
         return self._settle(decision)
@@ -366,17 +369,16 @@ class Party:
         seconds: float | None = None,
     ) -> _Event | None:
         """Return the next event of a kind; None when the run is stopped before it comes, or it takes too long."""
-        lobby = Lobby(self._publisher)
         since, said = time.monotonic(), saying is None
         with selectors.DefaultSelector() as selector:
             selector.register(self._meeting.channel, selectors.EVENT_READ, lambda: self._heard.extend(self._hear()))
-            selector.register(self._wake, selectors.EVENT_READ, lambda: self._take_calls(lobby))
+            selector.register(self._wake, selectors.EVENT_READ, self._take_calls)
             while True:
                 event = self._take_until(wanted)
                 if event is not None:
                     self._over = isinstance(event, say.DecisionEvent) and event.action == "end"
                     return event
-                if stoppable and self._stopped_in(lobby):
+                if stoppable and self._stopped_waiting():
                     return None
                 if seconds is not None and time.monotonic() - since > seconds:
                     return None
@@ -419,14 +421,17 @@ class Party:
                 self._say(f"  {line}")
         self._say(event.text)
 
-    def _take_calls(self, lobby: Lobby) -> None:
+    def _take_calls(self) -> None:
         with suppress(BlockingIOError):
             self._wake.recv(4096)
         for wish in self._calls():
-            wish(lobby)  # type: ignore[arg-type]  # the part of a group that makes sense without ranks
+            wish(self._lobby)  # type: ignore[arg-type]  # the part of a group that makes sense without ranks
 
-    def _stopped_in(self, lobby: Lobby) -> bool:
-        run = self._run
+    def _stopped_waiting(self) -> bool:
+        """See whether this notebook is to wait no longer, and if so tell the others."""
+        run, lobby = self._run, self._lobby
+        if self._own_stop is not None and self._own_stop is lobby.stop_reason:
+            return True
         limit = run.config.timeout
         if limit is not None and self._standstill.stopwatch.now() > run.started + limit:
             lobby.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))

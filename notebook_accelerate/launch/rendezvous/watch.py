@@ -122,7 +122,8 @@ class Watch:
             if node.name not in self._lost and (lost := here.read(f"lost/{node.name}")):
                 self._lost[node.name] = str(lost["why"])
                 self._tell_kernel("lost", index, rules.lost_text(index, node.host, self._lost[node.name]))
-            if node.name not in self._ends and (end := here.read(f"end/{node.name}")):
+            # One that waits for the others after its ranks have ended may be stopped yet.
+            if (end := here.read(f"end/{node.name}")) and end != self._ends.get(node.name):
                 self._ends[node.name] = end
                 if end["outcome"] in ("failed", "stopped") and not any(name == node.name for name, _ in self._told):
                     self._told.add((node.name, end["outcome"]))
@@ -182,7 +183,8 @@ class Watch:
         if not self._ended:
             return None
         gone = next((node for node in self._members if node.hosting), self._members[0])
-        self._lost.setdefault(gone.name, SILENT)
+        if any(node.name not in self._ends for node in self._members):  # else nothing was to come any more
+            self._lost.setdefault(gone.name, SILENT)
         return self._decided({"action": "end", "reason": "", "left": [self._seat.node.name]})
 
     def _decided(self, decision: dict[str, Any]) -> say.DecisionEvent:

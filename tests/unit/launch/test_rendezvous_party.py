@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from notebook_accelerate.errors import WorkerError
+from notebook_accelerate.errors import RunStoppedError, WorkerError
+from notebook_accelerate.launch import inspection, warm
+from notebook_accelerate.launch.ending import USER_STOP
 from notebook_accelerate.launch.output import TextPublisher
 from notebook_accelerate.launch.rendezvous import messages as say
 from notebook_accelerate.launch.rendezvous import party as rendezvous
 from notebook_accelerate.launch.rendezvous.guests import VISIT_SECONDS
-from notebook_accelerate.launch.rendezvous.nodes import Node
+from notebook_accelerate.launch.rendezvous.nodes import Node, decide
 from notebook_accelerate.launch.stopwatch import Stopwatch
-from notebook_accelerate.launch.supervisor import Group
+from notebook_accelerate.launch.supervisor import Group, GroupCall
 from notebook_accelerate.telemetry import Channel, Event
 from tests.support.runs import make_run
 
 NODES = [
-    Node(name="a", host="left", pid=1, node_rank=0, processes=1).as_dict(),
-    Node(name="b", host="right", pid=2, node_rank=1, processes=1).as_dict(),
+    Node(name="a", host="left", pid=1, node_rank=0, processes=1, max_restarts=1).as_dict(),
+    Node(name="b", host="right", pid=2, node_rank=1, processes=1, max_restarts=1).as_dict(),
 ]
+MET = say.MetEvent(0, 1, NODES, "127.0.0.1", 1)
 
 
 class Told:
@@ -43,24 +48,65 @@ class Told:
         self.child.close()
 
 
+class Wishes:
+    """What other threads want done with the group."""
+
+    def __init__(self) -> None:
+        self.wake, self._waker = socket.socketpair()
+        self.wake.setblocking(False)
+        self._waiting: list[GroupCall] = []
+
+    def post(self, wish: GroupCall) -> None:
+        self._waiting.append(wish)
+        self._waker.send(b"!")
+
+    def take(self) -> list[GroupCall]:
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def close(self) -> None:
+        self.wake.close()
+        self._waker.close()
+
+
 @pytest.fixture
-def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[rendezvous.Party]:
+def wishes() -> Iterator[Wishes]:
+    found = Wishes()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def party(monkeypatch: pytest.MonkeyPatch, wishes: Wishes) -> Iterator[rendezvous.Party]:
     monkeypatch.setattr(rendezvous, "Meeting", Told)
-    run = make_run(1, num_nodes=2, node_rank=1, rdzv_conf={"secret": "s"})
+    run = make_run(1, num_nodes=2, node_rank=1, max_restarts=1, rdzv_conf={"secret": "s"})
     run.started = time.time()
-    wake, waker = socket.socketpair()
-    wake.setblocking(False)
     assert run.plan is not None
-    with wake, waker:
-        found = rendezvous.Party(run, run.plan, TextPublisher(), wake, list)
-        yield found
-        found.close()
+    found = rendezvous.Party(run, run.plan, TextPublisher(), wishes.wake, wishes.take)
+    yield found
+    found.close()
+
+
+def tell(party: rendezvous.Party, *events: Event) -> None:
+    for event in events:
+        party._meeting.child.send(event)  # type: ignore[attr-defined]
+
+
+def orders(party: rendezvous.Party, seconds: float) -> list[Event]:
+    return [event for _, event in party._meeting.child.receive(seconds)]  # type: ignore[attr-defined]
 
 
 def met(party: rendezvous.Party, *more: Event) -> None:
-    for event in (say.MetEvent(0, 1, NODES, "127.0.0.1", 1), *more):
-        party._meeting.child.send(event)  # type: ignore[attr-defined]
+    tell(party, MET, *more)
     assert party.gather(0) is not None
+
+
+def attended(party: rendezvous.Party) -> Group:
+    run = party._run
+    assert run.plan is not None
+    group = Group(run, run.plan, TextPublisher(), party._wake, list, Stopwatch())
+    party.attend(group)
+    return group
 
 
 def test_the_door_that_is_told_together_with_the_meeting_is_called(party: rendezvous.Party) -> None:
@@ -82,13 +128,64 @@ def test_news_that_come_together_with_the_meeting_are_heard_once_the_ranks_run(
     ]
     told.insert(door, say.DoorEvent("127.0.0.1", 1))
     met(party, *told)
-    run = party._run
-    assert run.plan is not None
-    group = Group(run, run.plan, TextPublisher(), party._wake, list, Stopwatch())
-    party.attend(group)
+    group = attended(party)
     assert group.on_step is not None
     group.on_step()
     assert party._standstill.stopwatch.standing
     reason = group.ending.reason
     assert reason is not None
     assert (reason.error, reason.text) == (WorkerError, "rank 0 failed: KeyError")
+
+
+@pytest.mark.parametrize("together", [[MET], [MET, say.DoorEvent("127.0.0.1", 1)]])
+def test_a_stop_that_comes_together_with_the_meeting_is_heard(
+    party: rendezvous.Party, wishes: Wishes, together: list[Event]
+) -> None:
+    wishes.post(lambda group: group.stop(5.0, USER_STOP))
+    tell(party, *together)
+    assert party.gather(0) is None
+    assert party.why_stopped == USER_STOP
+    assert orders(party, 0.0) == [say.JoinOrder(0), say.NewsOrder("stopped", USER_STOP.text)]
+
+
+def test_ranks_that_have_ended_are_paused_and_interrupted_in_vain(party: rendezvous.Party, wishes: Wishes) -> None:
+    """Another thread may want that while the ranks end, and this one waits for the other notebooks then."""
+    for wish in (partial(inspection._stand_still, rank=1), partial(warm._interrupt, ranks=[1])):
+        wishes.post(wish)
+    met(party, say.DoorEvent("127.0.0.1", 1))
+    assert party._standstill.stopwatch.standing
+    wishes.post(partial(inspection._go_on, rank=1))
+    party._take_calls()
+    assert not party._standstill.stopwatch.standing
+
+
+def test_a_stop_after_the_ranks_have_ended_keeps_all_from_starting_again(
+    party: rendezvous.Party, wishes: Wishes
+) -> None:
+    met(party, say.DoorEvent("127.0.0.1", 1))
+    group = attended(party)
+    told: list[Event] = []
+
+    def others() -> None:
+        """Have the user stop while the other notebook's ranks run, which follow."""
+        deadline = time.monotonic() + 60
+        while not any(isinstance(event, say.EndOrder) for event in told) and time.monotonic() < deadline:
+            told.extend(orders(party, 1.0))
+        wishes.post(lambda group: group.stop(5.0, USER_STOP))
+        while not any(isinstance(event, say.NewsOrder) for event in told) and time.monotonic() < deadline:
+            told.extend(orders(party, 1.0))
+        told.extend(orders(party, 1.0))
+        own = next(event for event in reversed(told) if isinstance(event, say.EndOrder))
+        ends = {"a": {"outcome": "followed"}, "b": {"outcome": own.outcome, "text": own.text}}
+        decided = decide([Node.from_dict(node) for node in NODES], ends, {}, 0, "static")
+        assert decided is not None
+        told_of = {"0": ends["a"], "1": ends["b"]}
+        tell(party, say.DecisionEvent(decided["action"], decided["reason"], told_of, {}, len(decided["left"])))
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    assert not party.conclude(group)
+    thread.join()
+    status, error = party.verdict()
+    assert status == "stopped"
+    assert isinstance(error, RunStoppedError)
