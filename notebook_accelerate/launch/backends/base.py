@@ -213,18 +213,18 @@ class LocalRank(RankProcess):
         if self.exit_descriptor is not None:
             selector.register(self.exit_descriptor, selectors.EVENT_READ, partial(hearing.take_end, self.rank))
 
-    def _read_output(self, hearing: Hearing, stream: str) -> bool:
-        """Read once; return whether there may be more."""
+    def _read_output(self, hearing: Hearing, stream: str) -> int:
+        """Read once; return how many bytes there were."""
         descriptor = self._open[stream]
         try:
             data = os.read(descriptor, READ_BYTES)
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             del self._open[stream]
             self._unregister(descriptor)
         hearing.take_output(self.rank, stream, data)
-        return bool(data)
+        return len(data)
 
     def _read_channel(self, hearing: Hearing) -> bool:
         try:
@@ -238,8 +238,9 @@ class LocalRank(RankProcess):
     def drain(self, hearing: Hearing, *, channel: bool) -> None:
         """See ``RankProcess.drain``."""
         for stream in list(self._open):
-            while self._read_output(hearing, stream):
-                pass
+            left = PIPE_BYTES  # no more can be there now: a process that the rank left behind may write without end
+            while left > 0 and (count := self._read_output(hearing, stream)):
+                left -= count
         # Not until its end: a process that the rank left behind, as a DataLoader's worker, may hold it open.
         while channel and self.channel.readable() and self._read_channel(hearing):
             pass
