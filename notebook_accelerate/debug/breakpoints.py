@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pdb  # noqa: T100 - a rank's breakpoints are this module's business
 import sys
 from bdb import BdbQuit
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 from notebook_accelerate.debug import frames
 from notebook_accelerate.debug.protocol import DebuggerLeftEvent
+from notebook_accelerate.errors import NotebookAccelerateError
 from notebook_accelerate.telemetry import emit
 
 CONTEXT_LINES = 7
@@ -59,6 +61,7 @@ class _Session:
     """What this rank's debugger is doing."""
 
     asker: Asker | None = None
+    process = 0
     debugger: Any = None
     terminal: Terminal | None = None
     frame: FrameType | None = None
@@ -66,7 +69,7 @@ class _Session:
 
 def install(asker: Asker) -> None:
     """Send every breakpoint of this process to the notebook."""
-    _Session.asker = asker
+    _Session.asker, _Session.process = asker, os.getpid()
     sys.breakpointhook = _hook
     pdb.set_trace = _set_trace
 
@@ -98,7 +101,16 @@ def _set_trace(*, header: str | None = None, **_: object) -> None:
 
 
 def stop_at(frame: FrameType | None, header: str | None = None) -> None:
-    """Open the debugger at ``frame``, on the main thread."""
+    """Open the debugger at ``frame``, on the main thread.
+
+    Raises:
+        NotebookAccelerateError: This is not the rank's own process: what is typed in the notebook would not come here.
+    """
+    if os.getpid() != _Session.process:
+        raise NotebookAccelerateError(
+            "a breakpoint in a process that a rank has started, such as a worker of a DataLoader, cannot be opened in "
+            "the notebook; read the data in the rank itself: DataLoader(..., num_workers=0)"
+        )
     debugger = _debugger()
     if header is not None:
         debugger.message(header)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
-from notebook_accelerate import notebook_launcher
+from notebook_accelerate import WorkerError, notebook_launcher
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
@@ -55,3 +56,24 @@ def test_a_stop_quits_debuggers(method: str) -> None:
     run.stop(grace=100.0)  # SIGTERM follows after a minute of these
     assert [info.exit for info in run.ranks] == ["exit 1", "exit 1"]
     assert run.status == "stopped"
+
+
+class Stopping(Dataset[int]):
+    """Stops at every item."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        breakpoint()  # noqa: T100 - what is tested
+        return index
+
+
+def test_a_breakpoint_in_a_process_that_a_rank_has_started_says_so() -> None:
+    with pytest.raises(WorkerError) as caught:
+        notebook_launcher(
+            lambda: list(DataLoader(Stopping(), num_workers=1)), num_processes=1, use_port=0, start_method="fork"
+        )
+    text = caught.value.failures[0].chain[-1].message
+    assert "a breakpoint in a process that a rank has started, such as a worker of a DataLoader, cannot be" in text
+    assert "DataLoader(..., num_workers=0)" in text
