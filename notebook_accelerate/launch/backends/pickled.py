@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import inheritable
@@ -20,6 +22,19 @@ def interpreter_command(call: str) -> list[str]:
     """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
     setup = f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
     return [sys.executable, "-c", setup + call]
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have a process that is started in a with block begin with SIGINT blocked.
+
+    Until it leads a session of its own it is in the kernel's process group, where the front end's interrupt ends it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def last_words(log: IO[bytes]) -> str:

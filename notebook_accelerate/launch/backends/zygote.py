@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.backends.base import Ends, Exit, LocalRank, RankProcess
-from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command, last_words
+from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command, last_words, uninterrupted
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder
@@ -45,15 +45,16 @@ class Zygote:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the server
         self._owner = os.getpid()
         call = f"from notebook_accelerate.launch.backends.zygote_server import serve; serve({theirs.fileno()})"
-        self._process = subprocess.Popen(
-            interpreter_command(call),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-            env=inheritable(),
-        )
+        with uninterrupted():
+            self._process = subprocess.Popen(
+                interpreter_command(call),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+                env=inheritable(),
+            )
         theirs.close()
 
     @property
@@ -83,6 +84,9 @@ class Zygote:
                 self._control.sendall(order)
                 answer = self._control.recv(LENGTH.size, socket.MSG_WAITALL)
             except OSError as error:
+                # Should it answer yet, that would be taken for the answer to the next request.
+                self._process.kill()
+                self._process.wait()
                 raise LaunchError(f"the server process did not answer: {error}{self.last_words()}") from error
             if len(answer) < LENGTH.size:
                 raise LaunchError(f"the server process has ended{self.last_words()}")
@@ -137,9 +141,9 @@ def close_zygote() -> None:
     """End the server, if there is one."""
     global _zygote  # noqa: PLW0603 - the same
     with _lock:
-        if _zygote is not None:
-            _zygote.close()
-            _zygote = None
+        if (ended := _zygote) is not None:
+            _zygote = None  # first: an interrupt of its end must not leave it to the next launch
+            ended.close()
 
 
 class ZygoteRank(LocalRank):

@@ -75,15 +75,32 @@ class _Server:
             self._reap()
 
     def _serve_one(self) -> bool:
-        header, descriptors, _, _ = socket.recv_fds(self._control, LENGTH.size, 5)
-        if len(header) < LENGTH.size:
+        """Do what the kernel asks for next; return whether it is still there."""
+        try:
+            header, descriptors, _, _ = socket.recv_fds(self._control, LENGTH.size, 5)
+            if len(header) < LENGTH.size:
+                return False
+            length = LENGTH.unpack(header)[0]
+            if length & GUARD:
+                self._guarded ^= {length - GUARD}
+                return True
+            body = self._receive(length & ~AIDE)
+            if len(body) < length & ~AIDE:
+                return False
+            self._control.sendall(LENGTH.pack(self._fork(body, descriptors, aide=bool(length & AIDE))))
+        except ConnectionError:  # the kernel has died, before it had read the last answer or before this one
             return False
-        length = LENGTH.unpack(header)[0]
-        if length & GUARD:
-            self._guarded ^= {length - GUARD}
-            return True
-        aide = bool(length & AIDE)
-        body = self._control.recv(length & ~AIDE, socket.MSG_WAITALL)
+        return True
+
+    def _receive(self, size: int) -> bytes:
+        """Return the next ``size`` bytes; fewer where the kernel is gone."""
+        parts: list[bytes] = []  # not with MSG_WAITALL: it returns too few where a signal comes, as when a rank ends
+        while size and (part := self._control.recv(size)):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _fork(self, body: bytes, descriptors: list[int], *, aide: bool) -> int:
         channel, stdout, stderr, payload, status = descriptors
         parent = os.getpid()
         pid = fork_quietly()
@@ -100,8 +117,7 @@ class _Server:
         for descriptor in (channel, stdout, stderr, payload):
             os.close(descriptor)
         self._children[pid] = _Child(pid, status, aide)
-        self._control.sendall(LENGTH.pack(pid))
-        return True
+        return pid
 
     def _become_rank(self) -> None:
         signal.set_wakeup_fd(-1)

@@ -1,0 +1,128 @@
+"""The server process between two requests, and when what it hears comes in pieces or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.backends import zygote
+from notebook_accelerate.launch.backends.zygote import AIDE, LENGTH, Zygote
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
+SOON = 60.0
+CALL = b"builtins:print"
+"""What stands for a rank here: a process that prints the number of its channel."""
+
+
+@pytest.fixture
+def server() -> Iterator[Zygote]:
+    """Return a server that has imported what it needs."""
+    made = Zygote()
+    with _Wires() as wires:
+        made.fork(CALL, wires.theirs, AIDE)
+    yield made
+    made.close()
+
+
+class _Wires:
+    """The descriptors of one request."""
+
+    def __enter__(self) -> _Wires:
+        pipes = [os.pipe() for _ in range(5)]
+        self.ours, self.theirs = ([pipe[side] for pipe in pipes] for side in (0, 1))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self.ours + self.theirs:
+            os.close(descriptor)
+
+    def printed(self) -> bytes:
+        """Return the line that the process printed."""
+        line = b""
+        while not line.endswith(b"\n"):
+            part = os.read(self.ours[1], 1000)
+            assert part, "it has ended"
+            line += part
+        return line
+
+
+def _wait_until_asleep(server: Zygote) -> None:
+    """Wait until the server has taken in what was sent to it, and waits for more."""
+    process, looks = psutil.Process(server.pid), [0]
+    deadline = time.monotonic() + SOON
+    while process.status() != psutil.STATUS_SLEEPING or looks[-3:] != [process.num_ctx_switches().voluntary] * 3:
+        assert time.monotonic() < deadline
+        looks.append(process.num_ctx_switches().voluntary)
+        time.sleep(0.05)
+
+
+def test_a_rank_that_ends_while_a_request_comes_in_does_not_cut_it(server: Zygote) -> None:
+    """A long request, with the cells of a notebook, comes in pieces; SIGCHLD may come between two."""
+    with _Wires() as wires:
+        server._control.settimeout(SOON)
+        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | AIDE)], wires.theirs)
+        for piece in (CALL[:5], CALL[5:10]):
+            server._control.sendall(piece)
+            _wait_until_asleep(server)
+            os.kill(server.pid, signal.SIGCHLD)
+            _wait_until_asleep(server)
+        server._control.sendall(CALL[10:])
+        assert server._control.recv(LENGTH.size, socket.MSG_WAITALL)
+        assert wires.printed().strip().isdigit()
+        server.fork(CALL, wires.theirs, AIDE)
+        assert wires.printed().strip().isdigit()
+
+
+def test_a_kernel_that_dies_before_it_has_read_an_answer_takes_what_is_guarded_along(server: Zygote) -> None:
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as guarded, _Wires() as wires:
+        server.guard(guarded.pid)
+        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | AIDE)], wires.theirs)
+        server._control.sendall(CALL)
+        assert wires.printed()
+        _wait_until_asleep(server)
+        server.close()
+        try:
+            assert guarded.wait(SOON) == -signal.SIGKILL
+        finally:
+            guarded.kill()
+    assert server._process.returncode == 0, "it has not come to its end in order"
+
+
+def test_a_server_that_did_not_answer_in_time_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer to the first request would be taken for that to the second: the process of another rank."""
+    monkeypatch.setattr(zygote, "START_SECONDS", 0.05)
+    server = Zygote()  # it imports torch first
+    try:
+        with _Wires() as wires, pytest.raises(LaunchError, match="did not answer"):
+            server.fork(CALL, wires.theirs, AIDE)
+        assert not server.alive()
+    finally:
+        server.close()
+
+
+def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    ending = zygote.ensure_zygote()
+    os.kill(ending.pid, signal.SIGSTOP)  # so that it takes its time
+    press = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    press.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            zygote.close_zygote()
+        assert zygote.running_zygote() is None
+    finally:
+        press.join()
+        signal.signal(signal.SIGINT, before)
+        ending._process.kill()
+        ending.close()
+        zygote.close_zygote()
