@@ -288,9 +288,14 @@ def report(outcome: Event, agent: Agent, console: Console) -> int:
 
 
 def join_threads() -> None:
-    """Wait for the function's own non-daemon threads, as the interpreter does."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
+    """Wait for the function's own non-daemon threads, and for those that these start, as the interpreter does."""
+    for call in reversed(getattr(threading, "_threading_atexits", ())):  # ends the idle threads of executors
+        with contextlib.suppress(Exception):
+            call()
+    while threads := [
+        each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()
+    ]:
+        for thread in threads:
             thread.join()
 
 

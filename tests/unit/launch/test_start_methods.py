@@ -143,6 +143,34 @@ def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Pa
 
 
 @METHODS
+def test_threads_of_threads_and_those_of_idle_executors_too(method: str) -> None:
+    def body() -> None:
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+
+        def second() -> None:
+            time.sleep(0.2)
+            print("from a thread's thread")
+
+        def first() -> None:
+            time.sleep(0.2)
+            threading.Thread(target=second).start()
+
+        threading.Thread(target=first).start()
+        pool = ThreadPoolExecutor(1)
+        pool.submit(time.sleep, 0).result()
+        sys.modules["__main__"].pool = pool  # type: ignore[attr-defined]  # it is never shut down
+
+    run = _launch(method, body, block=False)
+    try:
+        assert run.wait(120)
+    finally:
+        run.stop(grace=0)
+    assert run.status == "succeeded"
+    assert run.logs(1) == ["from a thread's thread"]
+
+
+@METHODS
 def test_a_collective_works(method: str) -> None:
     def meet() -> float:
         import torch
