@@ -6,12 +6,13 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.backends.base import Ends, OwnChild, RankProcess, pidfd_of
-from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command
+from notebook_accelerate.launch.backends.pickled import PickledBackend, interpreter_command, uninterrupted
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.worker import WorkerOrder
@@ -30,15 +31,20 @@ class SpawnBackend(PickledBackend):
             f"rank_main({channel}, {ends.rank_stdout}, {ends.rank_stderr}, {self._payload}, {os.getpid()})"
         )
         try:
-            process = subprocess.Popen(
-                interpreter_command(call), pass_fds=wires, stdin=subprocess.PIPE, bufsize=0, env=inheritable()
-            )
+            with uninterrupted():
+                process = subprocess.Popen(
+                    interpreter_command(call),
+                    pass_fds=wires,
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                    env=inheritable(),
+                )
         except OSError as error:
             ends.close_rank_side()
             ends.close_kernel_side()
             raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
         assert process.stdin is not None
-        with process.stdin:
+        with suppress(BrokenPipeError), process.stdin:  # the end of one that has died already is told by the supervisor
             process.stdin.write(pickle.dumps(self.complete(order)))
         process.returncode = 0  # reaped by the supervisor, which also wants its resource usage
         ends.close_rank_side()
@@ -50,5 +56,6 @@ def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int)
     from notebook_accelerate.launch import worker
     from notebook_accelerate.launch.payload import loader
 
-    order = pickle.loads(sys.stdin.buffer.read())
+    worker.forget_interrupt(parent)
+    order = pickle.load(sys.stdin.buffer)  # not to the end: a rank forked meanwhile may hold the other end open
     worker.main(order, worker.Wiring(channel, stdout, stderr, parent), loader(payload), inherited=None)

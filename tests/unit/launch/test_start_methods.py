@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -168,6 +169,28 @@ def test_threads_of_threads_and_those_of_idle_executors_too(method: str) -> None
         run.stop(grace=0)
     assert run.status == "succeeded"
     assert run.logs(1) == ["from a thread's thread"]
+
+
+INTERRUPTED = """
+import os, signal, time
+import notebook_accelerate
+
+heard = []
+signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+launch = dict(num_processes=2, use_port=0, start_method="spawn", panel=False, block=False)
+run = notebook_accelerate.notebook_launcher(os.getpid, **launch)
+while not run.wait(0.01):
+    os.killpg(0, signal.SIGINT)
+assert len(heard) > 5
+print(run.status, run.error)
+"""
+
+
+def test_an_interrupt_of_the_kernel_is_not_one_of_interpreters_that_start() -> None:
+    """The front end interrupts the kernel's process group, in which a fresh process begins."""
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=300, check=False)
+    assert done.stdout.split() == ["succeeded", "None"], done.stdout + done.stderr
 
 
 @METHODS
