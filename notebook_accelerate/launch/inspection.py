@@ -185,7 +185,16 @@ class Inspection:
                 )
                 return
         while (question := self._board.take(rank=chosen)) is not None:
+            self._put_to_user(question, keep=True)
+
+    def _put_to_user(self, question: Question, *, keep: bool) -> None:
+        """Have a question answered that was taken from the board; an interrupt puts it back where it is to be kept."""
+        try:
             prompt(question)
+        except KeyboardInterrupt:
+            if keep:
+                self._board.give_back(question)
+            raise
 
     def cast(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> Cast:
         """Give one debugger command to several stopped ranks and show the answers side by side.

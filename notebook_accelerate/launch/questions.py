@@ -64,10 +64,18 @@ class Board:
                 self._debugged.add(question.rank)
             self._changed.notify_all()
 
+    def give_back(self, question: Question) -> None:
+        """Whoever took a question has not answered it: it is open again, unless it is over meanwhile."""
+        with self._changed:
+            if self._last.get(question.rank) is question and not question.over:
+                self._open[question.rank] = question
+                self._changed.notify_all()
+
     def drop(self, rank: int) -> None:
         """A rank has ended, or its debugger has let it go: it asks nothing any longer."""
         with self._changed:
             self._open.pop(rank, None)
+            self._last.pop(rank, None)
             self._debugged.discard(rank)
             self._changed.notify_all()
 

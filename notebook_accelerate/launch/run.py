@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debug.desk import Desk
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
-from notebook_accelerate.launch.inspection import Inspection, prompt
+from notebook_accelerate.launch.inspection import Inspection
 from notebook_accelerate.launch.questions import Board
 from notebook_accelerate.launch.views import Viewed
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store
@@ -194,7 +194,7 @@ class Run(Inspection, Viewed):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             question = self._board.take(left)
             if question is not None:
-                prompt(question)
+                self._put_to_user(question, keep=not self.config.block)  # there an interrupt stops the run
             elif left == 0.0:
                 break
         return self._done.is_set()

@@ -117,6 +117,28 @@ def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channe
     assert board.debugged() == []
 
 
+def test_a_question_that_was_taken_and_not_answered_is_given_back_while_it_is_one(
+    ends: tuple[Channel, Channel],
+) -> None:
+    board = Board()
+    board.put(_question(ends, 1, "debugger", [], 4))
+    question = board.take(rank=1)
+    assert question is not None
+    board.give_back(question)
+    assert board.take(rank=1) is question
+    board.withdraw(1, 4)
+    board.give_back(question)
+    assert board.take(0.01) is None
+    board.put(_question(ends, 1, "debugger", [], 5))
+    later = board.take(rank=1)
+    assert later is not None
+    board.give_back(question)
+    assert board.take(0.01) is None
+    board.drop(1)
+    board.give_back(later)
+    assert board.take(0.01) is None
+
+
 def test_a_debugger_holds_its_rank_until_it_lets_go(ends: tuple[Channel, Channel]) -> None:
     board = Board()
     for rank in (2, 0):

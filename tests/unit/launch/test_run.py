@@ -114,6 +114,30 @@ def test_many_threads_may_wait_and_stop() -> None:
     assert ended == [True] * 3
 
 
+def test_a_question_whose_prompt_was_interrupted_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> str:
+        return input("colour? ")
+
+    asked: list[str] = []
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt)
+        if len(asked) == 1:
+            raise KeyboardInterrupt  # as ipykernel does when the stop button is pressed at a prompt
+        return "blue"
+
+    monkeypatch.setattr("builtins.input", answer)
+    run = _launch(ask, block=False)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.wait()
+        assert run.wait(60)
+    finally:
+        run.stop(grace=0)
+    assert run.results == ("blue", "blue")
+    assert sorted(asked[1:]) == ["[rank 0] colour? ", "[rank 1] colour? "]
+
+
 def test_logs_by_rank_and_tail() -> None:
     def talk() -> None:
         for number in range(3):
