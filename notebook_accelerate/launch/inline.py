@@ -69,11 +69,11 @@ def _guest(run: Run) -> Iterator[None]:
     before = dict(os.environ)
     sink, streams = current_sink(), (sys.stdout, sys.stderr)
     variables = worker_variables(mixed_precision=run.config.mixed_precision, cpu=run.config.cpu)
-    os.environ.update({**variables, **rank_environment(run.plan, 0)})
     tees = _Tee(sys.stdout, "stdout", run.store), _Tee(sys.stderr, "stderr", run.store)
-    sys.stdout, sys.stderr = tees
-    install_sink(_DirectSink(run.store))  # type: ignore[arg-type]
-    try:
+    try:  # from here on, for an interrupt may come between any two lines
+        os.environ.update({**variables, **rank_environment(run.plan, 0)})
+        sys.stdout, sys.stderr = tees
+        install_sink(_DirectSink(run.store))  # type: ignore[arg-type]
         with shared_state.isolated(), launched.told(run.config.accelerator):
             yield
     finally:

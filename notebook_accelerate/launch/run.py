@@ -307,11 +307,13 @@ class Run(Inspection, Viewed):
             self.ended = time.time()
             self._status, self._error = status, error
             views, self._views = self._views, []
-        _tell(self, views)
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
-            self._done.set()
-        self._board.close()
+        try:
+            _tell(self, views)
+        finally:  # an inline run's views are told on the main thread: an interrupt there must not leave it without end
+            with self._lock:
+                callbacks, self._callbacks = self._callbacks, []
+                self._done.set()
+            self._board.close()
         _tell(self, callbacks)
 
 

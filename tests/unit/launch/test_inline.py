@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
 
+import notebook_accelerate
 from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
-from notebook_accelerate.telemetry import MetricEvent, current_sink
+from notebook_accelerate.telemetry import MetricEvent, current_sink, install_sink
 
 
 def test_it_is_this_process_with_a_ranks_environment_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +78,49 @@ def test_an_interrupt_is_a_keyboard_interrupt_with_the_run() -> None:
         notebook_launcher(interrupted)
     assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
     assert "RANK" not in os.environ
+
+
+@pytest.fixture
+def pressed() -> Iterator[None]:
+    """Let SIGINT be a KeyboardInterrupt: who runs the tests may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pressed")
+def test_an_interrupt_before_the_function_gives_everything_back() -> None:
+    before, streams = dict(os.environ), (sys.stdout, sys.stderr)
+
+    def press(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is install_sink.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(press)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            notebook_launcher(int)
+    finally:
+        sys.setprofile(None)
+    assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
+    assert (dict(os.environ), (sys.stdout, sys.stderr), current_sink()) == (before, streams, None)
+
+
+@pytest.mark.usefixtures("pressed")
+def test_an_interrupt_while_the_run_shows_its_end_leaves_it_ended() -> None:
+    runs = []
+
+    def body() -> int:
+        run = notebook_accelerate.runs()[-1]
+        run._before_done(lambda _: signal.raise_signal(signal.SIGINT))
+        runs.append(run)
+        return 3
+
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launcher(body)
+    assert runs[0].wait(0)
+    assert runs[0].results == (3,)
 
 
 def test_output_passes_and_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
