@@ -60,8 +60,8 @@ class Agent:
             EOFError: There is nobody to ask.
         """
         number = next(self._questions)
-        self.sink.send(InputRequest(prompt, password, shown, kind, number))
         try:
+            self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
                 pass  # a second notebook's answer to an earlier question
         finally:  # an interrupt, too, ends the question

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import signal
+import sys
+from types import FrameType
+
 import pytest
 
 from notebook_accelerate.launch.agent import Agent
@@ -39,5 +43,27 @@ def test_the_answer_to_an_earlier_question_is_not_taken_for_that_to_a_later_one(
     assert (request.number, answered) == (1, AnsweredEvent(1))
     agent.stop()
     agent._thread.join()
+    kernel.close()
+    agent.sink.channel.close()
+
+
+def test_an_interrupt_as_soon_as_a_question_is_asked_ends_it() -> None:
+    kernel, theirs = Channel.pair()
+    agent = Agent(Sink(Channel(theirs)))
+
+    def press(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is Sink.send.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    sys.setprofile(press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            agent.ask("> ")
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, before)
+    assert [event for _, event in kernel.receive(10.0)][-1] == AnsweredEvent(1)
     kernel.close()
     agent.sink.channel.close()
