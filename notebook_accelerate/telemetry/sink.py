@@ -35,8 +35,9 @@ class Sink:
             self._dropped += 1
             return
         self._queue.append(Stamped(time.time(), event))
-        if self.on_step is not None and event.boundary:
-            self.on_step()
+        on_step = self.on_step  # once: a signal's handler may take it away
+        if on_step is not None and event.boundary:
+            on_step()
 
     def flush(self) -> None:
         """Send what is queued, in order.
