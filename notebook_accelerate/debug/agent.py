@@ -26,6 +26,7 @@ from notebook_accelerate.debug.protocol import (
     AskRequest,
     AttachRequest,
     BreakRequest,
+    CellRequest,
     CompleteReply,
     CompleteRequest,
     DoneReply,
@@ -63,13 +64,8 @@ class Host(Protocol):
         """Have the user answer."""
 
 
-_hosts: list[Host] = []
-
-
-def current() -> Host:
-    """Return this rank's agent."""
-    assert _hosts, "only a launched worker has an agent"
-    return _hosts[0]
+cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
+"""Cells for a warm rank; the first may come before it looks for one, as soon as it has said that it runs."""
 
 
 class _Pending:
@@ -118,10 +114,10 @@ class DebugAgent:
             ResumeRequest: self._on_resume,
             BreakRequest: self._on_break,
             AttachRequest: self._on_attach,
+            CellRequest: cell_requests.put,
         }
         for kind, handler in handlers.items():
             host.on(kind, handler)
-        _hosts[:] = [host]
         host.every_tick(self._tick)
 
     def install(self, function: Callable[..., Any]) -> None:

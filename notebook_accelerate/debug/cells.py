@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import queue
 import signal
 import sys
 import time
@@ -41,9 +40,6 @@ def serve(chain_of: ChainOf, install_sources: Callable[[dict[str, str]], None]) 
         chain_of: Turns an exception into what the kernel shows.
         install_sources: Makes the source of a cell known to tracebacks.
     """
-    requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
-    host = agent.current()
-    host.on(CellRequest, requests.put)
     # By name: the kernel's side imports this module for `serve` alone, and must not depend on the worker's rooms.
     state = import_module("notebook_accelerate.state").PartialState()
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -56,7 +52,7 @@ def serve(chain_of: ChainOf, install_sources: Callable[[dict[str, str]], None]) 
     sink.send(StatusEvent("running", "warm"))
     while True:
         try:
-            request = requests.get()
+            request = agent.cell_requests.get()
             install_sources({request.filename: request.source})
             reply = _run(request, namespace, chain_of, interrupts)
             sys.stdout.flush()

@@ -49,9 +49,8 @@ class Host:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+def host() -> Host:
     """Return the host of a rank's agent."""
-    monkeypatch.setattr(debugging, "_hosts", [])
     host = Host()
     debugging.DebugAgent(host)
     return host
