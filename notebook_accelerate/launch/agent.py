@@ -23,6 +23,7 @@ class Agent:
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
+        self._process = os.getpid()
         self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
         self._questions = itertools.count(1)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {InputReply: self._replies.put}
@@ -57,8 +58,10 @@ class Agent:
             kind: "input", or "debugger".
 
         Raises:
-            EOFError: There is nobody to ask.
+            EOFError: There is nobody to ask; or a process asks that the rank has started, as a worker of a DataLoader.
         """
+        if os.getpid() != self._process:  # the answer would come to the rank
+            raise EOFError("only the rank itself can ask, and no process that it has started")
         number = next(self._questions)
         try:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))

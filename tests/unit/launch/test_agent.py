@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -43,6 +44,24 @@ def test_the_answer_to_an_earlier_question_is_not_taken_for_that_to_a_later_one(
     assert (request.number, answered) == (1, AnsweredEvent(1))
     agent.stop()
     agent._thread.join()
+    kernel.close()
+    agent.sink.channel.close()
+
+
+def test_a_process_that_a_rank_has_started_has_nobody_to_ask() -> None:
+    kernel, theirs = Channel.pair()
+    agent = Agent(Sink(Channel(theirs)))
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        try:
+            agent.ask("> ")
+        except EOFError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert not kernel.readable()
     kernel.close()
     agent.sink.channel.close()
 
