@@ -360,7 +360,7 @@ def replacing(path: AnyPath) -> Iterator[Path]:
             yield partial
             staging.sync_file(partial)
             partial.replace(path)
-    except Exception:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
 

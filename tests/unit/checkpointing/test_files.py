@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -32,6 +33,22 @@ def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
     assert groups_of_shared(state) == [["a", "b"]]
     pointers = [tensor.untyped_storage().data_ptr() for tensor in clean.values() if tensor.numel()]
     assert len(set(pointers)) == 3
+
+
+class Interrupting:
+    """The user presses the button while this is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
+    for value in ({"a": torch.ones(3)}, {"a": torch.ones(3), "b": Interrupting()}):
+        before = [path.read_bytes() for path in tmp_path.iterdir()]
+        with contextlib.suppress(KeyboardInterrupt):
+            checkpointing.save(value, tmp_path / "x.bin")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == before
 
 
 def test_values_that_are_no_tensors_are_refused_for_safetensors(tmp_path: Path) -> None:
