@@ -171,7 +171,7 @@ class WarmRanks:
             replies[rank] = reply
 
     def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:
-        if not self.alive:
+        if not self.alive or any(rank not in replies for rank in wanted):  # one may have ended before it was asked
             self.run.wait(END_SECONDS)
             raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
         found = [

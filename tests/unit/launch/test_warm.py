@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
 import pytest
 
-from notebook_accelerate import LaunchConfig
+from notebook_accelerate import LaunchConfig, WorkerError
 from notebook_accelerate.debug import cells
 from notebook_accelerate.launch.warm import WarmRanks
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
 
@@ -25,5 +28,17 @@ def test_a_cell_waits_for_a_rank_that_does_not_look_for_one_yet(monkeypatch: pyt
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))
     try:
         assert group.execute("6 * 7", "<cell>").shown == {0: "42"}
+    finally:
+        group.stop()
+
+
+def test_a_cell_for_a_rank_that_has_ended_since_the_last_one_tells_of_its_end() -> None:
+    group = WarmRanks(LaunchConfig(num_processes=2, use_port=0, start_method="fork"))
+    try:
+        pid = int(group.execute("import os\nos.getpid()", "<cell>").shown[1])
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: group.run._desk.open_ranks() == [0])
+        with pytest.raises(WorkerError, match="rank 1: killed by SIGKILL"):
+            group.execute("6 * 7", "<cell>")
     finally:
         group.stop()
