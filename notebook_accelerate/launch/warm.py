@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -132,20 +133,52 @@ class WarmRanks:
         if kernel is not None:
             cell = kernel.get_parent()
             self.run._post(lambda group: group.show_under(cell))
-        desk = self.run._desk
-        waiting = desk.send(wanted, lambda number: CellRequest(number, source, filename, names, payload))
-        replies, interrupted = self._collect(waiting)
+        hand_out = self._send_apart if payload else self._send
+        waiting, pressed = hand_out(wanted, lambda number: CellRequest(number, source, filename, names, payload))
+        replies, interrupted = self._collect(waiting, pressed)
         failed = [reply.chain[-1].type for reply in replies.values() if reply.chain]
         if interrupted and self.alive and all(kind == "KeyboardInterrupt" for kind in failed):
             raise CellInterrupt
         return self._result(wanted, replies)
 
-    def _collect(self, waiting: dict[int, int]) -> tuple[dict[int, CellReply], bool]:
+    def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
+        """Send the cell; return the numbers of its requests, and whether an interrupt came meanwhile."""
+        return self.run._desk.send(wanted, make), False
+
+    def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
+        """Do the same on another thread: variables that are sent along take their time.
+
+        An interrupt of the thread that sends would end a frame half-way: the rank would wait for the rest for ever.
+        """
+        sent: dict[int, int] = {}
+        over = threading.Event()
+
+        def send() -> None:
+            try:
+                sent.update(self._send(wanted, make)[0])
+            finally:
+                over.set()
+
+        pressed = False
+        threading.Thread(target=send, name="notebook-accelerate-cell", daemon=True).start()
+        while not over.is_set():
+            try:
+                over.wait()
+            except KeyboardInterrupt:
+                if pressed:
+                    self._kill(wanted)
+                pressed = True
+        return sent, pressed
+
+    def _collect(self, waiting: dict[int, int], pressed: bool) -> tuple[dict[int, CellReply], bool]:
         """Wait for the replies; an interrupt goes to the ranks, a second one ends the group."""
         replies: dict[int, CellReply] = {}
         interrupted: float | None = None
         while len(replies) < len(waiting) and self.alive:
             try:
+                if pressed:
+                    pressed = False
+                    raise KeyboardInterrupt
                 self._look(waiting, replies)
             except KeyboardInterrupt:
                 busy = [rank for rank in waiting if rank not in replies]

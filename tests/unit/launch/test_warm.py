@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -42,3 +43,29 @@ def test_a_cell_for_a_rank_that_has_ended_since_the_last_one_tells_of_its_end() 
             group.execute("6 * 7", "<cell>")
     finally:
         group.stop()
+
+
+def test_an_interrupt_while_variables_are_sent_along_leaves_ranks_that_understand_the_next_cell() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))
+    rank = group.run.ranks[0].pid
+    assert rank is not None
+    timers = [
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(1.0, os.kill, (rank, signal.SIGCONT)),
+    ]
+    try:
+        os.kill(rank, signal.SIGSTOP)  # so that it takes its time
+        for timer in timers:
+            timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            group.execute("len(big)", "<cell>", send={"big": bytes(10_000_000)})
+        timers[1].join()
+        shown: list[dict[int, str]] = []
+        cell = threading.Thread(target=lambda: shown.append(group.execute("6 * 7", "<next>").shown), daemon=True)
+        cell.start()
+        cell.join(60)
+        assert shown == [{0: "42"}]
+    finally:
+        group.stop()
+        signal.signal(signal.SIGINT, before)
