@@ -57,10 +57,15 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
     if runs_inline(config, machine):
         facts = KernelFacts(environment=os.environ)
         run._planned(plan(config, machine, facts))
-        registry.add(run)
-        _announce(run, publisher_for(run.id))
-        views.show(run)
-        inline.execute(run, function, arguments)
+        try:
+            registry.add(run)
+            _announce(run, publisher_for(run.id))
+            views.show(run)
+            inline.execute(run, function, arguments)
+        except KeyboardInterrupt:
+            if run.ended is None:  # before the function had begun: who stops all runs waits for this one's end too
+                run._finish("stopped", messages.stopped(run))
+            raise
     else:
         launcher = _Launcher(run, function, arguments)
         launcher.start()
@@ -97,6 +102,7 @@ class _Launcher:
         self._watch = Stopwatch()
         self._call_lock = threading.Lock()
         self._calls: list[GroupCall] = []
+        self._owner: dict[str, int] = {}
         run._stopper, run._post = self._request_stop, self._post
         name = f"notebook-accelerate-run-{run.id}"
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -120,6 +126,11 @@ class _Launcher:
         """Stop the run and wait for its end; each further press of the button stops it once more, which kills."""
         while True:
             try:
+                if self._is_mine():  # its thread has not begun, and will do nothing if it does
+                    self._problem = messages.stopped(self._run)
+                    self._run._finish("stopped", self._problem)
+                    self._leave()
+                    return
                 self._request_stop(DEFAULT_GRACE)
                 self._over.wait()  # Python before 3.13 takes a thread whose join was interrupted for ended (gh-90882)
             except KeyboardInterrupt:
@@ -128,22 +139,31 @@ class _Launcher:
 
     def see_through(self) -> None:
         """Wait for the end; the notebook's stop button stops the run, pressed twice it kills it."""
-        interrupted = shown = False
-        while not (self._run._done.is_set() and shown):
+        interrupted = pressed = shown = False
+        while True:
             try:
-                self._run.wait(None if shown else views.LIVE_AFTER_SECONDS)
-                if not shown:
-                    shown = True
-                    views.show(self._run)
+                if pressed:  # here, where one more press is no end of waiting
+                    pressed = False
+                    self._request_stop(DEFAULT_GRACE)
+                while not (self._run._done.is_set() and shown):
+                    self._run.wait(None if shown else views.LIVE_AFTER_SECONDS)
+                    if not shown:
+                        shown = True
+                        views.show(self._run)
+                if self._run._released.is_set():
+                    self._thread.join()
+                break
             except KeyboardInterrupt:
-                self._request_stop(DEFAULT_GRACE)
-                interrupted = True
-        if self._run._released.is_set():
-            self._thread.join()
+                interrupted = pressed = True
         if interrupted and self._run.status == "stopped":
             raise RunInterrupted(self._run) from None
 
     # ---- any thread
+
+    def _is_mine(self) -> bool:
+        """Whether the thread that calls is the one that sees to the run's end: the first that asks."""
+        mine = threading.get_ident()
+        return self._owner.setdefault("thread", mine) == mine
 
     def _request_stop(self, grace: float) -> None:
         self._post(lambda group: group.stop(grace, USER_STOP))
@@ -157,6 +177,8 @@ class _Launcher:
     # ---- the run's thread
 
     def _main(self) -> None:
+        if not self._is_mine():
+            return
         status, error = "failed", None
         try:
             launch_plan = self._prepare()
@@ -175,18 +197,24 @@ class _Launcher:
             error = WorkerError(message, self._run)
             error.__cause__ = problem
         finally:
-            if self._party is not None:
-                self._party.close()
-            self._publisher.flush(force=True)
-            self._wake_reader.close()
-            self._wake_writer.close()
-            ports.release(self._run.id)
-            if self._run._released.is_set():
-                self._run._finish(status, error)
-            else:
-                self._run._release()
-            self._started.set()
-            self._over.set()
+            try:
+                self._leave()
+            finally:  # whatever cannot be shown or closed: somebody waits for this
+                if self._run._released.is_set():
+                    self._run._finish(status, error)
+                else:
+                    self._run._release()
+                self._started.set()
+                self._over.set()
+
+    def _leave(self) -> None:
+        """Let go of what the run had, and show what waits to be shown."""
+        if self._party is not None:
+            self._party.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+        ports.release(self._run.id)
+        self._publisher.flush(force=True)
 
     def _prepare(self) -> LaunchPlan:
         run = self._run
