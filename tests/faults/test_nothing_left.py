@@ -161,6 +161,7 @@ server = socket.create_server(("127.0.0.1", 0))
 port = server.getsockname()[1]
 def meet():
     group()
+    dist.barrier()  # gloo returns once a rank's own connections stand: one that ends then takes them from the other
     return int(os.environ["MASTER_PORT"]) != port
 results = launch(meet, use_port=port).results
 server.close()

@@ -218,6 +218,7 @@ class Party:
         heard, self._heard = self._heard, []
         self._take(heard, group)  # what came together with a word that was waited for
         self._standstill.tell()
+        self._standstill.announce()
         self._make_room(group)
 
     def _make_room(self, group: Group) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.rendezvous.meeting import Meeting
     from notebook_accelerate.launch.run import Run
 
+STOPPED, ASKING = "stopped at a breakpoint", "waiting for input"
+
 
 class Standstill:
     """What this notebook tells the others of its waiting for the user, and hears of theirs.
@@ -38,6 +40,7 @@ class Standstill:
         self._own_ranks = range(0)
         self._told = (False, "")
         self._said: dict[int, str] = {}
+        self._unsaid: dict[int, say.StandEvent] = {}
 
     def meet(self, nodes: list[Node], index: int) -> None:
         """Take in who has met; this notebook is ``nodes[index]``."""
@@ -45,7 +48,7 @@ class Standstill:
 
     def begin(self, stopwatch: Stopwatch) -> None:
         """Start an attempt, in which nobody waits yet."""
-        self.stopwatch, self._told, self._said = stopwatch, (False, ""), {}
+        self.stopwatch, self._told, self._said, self._unsaid = stopwatch, (False, ""), {}, {}
         stopwatch.forget_elsewhere()
 
     def tell(self) -> None:
@@ -61,16 +64,27 @@ class Standstill:
         change = self.stopwatch.pause if event.standing else self.stopwatch.resume
         change(Elsewhere(event.node))
         told, self._said[event.node] = self._said.get(event.node, ""), event.text
-        asked_here = self._shows_all() and self._run._prompts_in_cell
-        if event.text and event.text != told and not asked_here:
-            name = rules.title(event.node, self._nodes[event.node].host)
-            self._show(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
+        if event.text != told:
+            self._unsaid[event.node] = event
+        self.announce()
+
+    def announce(self) -> None:
+        """Say where other notebooks are waited for, once what can be opened here has come: it takes another way."""
+        for event in list(self._unsaid.values()):
+            openable = self._shows_all() and not self._run.config.block
+            if openable and any(kind in event.text for kind in (STOPPED, ASKING)) and not self._open_here(event):
+                continue
+            del self._unsaid[event.node]
+            asked_here = self._shows_all() and self._run._prompts_in_cell
+            if event.text and not asked_here:
+                name = rules.title(event.node, self._nodes[event.node].host)
+                self._show(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
 
     def _where_it_waits(self, here: Iterable[object]) -> str:
         stopped = self._own(self._run._board.debugged())
         kinds = {
-            "stopped at a breakpoint": stopped,
-            "waiting for input": self._own(who for who in here if who not in stopped),
+            STOPPED: stopped,
+            ASKING: self._own(who for who in here if who not in stopped),
             "paused": self._own(who[1] for who in here if isinstance(who, tuple)),
         }
         parts = [f"{rank_names(who)} {'is' if len(who) == 1 else 'are'} {how}" for how, who in kinds.items() if who]
@@ -80,12 +94,16 @@ class Standstill:
         return sorted(rank for rank in ranks if isinstance(rank, int) and rank in self._own_ranks)
 
     def _how_to_open(self, event: say.StandEvent) -> str:
-        board = self._run._board
-        ranks = rules.ranks_of(self._nodes, event.node)
-        open_here = [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
+        open_here = self._open_here(event)
         if not self._shows_all() or self._run.config.block or not open_here:
             return ", in its notebook"
         return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
+
+    def _open_here(self, event: say.StandEvent) -> list[int]:
+        """Return the ranks of a notebook whose questions have come to this one."""
+        board = self._run._board
+        ranks = rules.ranks_of(self._nodes, event.node)
+        return [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
 
 
 __all__ = ["Standstill"]
