@@ -34,7 +34,8 @@ KERNELS_BUILD := .build/kernels
 
 help:
 	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
-	@echo "make test           lint and all tests that this machine can run"
+	@echo "make test           lint and all tests that this machine can run, less those marked nightly"
+	@echo "make test-nightly   these too, and make test-strategies"
 	@echo "make test-notebook  the tests that start Jupyter kernels"
 	@echo "make test-colab     launch, panels and faults with the versions of Colab's kernel image"
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"

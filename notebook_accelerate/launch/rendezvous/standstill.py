@@ -71,8 +71,8 @@ class Standstill:
     def announce(self) -> None:
         """Say where other notebooks are waited for, once what can be opened here has come: it takes another way."""
         for event in list(self._unsaid.values()):
-            openable = self._shows_all() and not self._run.config.block
-            if openable and any(kind in event.text for kind in (STOPPED, ASKING)) and not self._open_here(event):
+            asks = any(kind in event.text for kind in (STOPPED, ASKING))
+            if asks and self._can_open() and not self._open_here(event):
                 continue
             del self._unsaid[event.node]
             asked_here = self._shows_all() and self._run._prompts_in_cell
@@ -95,9 +95,13 @@ class Standstill:
 
     def _how_to_open(self, event: say.StandEvent) -> str:
         open_here = self._open_here(event)
-        if not self._shows_all() or self._run.config.block or not open_here:
+        if not self._can_open() or not open_here:
             return ", in its notebook"
         return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
+
+    def _can_open(self) -> bool:
+        """Whether this notebook's user can come to ranks of the others, as soon as their questions have come."""
+        return self._shows_all() and not self._run.config.block
 
     def _open_here(self, event: say.StandEvent) -> list[int]:
         """Return the ranks of a notebook whose questions have come to this one."""
