@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch,
     )
     from notebook_accelerate.config.cluster import RayCluster
-    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.config.parallelism_config import ParallelismConfig
     from notebook_accelerate.data_loader import skip_first_batches
     from notebook_accelerate.errors import (
@@ -124,7 +124,7 @@ _NAMES_OF_MODULE = {
         "load_checkpoint_and_dispatch",
     ),
     "config.cluster": ("RayCluster",),
-    "config.launch": ("LaunchConfig",),
+    "config.launch_config": ("LaunchConfig",),
     "config.parallelism_config": ("ParallelismConfig",),
     "data_loader": ("skip_first_batches",),
     "errors": (

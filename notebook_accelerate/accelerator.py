@@ -13,31 +13,31 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accelerate import checkpointing, collectives, tracking
-from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler
-from notebook_accelerate.config.launched import takes_what_the_launch_told
-from notebook_accelerate.config.profiling import ProfileKwargs
-from notebook_accelerate.config.training import (
+from notebook_accelerate.config.launch_arguments import takes_what_the_launch_told
+from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
 from notebook_accelerate.data_loader import skip_first_batches
-from notebook_accelerate.debug.checks import Checks
 from notebook_accelerate.hardware.memory import release_memory
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.strategies import Setup, arguments, make_strategy
-from notebook_accelerate.strategies.base import NOTHING
-from notebook_accelerate.strategies.ddp import synchronised_backward
-from notebook_accelerate.strategies.handlers import sort_handlers
-from notebook_accelerate.strategies.placing import is_on_several_devices
+from notebook_accelerate.strategies import Setup, accelerator_arguments, make_strategy
+from notebook_accelerate.strategies.accelerator_properties import AcceleratorViews
+from notebook_accelerate.strategies.ddp_strategy import synchronised_backward
+from notebook_accelerate.strategies.handler_table import sort_handlers
+from notebook_accelerate.strategies.model_placement import is_on_several_devices
+from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
-from notebook_accelerate.strategies.views import AcceleratorViews
-from notebook_accelerate.telemetry import steptime
+from notebook_accelerate.telemetry import step_time
+from notebook_accelerate.worker.sanity_facts import Checks
 
 Hook = Callable[..., None]
 
@@ -84,7 +84,7 @@ class Accelerator(AcceleratorViews):
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = arguments.UNSET,
+        split_batches: bool = accelerator_arguments.UNSET,
         mixed_precision: PrecisionType | str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -105,18 +105,18 @@ class Accelerator(AcceleratorViews):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        self.project_configuration = arguments.project_configuration(project_config, project_dir)
-        self.dataloader_config = arguments.loader_configuration(dataloader_config, split_batches)
+        self.project_configuration = accelerator_arguments.project_configuration(project_config, project_dir)
+        self.dataloader_config = accelerator_arguments.loader_configuration(dataloader_config, split_batches)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = arguments.generators(rng_types)
+        self.rng_types = accelerator_arguments.generators(rng_types)
         self._handlers = sort_handlers(kwargs_handlers)
-        accumulation = arguments.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
+        accumulation = accelerator_arguments.accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
         self.state = AcceleratorState(
             mixed_precision=None if mixed_precision is None else str(mixed_precision),
             cpu=cpu,
-            dynamo_plugin=arguments.dynamo(dynamo_plugin, dynamo_backend),
-            deepspeed_plugin=arguments.either(
+            dynamo_plugin=accelerator_arguments.dynamo(dynamo_plugin, dynamo_backend),
+            deepspeed_plugin=accelerator_arguments.either(
                 "deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins
             ),
             fsdp_plugin=fsdp_plugin,
@@ -168,7 +168,7 @@ class Accelerator(AcceleratorViews):
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Hook] = OrderedDict()
-        self._backward = steptime.backward(self.strategy.backward)
+        self._backward = step_time.backward(self.strategy.backward)
         self.step = 0
         self.flag_tensor: torch.Tensor | None = None
         self.has_lomo_optimizer = False
@@ -197,7 +197,9 @@ class Accelerator(AcceleratorViews):
             ValueError: An object is nothing that can be prepared, or the placements are not as many as the objects.
         """
         placements: Sequence[bool | None] = [None] * len(args) if device_placement is None else device_placement
-        arguments.check_type("device_placement", placements, (list, tuple), "a list with True or False for each object")
+        accelerator_arguments.check_type(
+            "device_placement", placements, (list, tuple), "a list with True or False for each object"
+        )
         if len(placements) != len(args):
             raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
         prepared = self.strategy.prepare(args, placements)
@@ -219,7 +221,7 @@ class Accelerator(AcceleratorViews):
         Returns:
             The prepared model.
         """
-        arguments.check_type("prepare_model", model, torch.nn.Module, "a torch.nn.Module")
+        accelerator_arguments.check_type("prepare_model", model, torch.nn.Module, "a torch.nn.Module")
         return self.strategy.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
@@ -235,7 +237,7 @@ class Accelerator(AcceleratorViews):
             The prepared optimizer.
         """
         if not hasattr(optimizer, "param_groups"):
-            arguments.check_type("prepare_optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
+            accelerator_arguments.check_type("prepare_optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
         return self.strategy.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -248,7 +250,9 @@ class Accelerator(AcceleratorViews):
             The prepared scheduler.
         """
         if not callable(getattr(scheduler, "step", None)):
-            arguments.check_type("prepare_scheduler", scheduler, AcceleratedScheduler, "a learning rate scheduler")
+            accelerator_arguments.check_type(
+                "prepare_scheduler", scheduler, AcceleratedScheduler, "a learning rate scheduler"
+            )
         return self.strategy.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
@@ -279,7 +283,7 @@ class Accelerator(AcceleratorViews):
             ValueError: The loss is no tensor.
         """
         if not isinstance(loss, torch.Tensor):
-            arguments.check_loss(loss)
+            accelerator_arguments.check_loss(loss)
         steps = self.gradient_state.num_steps
         if steps != 1:
             loss = loss / steps
@@ -388,7 +392,9 @@ class Accelerator(AcceleratorViews):
             A context manager.
         """
         if autocast_handler is not None:
-            arguments.check_type("autocast_handler", autocast_handler, AutocastKwargs, "AutocastKwargs(...)")
+            accelerator_arguments.check_type(
+                "autocast_handler", autocast_handler, AutocastKwargs, "AutocastKwargs(...)"
+            )
         return self._precision.autocast(autocast_handler)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:

@@ -1,4 +1,4 @@
-"""Every exception that notebook_accelerate raises on purpose.
+"""Every exception that notebook_accelerate raises on purpose, and how a rank's failure is described.
 
 A user's own error, a dead worker and a broken launch are different types::
 
@@ -25,13 +25,91 @@ Bad arguments raise plain ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
-    from notebook_accelerate.launch.run import Run
-    from notebook_accelerate.telemetry.failure import RankFailure
+class FrameInfo(NamedTuple):
+    """One line of a traceback."""
+
+    filename: str
+    lineno: int
+    function: str
+    source: str
+
+
+class ExceptionInfo(NamedTuple):
+    """One exception of a chain; ``link`` says how it led to the next: "cause", "context" or "" for the last."""
+
+    type: str
+    message: str
+    frames: tuple[FrameInfo, ...]
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why one rank did not succeed.
+
+    Attributes:
+        rank: Global index.
+        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "unpicklable", "interrupted" or "lost" (with
+            its machine).
+        time: Seconds since the epoch.
+        message: One sentence.
+        chain: The exceptions, the one that left the function last; empty when the process just died.
+        exception: The original exception, where it could be brought back.
+        signal: Number of the signal that ended the process.
+        consequence: Whether it failed because another rank did.
+    """
+
+    rank: int
+    kind: str
+    time: float
+    message: str
+    chain: tuple[ExceptionInfo, ...] = ()
+    exception: BaseException | None = None
+    signal: int | None = None
+    consequence: bool = False
+
+
+class RankOutcome(Protocol):
+    """What an error knows of one rank; every rank of a `notebook_accelerate.Run` has these attributes."""
+
+    @property
+    def rank(self) -> int:
+        """Global index."""
+
+    @property
+    def state(self) -> str:
+        """Where the rank is: "starting", "running", "succeeded", "failed" or "stopped"."""
+
+    @property
+    def result(self) -> Any:
+        """What the function returned; None unless the rank succeeded."""
+
+
+class FailedRun(Protocol):
+    """The run that an error carries: a `notebook_accelerate.Run`."""
+
+    @property
+    def id(self) -> int:
+        """Number of the run in its kernel, from 1."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from the launch to the end."""
+
+    @property
+    def ranks(self) -> Sequence[RankOutcome]:
+        """The ranks, in order."""
+
+    def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:
+        """Return the lines that the ranks wrote; see `Run.logs`."""
+
+    def report(self) -> Any:
+        """Return the run as static HTML and as text; see `Run.report`."""
 
 
 class NotebookAccelerateError(Exception):
@@ -67,7 +145,7 @@ class WorkerError(NotebookAccelerateError):
         failures: One entry per rank that failed, the first failure first.
     """
 
-    def __init__(self, message: str, run: Run | None = None, failures: Sequence[RankFailure] = ()) -> None:
+    def __init__(self, message: str, run: FailedRun | None = None, failures: Sequence[RankFailure] = ()) -> None:
         super().__init__(message)
         self.run = run
         self.failures = tuple(failures)
@@ -88,7 +166,8 @@ class WorkerError(NotebookAccelerateError):
         """Return the lines IPython shows instead of the supervisor's own frames."""
         if self.run is None:
             return [f"{type(self).__name__}: {self}"]
-        return self.run.report().error_lines(self)
+        lines: list[str] = self.run.report().error_lines(self)
+        return lines
 
 
 class RunStoppedError(WorkerError):
@@ -105,7 +184,7 @@ class RunInterrupted(KeyboardInterrupt):
     It is a KeyboardInterrupt, so that what interrupts a cell still interrupts it, and it carries ``.run``.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: FailedRun) -> None:
         super().__init__(f"run {run.id} was stopped after {run.elapsed:.1f} s; all its ranks have ended")
         self.run = run
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from notebook_accelerate import hardware, launch
 from notebook_accelerate.config.cluster import RayCluster
-from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.backends.zygote import warm_up
+from notebook_accelerate.launch.processes.zygote import warm_up
 
 
 def notebook_launcher(

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.hardware.checks import is_tqdm_available
+from notebook_accelerate.hardware.feature_checks import is_tqdm_available
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.telemetry.events import ProgressEvent
 

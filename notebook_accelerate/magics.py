@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from notebook_accelerate.config.cluster import RayCluster
-from notebook_accelerate.config.launch import LaunchConfig
-from notebook_accelerate.launch.warm import CellResult, WarmRanks
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.launch.warm_ranks import CellResult, WarmRanks
 
 
 class _Parser(argparse.ArgumentParser):

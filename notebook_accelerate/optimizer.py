@@ -9,7 +9,7 @@ import torch
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.telemetry import steptime
+from notebook_accelerate.telemetry import step_time
 from notebook_accelerate.telemetry.events import ProgressEvent
 
 
@@ -95,14 +95,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         watched = telemetry.current_sink() is not None
         if watched:
-            steptime.switch(steptime.OPTIMIZER)
+            step_time.switch(step_time.OPTIMIZER)
         result = self._take_step(closure)
         self._steps += 1
         if watched:
-            steptime.switch(steptime.OTHER)
+            step_time.switch(step_time.OTHER)
             if self._reports_progress:
                 telemetry.emit(ProgressEvent(step=self._steps))
-                steptime.end_step()
+                step_time.end_step()
         return result
 
     def _take_step(self, closure: Callable[[], float] | None) -> Any:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.config_panel import ConfigPanel
     from notebook_accelerate.widgets.debug_panel import DebugPanel
     from notebook_accelerate.widgets.forms import Form
-    from notebook_accelerate.widgets.resources import ResourceStrip
+    from notebook_accelerate.widgets.resource_strip import ResourceStrip
     from notebook_accelerate.widgets.run_panel import RunPanel
     from notebook_accelerate.widgets.runs_table import RunsTable
     from notebook_accelerate.widgets.training_options import TrainingOptions
@@ -22,7 +22,7 @@ _NAMES_OF_MODULE = {
     "widgets.config_panel": ("ConfigPanel",),
     "widgets.debug_panel": ("DebugPanel",),
     "widgets.forms": ("Form",),
-    "widgets.resources": ("ResourceStrip",),
+    "widgets.resource_strip": ("ResourceStrip",),
     "widgets.run_panel": ("RunPanel",),
     "widgets.runs_table": ("RunsTable",),
     "widgets.training_options": ("TrainingOptions",),

@@ -9,10 +9,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
-from notebook_accelerate.widgets.draft import Draft, code_of
+from notebook_accelerate.widgets.form_draft import Draft, code_of
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.config.launch_config import LaunchConfig
 
 _WIDTH = 88
 # What LaunchConfig has and notebook_launcher has no parameter for.

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.config_file import ClusterConfig, load_config_from_file
 from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType
-from notebook_accelerate.config.files import ClusterConfig, load_config_from_file
-from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import devices
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
     from notebook_accelerate.hardware import HardwareInfo
 
 # Fields of a LaunchConfig that a configuration file has, too.
@@ -86,7 +86,7 @@ def _without(env: Mapping[str, str], before: ClusterConfig | None) -> dict[str, 
 
 
 def _dynamo(config: dict[str, Any]) -> TorchDynamoPlugin | None:
-    from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
     from notebook_accelerate.config.enums import DynamoBackend
 
     if not config:
@@ -158,7 +158,7 @@ def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
 
 def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
     """Return the names of settings that differ from their defaults and that such a file cannot hold."""
-    from notebook_accelerate.widgets.draft import Draft
+    from notebook_accelerate.widgets.form_draft import Draft
 
     names = [name for name in launch.non_default() if name not in _IN_FILE]
     kept = _variables(cluster)

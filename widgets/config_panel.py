@@ -15,23 +15,23 @@ from typing import Any
 import ipywidgets
 
 from notebook_accelerate import hardware, launch
-from notebook_accelerate.config.files import default_config_file
-from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.config.config_file import default_config_file
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
-from notebook_accelerate.launch.output import published_under
-from notebook_accelerate.launch.places import here
-from notebook_accelerate.launch.planner import runs_inline
-from notebook_accelerate.launch.preflight import fork_hazard
+from notebook_accelerate.launch.output.cell_outputs import here
+from notebook_accelerate.launch.output.rank_output import published_under
+from notebook_accelerate.launch.plan.fork_probe import fork_hazard
+from notebook_accelerate.launch.plan.planner import runs_inline
 from notebook_accelerate.widgets import config_file
 from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training_functions
 from notebook_accelerate.widgets.copy_button import CopyButton
-from notebook_accelerate.widgets.draft import Checked
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
-from notebook_accelerate.widgets.fit import Fit
+from notebook_accelerate.widgets.form_draft import Checked
 from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
-from notebook_accelerate.widgets.outlook import alert, chips, described, details, notice, sentence
-from notebook_accelerate.widgets.shown import Shown
+from notebook_accelerate.widgets.memory_check import Fit
+from notebook_accelerate.widgets.panel_output import Shown
+from notebook_accelerate.widgets.plan_summary import alert, chips, described, details, notice, sentence
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.telemetry.naming import rank_names
-from notebook_accelerate.widgets import debug_parts as parts
-from notebook_accelerate.widgets.debug_parts import MAX_HISTORY, Entry
-from notebook_accelerate.widgets.live import LivePanel
+from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.widgets import debug_panel_html as parts
+from notebook_accelerate.widgets.debug_panel_html import MAX_HISTORY, Entry
+from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.styles import style_sheet
 
 if TYPE_CHECKING:

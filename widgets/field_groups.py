@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.config.launch import MIXED_PRECISIONS, RDZV_BACKENDS, START_METHODS
+from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, RDZV_BACKENDS, START_METHODS
 
 LAUNCH_CHOICES = {
     "start_method": START_METHODS,

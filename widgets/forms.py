@@ -11,8 +11,8 @@ from typing import Any
 import ipywidgets
 
 from notebook_accelerate.widgets.assets import asset
-from notebook_accelerate.widgets.draft import Checked, Draft
 from notebook_accelerate.widgets.fields import KINDS, Field, summary, text_of
+from notebook_accelerate.widgets.form_draft import Checked, Draft
 
 _LABEL = {"description_width": "17em"}
 _INPUT = "36em"

@@ -13,14 +13,14 @@ import anywidget
 import numpy as np
 import traitlets
 
-from notebook_accelerate.launch import curves
-from notebook_accelerate.telemetry.thinning import m4
+from notebook_accelerate.launch.report import svg_curves
+from notebook_accelerate.telemetry.downsampling import m4
 from notebook_accelerate.widgets.assets import asset, script
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.telemetry import Store
-    from notebook_accelerate.telemetry.bands import BandTail
+    from notebook_accelerate.telemetry.envelope import BandTail
 
 MAX_METRICS = 200
 """Metrics that are sent at a time; the filter reaches the others."""
@@ -261,9 +261,9 @@ class Plot(anywidget.AnyWidget):
         pictures = []
         for source in self._sources:
             for name in source.store.metric_names()[:MAX_METRICS]:
-                words = curves.description(source.store.series(name))
+                words = svg_curves.description(source.store.series(name))
                 words = f"{source.label}: {words}" if source.label else words
-                pictures.append(curves.image(name, curves.tracks_of(source.store, name), words))
+                pictures.append(svg_curves.image(name, svg_curves.tracks_of(source.store, name), words))
         return " ".join(pictures) or f"<p>{escape(self.empty_text)}</p>"
 
     @property
@@ -272,7 +272,7 @@ class Plot(anywidget.AnyWidget):
         lines = [
             f"{source.label}: {words}" if source.label else words
             for source in self._sources
-            for words in (curves.description(source.store.series(name)) for name in source.store.metric_names())
+            for words in (svg_curves.description(source.store.series(name)) for name in source.store.metric_names())
         ]
         return "\n".join(lines) or self.empty_text
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from notebook_accelerate.widgets import coalesced
+from notebook_accelerate.widgets import grouped_ranks
 from notebook_accelerate.widgets.assets import script
 from notebook_accelerate.widgets.plot import REFRESH_AGES
 
 if TYPE_CHECKING:
-    from notebook_accelerate.widgets.coalesced import Part, Row
-    from notebook_accelerate.widgets.watching import Now
+    from notebook_accelerate.widgets.grouped_ranks import Part, Row
+    from notebook_accelerate.widgets.run_summary import Now
 
 SEEN_SECONDS, OPEN_SECONDS, FOLDED_SECONDS = 0.5, 1.0, 5.0
 """Least seconds between two updates of what is seen, of what was unfolded, and of what is behind a fold."""
@@ -61,15 +61,15 @@ class RankTable(anywidget.AnyWidget):
         if self._refreshes < len(REFRESH_AGES) and now >= self._born + REFRESH_AGES[self._refreshes]:
             self._refreshes += 1
             self._asked = True
-        head = coalesced.head(loss, gpu=coalesced.has_gpu(seen.ranks))
+        head = grouped_ranks.head(loss, gpu=grouped_ranks.has_gpu(seen.ranks))
         if self._asked or head != self._head:
             self._asked, self._head, self._known = False, head, {}
-            parts = coalesced.parts(seen)
+            parts = grouped_ranks.parts(seen)
             self._tell("full", {"head": head, "parts": [_whole(part) for part in parts]})
             self._remember(parts)
             return
         over = seen.status in ("succeeded", "failed", "stopped")
-        parts = coalesced.parts(seen, lambda key: over or self._is_due(key, now))
+        parts = grouped_ranks.parts(seen, lambda key: over or self._is_due(key, now))
         changes = [change for part in parts if (change := self._change(part)) is not None]
         gone = [key for key in self._known if key not in {part.key for part in parts}]
         if changes or gone:

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.widgets import coalesced, sections
-from notebook_accelerate.widgets.binding import live_bundle
-from notebook_accelerate.widgets.live import LivePanel
-from notebook_accelerate.widgets.logs import LogView
+from notebook_accelerate.widgets import grouped_ranks, run_panel_html
+from notebook_accelerate.widgets.live_panel import LivePanel
+from notebook_accelerate.widgets.log_view import LogView
 from notebook_accelerate.widgets.plot import Plot, sources_of
 from notebook_accelerate.widgets.rank_table import RankTable
-from notebook_accelerate.widgets.resources import strip
-from notebook_accelerate.widgets.sharding import ShardingPage
-from notebook_accelerate.widgets.stopping import hint, look_at_kernel
+from notebook_accelerate.widgets.render_schedule import live_bundle
+from notebook_accelerate.widgets.resource_strip import strip
+from notebook_accelerate.widgets.run_summary import Watcher, loss_name
+from notebook_accelerate.widgets.sharding_view import ShardingPage
+from notebook_accelerate.widgets.stop_button import hint, look_at_kernel
 from notebook_accelerate.widgets.styles import style_sheet
-from notebook_accelerate.widgets.watching import Watcher, loss_name
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.widgets.watching import Now
+    from notebook_accelerate.widgets.run_summary import Now
 
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 MANY_SECONDS = 1.0
@@ -86,11 +86,11 @@ class RunPanel(LivePanel):
 
     def _render(self, now: float) -> None:
         run, seen = self.run, self._watcher.look(now)
-        self._head.value = sections.head(run, seen, hint(run, look_at_kernel()))
-        self._progress.value = sections.progress(seen)
+        self._head.value = run_panel_html.head(run, seen, hint(run, look_at_kernel()))
+        self._progress.value = run_panel_html.progress(seen)
         self._render_ranks(now, seen)
         self._render_errors()
-        self._setup.value = self._setup.value or sections.setup(run)
+        self._setup.value = self._setup.value or run_panel_html.setup(run)
         self._title(1, "Ranks ⚠" if seen.warned else "Ranks")
         self._title(TABS.index("Errors"), f"Errors ({len(run.failures)})" if run.failures else "Errors")
         self._show_stop_button()
@@ -99,26 +99,26 @@ class RunPanel(LivePanel):
 
     def _render_ranks(self, now: float, seen: Now) -> None:
         """Bring what grows with the ranks up to date; of many ranks once a second."""
-        run, many = self.run, coalesced.many(seen)
+        run, many = self.run, grouped_ranks.many(seen)
         self.rank_table.layout.display = "" if many else "none"
         if many:
-            self._ranks.value = sections.verdict(seen)
+            self._ranks.value = run_panel_html.verdict(seen)
             self.rank_table.update(now, seen, loss_name(run))
-            self.plot.lay_over(rank.rank for rank in coalesced.standing_out(seen.ranks))
+            self.plot.lay_over(rank.rank for rank in grouped_ranks.standing_out(seen.ranks))
             if now < self._ranks_due and run.ended is None:
                 return
             self._ranks_due = now + 0.95 * MANY_SECONDS
         else:
-            self._ranks.value = sections.ranks(seen, loss_name(run))
+            self._ranks.value = run_panel_html.ranks(seen, loss_name(run))
         self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
-        self._times.value = sections.step_times(seen) + sections.traces(run)
+        self._times.value = run_panel_html.step_times(seen) + run_panel_html.traces(run)
         self._sharding.value = self._sharding_page.html()
 
     def _render_errors(self) -> None:
         state = (len(self.run.failures), self.run.error)
         if self._errors_of != state:
             self._errors_of = state
-            self._errors.value = sections.errors(self.run)
+            self._errors.value = run_panel_html.errors(self.run)
 
     def _show_stop_button(self) -> None:
         run, button = self.run, self.stop_button

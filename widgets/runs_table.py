@@ -10,15 +10,16 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accelerate.config.plain import said
-from notebook_accelerate.launch import Run, curves, registry, runs
-from notebook_accelerate.launch.places import here
-from notebook_accelerate.widgets import sections
-from notebook_accelerate.widgets.binding import Binding, live_bundle, ticker
+from notebook_accelerate.config.plain_values import said
+from notebook_accelerate.launch import Run, run_registry, runs
+from notebook_accelerate.launch.output.cell_outputs import here
+from notebook_accelerate.launch.report import svg_curves
+from notebook_accelerate.widgets import run_panel_html
+from notebook_accelerate.widgets.panel_output import Shown
 from notebook_accelerate.widgets.plot import Plot, Source
-from notebook_accelerate.widgets.shown import Shown
+from notebook_accelerate.widgets.render_schedule import Binding, live_bundle, ticker
+from notebook_accelerate.widgets.run_summary import duration
 from notebook_accelerate.widgets.styles import style_sheet
-from notebook_accelerate.widgets.watching import duration
 
 MAX_COLUMNS = 8
 """Metrics that have a column."""
@@ -61,7 +62,7 @@ class RunsTable:
         for run in self.runs:
             run._before_done(self.binding.touch)
         if chosen is None:
-            registry.watch(self._launched)
+            run_registry.watch(self._launched)
 
     def refresh(self) -> None:
         """Read the runs again now; a table that is shown does so by itself while a run goes on."""
@@ -79,7 +80,7 @@ class RunsTable:
 
     def _render(self, now: float) -> None:
         goes_on = self._goes_on()  # asked first: what is drawn last has seen the end
-        self._table.value = self._html_table(sections.state, 'class="na-table na-clipped"')
+        self._table.value = self._html_table(run_panel_html.state, 'class="na-table na-clipped"')
         self.plot.update(now)
         if goes_on and self._shown:
             self._shown.update(now)
@@ -203,7 +204,7 @@ def _fields(chosen: Sequence[Run]) -> list[str]:
 def _final(run: Run, name: str) -> str:
     ranks = run.store.ranks_of(name)
     value = run.store.last_value(name, ranks[0]) if ranks else None
-    return "–" if value is None else curves.number(value)
+    return "–" if value is None else svg_curves.number(value)
 
 
 def _html_row(row: list[str], state: Callable[[str], str]) -> str:
@@ -221,10 +222,10 @@ def _overlay(chosen: Sequence[Run]) -> str:
         tracks, words = [], []
         for run in chosen:
             if name in run.store.metric_names():
-                first = curves.tracks_of(run.store, name)[0]
-                tracks.append(curves.Track(f"run {run.id}", first.x, first.y))
-                words.append(f"run {run.id}: {curves.description(run.store.series(name))}")
-        pictures.append(curves.image(name, tracks, "; ".join(words)))
+                first = svg_curves.tracks_of(run.store, name)[0]
+                tracks.append(svg_curves.Track(f"run {run.id}", first.x, first.y))
+                words.append(f"run {run.id}: {svg_curves.description(run.store.series(name))}")
+        pictures.append(svg_curves.image(name, tracks, "; ".join(words)))
     return f"<div>{' '.join(pictures)}</div>" if pictures else ""
 
 

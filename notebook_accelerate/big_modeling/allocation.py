@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.sizes import as_names, readable
-from notebook_accelerate.big_modeling.walk import Tree, full_name, prefixes
+from notebook_accelerate.big_modeling.module_sizes import as_names, readable
+from notebook_accelerate.big_modeling.module_walk import Tree, full_name, prefixes
 
 _WAITING, _PLACED = 1, 2
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.mapping import PAGE
-from notebook_accelerate.big_modeling.sources import Source
+from notebook_accelerate.big_modeling.file_mapping import PAGE
+from notebook_accelerate.big_modeling.tensor_sources import Source
 
 _ALIGNMENT = 256
 """Bytes: what CUDA copies and CPU vector instructions like; allocators give no less, so kernels choose alike."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.align import AlignDevicesHook
-from notebook_accelerate.big_modeling.hooks import LayerwiseCastingHook, add_hook_to_module
-from notebook_accelerate.big_modeling.offload import PrefixedDataset
-from notebook_accelerate.big_modeling.sizes import as_names, named_module_tensors
-from notebook_accelerate.big_modeling.tensors import TiedParams
-from notebook_accelerate.big_modeling.walk import full_name
+from notebook_accelerate.big_modeling.align_hook import AlignDevicesHook
+from notebook_accelerate.big_modeling.module_hooks import LayerwiseCastingHook, add_hook_to_module
+from notebook_accelerate.big_modeling.module_sizes import as_names, named_module_tensors
+from notebook_accelerate.big_modeling.module_tensors import TiedParams
+from notebook_accelerate.big_modeling.module_walk import full_name
+from notebook_accelerate.big_modeling.offload_folder import PrefixedDataset
 
 _CAST = (
     torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.allocation import Allocation
-from notebook_accelerate.big_modeling.memory import get_max_memory
-from notebook_accelerate.big_modeling.sizes import Totals, readable, totals_of
-from notebook_accelerate.big_modeling.tied import (
+from notebook_accelerate.big_modeling.device_memory import get_max_memory
+from notebook_accelerate.big_modeling.module_sizes import Totals, readable, totals_of
+from notebook_accelerate.big_modeling.module_walk import prefixes, submodule, tree_of
+from notebook_accelerate.big_modeling.tied_parameters import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
 )
-from notebook_accelerate.big_modeling.walk import prefixes, submodule, tree_of
 
 DeviceMap = dict[str, Any]
 

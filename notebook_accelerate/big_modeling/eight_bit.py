@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.offload import offload_weight
-from notebook_accelerate.big_modeling.tensors import name_of_scales, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.walk import submodule
+from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_module_tensor_to_device
+from notebook_accelerate.big_modeling.module_walk import submodule
+from notebook_accelerate.big_modeling.offload_folder import offload_weight
 
 bitsandbytes: Any = importlib.import_module("bitsandbytes")  # its types export nothing
 

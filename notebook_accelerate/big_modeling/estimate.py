@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.empty import init_on_device
-from notebook_accelerate.big_modeling.sharing import STRATEGIES, Layout, checked_offload
-from notebook_accelerate.big_modeling.sizes import dtype_of, readable, sizes_of
-from notebook_accelerate.big_modeling.tied import device_of
-from notebook_accelerate.big_modeling.walk import tree_of
+from notebook_accelerate.big_modeling.empty_init import init_on_device
+from notebook_accelerate.big_modeling.module_sizes import dtype_of, readable, sizes_of
+from notebook_accelerate.big_modeling.module_walk import tree_of
+from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, Layout, checked_offload
+from notebook_accelerate.big_modeling.tied_parameters import device_of
 
 _PANEL = "notebook_accelerate.widgets.memory_panel"
 """Draws what is computed here; loaded on first use, for views are above this room."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.arena import Slot, Unit, places, window_bytes
-from notebook_accelerate.big_modeling.empty import like
-from notebook_accelerate.big_modeling.lanes import lane_to
+from notebook_accelerate.big_modeling.empty_init import like
+from notebook_accelerate.big_modeling.weight_transfer import lane_to
 from notebook_accelerate.collectives import recursively_apply
 
 WINDOW = 2

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate.big_modeling.checkpoint_shards import shards_of, tensors_of
 from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
-from notebook_accelerate.big_modeling.dispatch import dispatch_model
-from notebook_accelerate.big_modeling.empty import init_empty_weights
-from notebook_accelerate.big_modeling.memory import get_balanced_memory
-from notebook_accelerate.big_modeling.offload import offload_weight, save_offload_index
-from notebook_accelerate.big_modeling.shards import shards_of, tensors_of
-from notebook_accelerate.big_modeling.tensors import name_of_scales, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.tied import device_of, find_tied_parameters, retie_parameters
-from notebook_accelerate.big_modeling.walk import full_name, prefixes, submodule
-from notebook_accelerate.config.quantization import BnbQuantizationConfig
+from notebook_accelerate.big_modeling.device_memory import get_balanced_memory
+from notebook_accelerate.big_modeling.dispatching import dispatch_model
+from notebook_accelerate.big_modeling.empty_init import init_empty_weights
+from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_module_tensor_to_device
+from notebook_accelerate.big_modeling.module_walk import full_name, prefixes, submodule
+from notebook_accelerate.big_modeling.offload_folder import offload_weight, save_offload_index
+from notebook_accelerate.big_modeling.tied_parameters import device_of, find_tied_parameters, retie_parameters
+from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
 from notebook_accelerate.errors import CheckpointMismatchError
-from notebook_accelerate.hardware.checks import is_bnb_available
+from notebook_accelerate.hardware.feature_checks import is_bnb_available
 
 _LOG = logging.getLogger(__name__)
 _EIGHT_BIT = "notebook_accelerate.big_modeling.eight_bit"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from notebook_accelerate.big_modeling.files import inside
-from notebook_accelerate.big_modeling.remote import AnyPath, RemotePath
-from notebook_accelerate.config.files import cache_folder
+from notebook_accelerate.big_modeling.remote_paths import AnyPath, RemotePath
+from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.config.config_file import cache_folder
 from notebook_accelerate.errors import BrokenCheckpointError
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.checkpointing.loading import load_model, load_state
-    from notebook_accelerate.checkpointing.model import load, read_weights, save, save_model, write_weights
-    from notebook_accelerate.checkpointing.saving import save_state, wait_for_saves
-    from notebook_accelerate.checkpointing.shards import shard_checkpoint
-    from notebook_accelerate.checkpointing.shared import clean_state_dict_for_safetensors
+    from notebook_accelerate.checkpointing.load_state import load_model, load_state
+    from notebook_accelerate.checkpointing.save_model import load, read_weights, save, save_model, write_weights
+    from notebook_accelerate.checkpointing.save_state import save_state, wait_for_saves
+    from notebook_accelerate.checkpointing.sharded_state_dict import shard_checkpoint
+    from notebook_accelerate.checkpointing.tied_tensors import clean_state_dict_for_safetensors
 
 __all__ = [
     "clean_state_dict_for_safetensors",
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checkpointing.loading": ("load_model", "load_state"),
-    "checkpointing.model": ("load", "read_weights", "save", "save_model", "write_weights"),
-    "checkpointing.saving": ("save_state", "wait_for_saves"),
-    "checkpointing.shards": ("shard_checkpoint",),
-    "checkpointing.shared": ("clean_state_dict_for_safetensors",),
+    "checkpointing.load_state": ("load_model", "load_state"),
+    "checkpointing.save_model": ("load", "read_weights", "save", "save_model", "write_weights"),
+    "checkpointing.save_state": ("save_state", "wait_for_saves"),
+    "checkpointing.sharded_state_dict": ("shard_checkpoint",),
+    "checkpointing.tied_tensors": ("clean_state_dict_for_safetensors",),
 }
 
 __getattr__, __dir__, _ = attach(__name__, _HOMES)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.remote import AnyPath
-from notebook_accelerate.checkpointing import layout
-from notebook_accelerate.checkpointing.contract import Part, schedules_to_save
-from notebook_accelerate.checkpointing.rng import rng_state
+from notebook_accelerate.big_modeling.remote_paths import AnyPath
+from notebook_accelerate.checkpointing import checkpoint_layout
+from notebook_accelerate.checkpointing.rng_states import rng_state
+from notebook_accelerate.checkpointing.sharded_protocol import Part, schedules_to_save
 from notebook_accelerate.config import constants
 from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
 
@@ -45,7 +45,7 @@ def model_file(index: int, safe: bool) -> str:
         safe: Whether it is written as safetensors.
     """
     name, suffix = (constants.SAFE_MODEL_NAME, ".safetensors") if safe else (constants.MODEL_NAME, ".bin")
-    return layout.numbered(name, index, suffix)
+    return checkpoint_layout.numbered(name, index, suffix)
 
 
 def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
@@ -71,11 +71,15 @@ def training_files(accelerator: Any, with_optimizers: bool) -> list[StateFile]:
     """
     optimizers = accelerator._optimizers if with_optimizers else []
     files = [
-        StateFile(layout.numbered(constants.OPTIMIZER_NAME, index, ".bin"), optimizer.state_dict(), _bare(optimizer))
+        StateFile(
+            checkpoint_layout.numbered(constants.OPTIMIZER_NAME, index, ".bin"),
+            optimizer.state_dict(),
+            _bare(optimizer),
+        )
         for index, optimizer in enumerate(optimizers)
     ]
     files += [
-        StateFile(layout.numbered(constants.SCHEDULER_NAME, index, ".bin"), scheduler.state_dict())
+        StateFile(checkpoint_layout.numbered(constants.SCHEDULER_NAME, index, ".bin"), scheduler.state_dict())
         for index, scheduler in enumerate(schedules_to_save(accelerator._schedulers))
     ]
     for index, loader in enumerate(accelerator._dataloaders):
@@ -108,7 +112,7 @@ def _bare(optimizer: Any) -> Any:
 
 def custom_file(index: int) -> str:
     """Return the name of the file of the `index`-th object registered for checkpointing."""
-    return f"{layout.CUSTOM_OBJECT_NAME}_{index}.pkl"
+    return f"{checkpoint_layout.CUSTOM_OBJECT_NAME}_{index}.pkl"
 
 
 def loader_files(loader: Any, index: int) -> list[StateFile]:
@@ -118,10 +122,12 @@ def loader_files(loader: Any, index: int) -> list[StateFile]:
         loader: The prepared loader.
         index: Its position among the prepared loaders.
     """
-    files = [StateFile(layout.numbered(constants.SAMPLER_NAME, index, ".bin"), sampler_state(loader))]
+    files = [StateFile(checkpoint_layout.numbered(constants.SAMPLER_NAME, index, ".bin"), sampler_state(loader))]
     if getattr(loader, "use_stateful_dataloader", False):
         state = loader.state_dict()
-        files.append(StateFile(layout.numbered(layout.DATALOADER_STATE_NAME, index, ".bin"), state))
+        files.append(
+            StateFile(checkpoint_layout.numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin"), state)
+        )
     return files
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from notebook_accelerate.big_modeling.files import inside
-from notebook_accelerate.big_modeling.remote import AnyPath
-from notebook_accelerate.checkpointing.contract import WHOLE
-from notebook_accelerate.checkpointing.layout import MANIFEST_NAME
+from notebook_accelerate.big_modeling.remote_paths import AnyPath
+from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.checkpointing.checkpoint_layout import MANIFEST_NAME
+from notebook_accelerate.checkpointing.sharded_protocol import WHOLE
 from notebook_accelerate.errors import BrokenCheckpointError
 
 FORMAT = 1

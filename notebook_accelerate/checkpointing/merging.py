@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from notebook_accelerate.big_modeling import scratch
-from notebook_accelerate.big_modeling.files import inside, read_torch
-from notebook_accelerate.big_modeling.remote import AnyPath, path_of
-from notebook_accelerate.checkpointing.model import write_weights
-from notebook_accelerate.checkpointing.stores import make_folder
+from notebook_accelerate.big_modeling import temporary_folders
+from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
+from notebook_accelerate.big_modeling.weight_files import inside, read_torch
+from notebook_accelerate.checkpointing.checkpoint_stores import make_folder
+from notebook_accelerate.checkpointing.save_model import write_weights
 from notebook_accelerate.config import constants
 from notebook_accelerate.state import PartialState
 
@@ -58,7 +58,7 @@ def _on_disk(shards: AnyPath) -> Iterator[Path]:
     if isinstance(shards, Path):
         yield shards
         return
-    with scratch.scratch() as folder:
+    with temporary_folders.scratch() as folder:
         for name in shards.files():
             (shards / name).download(inside(folder, name))
         yield folder
@@ -71,7 +71,7 @@ def _beside(output: AnyPath) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=output) as place:
             yield Path(place)
         return
-    with scratch.scratch() as folder:
+    with temporary_folders.scratch() as folder:
         yield folder
 
 

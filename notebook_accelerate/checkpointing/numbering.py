@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from notebook_accelerate.big_modeling.remote import AnyPath, path_of
-from notebook_accelerate.checkpointing import layout
-from notebook_accelerate.checkpointing.stores import store_of
+from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
+from notebook_accelerate.checkpointing import checkpoint_layout
+from notebook_accelerate.checkpointing.checkpoint_stores import store_of
 
 
 def automatic_folder(project_dir: AnyPath, iteration: int) -> AnyPath:
     """Return the folder of the automatically named checkpoint number `iteration`."""
-    return project_dir / layout.CHECKPOINTS_FOLDER / f"checkpoint_{iteration}"
+    return project_dir / checkpoint_layout.CHECKPOINTS_FOLDER / f"checkpoint_{iteration}"
 
 
 def automatic_checkpoints(project_dir: AnyPath) -> list[AnyPath]:
@@ -21,9 +21,9 @@ def automatic_checkpoints(project_dir: AnyPath) -> list[AnyPath]:
 
 
 def _numbered(project_dir: AnyPath) -> list[AnyPath]:
-    folder = project_dir / layout.CHECKPOINTS_FOLDER
-    found = [path for path in folder.iterdir() if layout.is_numbered(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: layout.number_of(path.name))
+    folder = project_dir / checkpoint_layout.CHECKPOINTS_FOLDER
+    found = [path for path in folder.iterdir() if checkpoint_layout.is_numbered(path.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: checkpoint_layout.number_of(path.name))
 
 
 def next_target(project: Any, output_dir: str | os.PathLike[str] | None) -> AnyPath:
@@ -48,7 +48,7 @@ def next_target(project: Any, output_dir: str | os.PathLike[str] | None) -> AnyP
         return path_of(output_dir).absolute()
     target = automatic_folder(project_directory(project), project.iteration)
     if store_of(target).is_taken():
-        newest = layout.number_of(_numbered(target.parent.parent)[-1].name)
+        newest = checkpoint_layout.number_of(_numbered(target.parent.parent)[-1].name)
         raise ValueError(
             f"Checkpoint {target} exists already. Resume from the newest one with accelerator.load_state(), which "
             f"also sets the number, or start numbering after it: ProjectConfiguration(..., iteration={newest + 1})."

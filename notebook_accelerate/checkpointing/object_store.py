@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.big_modeling import scratch
-from notebook_accelerate.big_modeling.files import inside
-from notebook_accelerate.big_modeling.remote import RemotePath
-from notebook_accelerate.checkpointing import layout
+from notebook_accelerate.big_modeling import temporary_folders
+from notebook_accelerate.big_modeling.remote_paths import RemotePath
+from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.checkpointing import checkpoint_layout
+from notebook_accelerate.checkpointing.checkpoint_stores import Reading, Records, Store
 from notebook_accelerate.checkpointing.manifest import (
     FileRecord,
     Manifest,
@@ -29,8 +30,7 @@ from notebook_accelerate.checkpointing.manifest import (
     read_manifest,
     record_of,
 )
-from notebook_accelerate.checkpointing.ranks import exchange
-from notebook_accelerate.checkpointing.stores import Reading, Records, Store
+from notebook_accelerate.checkpointing.rank_agreement import exchange
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.world import world_from_environ
 
@@ -49,19 +49,21 @@ class ObjectStore(Store):
 
     def __init__(self, target: RemotePath) -> None:
         self.target = target
-        self._marks = target / layout.STAGING_SUFFIX
-        self._journal = target / layout.JOURNAL_NAME
+        self._marks = target / checkpoint_layout.STAGING_SUFFIX
+        self._journal = target / checkpoint_layout.JOURNAL_NAME
         self._into = target
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def is_checkpoint(self) -> bool:
         """Tell whether the folder has a manifest, in its place or about to come there."""
-        return (self.target / layout.MANIFEST_NAME).is_file() or (self._journal / layout.MANIFEST_NAME).is_file()
+        return (self.target / checkpoint_layout.MANIFEST_NAME).is_file() or (
+            self._journal / checkpoint_layout.MANIFEST_NAME
+        ).is_file()
 
     def is_taken(self) -> bool:
         """Tell whether there is a checkpoint, or something that is not left of an unfinished save."""
-        ours = {layout.STAGING_SUFFIX, layout.JOURNAL_NAME}
+        ours = {checkpoint_layout.STAGING_SUFFIX, checkpoint_layout.JOURNAL_NAME}
         return self.is_checkpoint() or (
             not self.unfinished() and any(p.name not in ours for p in self.target.iterdir())
         )
@@ -86,8 +88,10 @@ class ObjectStore(Store):
             old = read_manifest(self.target)
             self.target.remove_files(old.files.keys() - new.files.keys() if old is not None else ())
         self._journal.copy_files(sorted(new.files), self.target)
-        self._journal.copy_files([layout.MANIFEST_NAME], self.target)
-        (self._journal / layout.MANIFEST_NAME).unlink(missing_ok=True)  # first: without it the rest is rubbish
+        self._journal.copy_files([checkpoint_layout.MANIFEST_NAME], self.target)
+        (self._journal / checkpoint_layout.MANIFEST_NAME).unlink(
+            missing_ok=True
+        )  # first: without it the rest is rubbish
         self._journal.remove_tree()
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ class ObjectStore(Store):
         self._finish_journal()
         self._finish_removals()
         self._sweep()
-        into = layout.JOURNAL_NAME if any(True for _ in self.target.iterdir()) else ""
+        into = checkpoint_layout.JOURNAL_NAME if any(True for _ in self.target.iterdir()) else ""
         self._mark_of(token).write_text(json.dumps({"into": into}))
 
     def _mark_of(self, token: str) -> RemotePath:
@@ -128,7 +132,7 @@ class ObjectStore(Store):
 
     def begin(self) -> None:
         """Write into a folder of this rank's own, in the machine's temporary files."""
-        self.folder = scratch.make() / self.target.name
+        self.folder = temporary_folders.make() / self.target.name
         self.folder.mkdir()
 
     def flush(self, path: Path) -> None:
@@ -143,7 +147,7 @@ class ObjectStore(Store):
             for name, path in found.items():
                 (self._into / name).upload(path)
                 path.unlink()
-        scratch.remove(self.folder.parent)
+        temporary_folders.remove(self.folder.parent)
         return brought
 
     @contextmanager
@@ -193,14 +197,14 @@ class ObjectStore(Store):
                 known = manifest.files.setdefault(name, record)
                 if times[name] > 1 and known != record:  # written by hooks on several ranks: what counts is what stays
                     manifest.files[name] = self._record_there(name)
-        (self._into / layout.MANIFEST_NAME).write_text(manifest_text(manifest))
+        (self._into / checkpoint_layout.MANIFEST_NAME).write_text(manifest_text(manifest))
         if self._into != self.target:
             self._finish_journal()
         with contextlib.suppress(CheckpointError):  # the checkpoint is there; the next save removes this
             self._marks.remove_tree()
 
     def _record_there(self, name: str) -> FileRecord:
-        with scratch.scratch() as folder:
+        with temporary_folders.scratch() as folder:
             place = folder / "file"
             (self._into / name).download(place)
             return record_of(place)
@@ -208,7 +212,7 @@ class ObjectStore(Store):
     def discard(self, opened: bool, begun: bool = True) -> None:
         """Remove this rank's folder; uploaded files stay for the next save, other ranks may still be uploading."""
         if hasattr(self, "folder"):
-            scratch.remove(self.folder.parent)
+            temporary_folders.remove(self.folder.parent)
         if opened and not begun:
             with contextlib.suppress(CheckpointError):
                 self._marks.remove_tree()
@@ -225,20 +229,26 @@ class ObjectStore(Store):
             self._doom_of(folder).write_text("")
         self._finish_removals()
         for folder in self.target.parent.iterdir():
-            if layout.is_numbered(folder.name) and folder != self.target and ObjectStore(folder).unfinished():
+            if (
+                checkpoint_layout.is_numbered(folder.name)
+                and folder != self.target
+                and ObjectStore(folder).unfinished()
+            ):
                 ObjectStore(folder)._sweep()
 
     def _doom_of(self, folder: RemotePath) -> RemotePath:
-        return folder.parent.parent / f".{folder.name}{layout.DOOMED_SUFFIX}"
+        return folder.parent.parent / f".{folder.name}{checkpoint_layout.DOOMED_SUFFIX}"
 
     def _finish_removals(self) -> None:
         checkpoints = self.target.parent
-        if checkpoints.name != layout.CHECKPOINTS_FOLDER or not layout.is_numbered(self.target.name):
+        if checkpoints.name != checkpoint_layout.CHECKPOINTS_FOLDER or not checkpoint_layout.is_numbered(
+            self.target.name
+        ):
             return
         for note in checkpoints.parent.iterdir():
-            name = note.name[1:].removesuffix(layout.DOOMED_SUFFIX)
-            if note.name == f".{name}{layout.DOOMED_SUFFIX}" and layout.is_numbered(name):
-                (checkpoints / name / layout.MANIFEST_NAME).unlink(missing_ok=True)
+            name = note.name[1:].removesuffix(checkpoint_layout.DOOMED_SUFFIX)
+            if note.name == f".{name}{checkpoint_layout.DOOMED_SUFFIX}" and checkpoint_layout.is_numbered(name):
+                (checkpoints / name / checkpoint_layout.MANIFEST_NAME).unlink(missing_ok=True)
                 (checkpoints / name).remove_tree()
                 note.unlink(missing_ok=True)
 
@@ -247,7 +257,7 @@ class ObjectStore(Store):
     @contextmanager
     def reading(self, local_rank: int) -> Iterator[Reading]:
         """Give the ranks of a machine a folder that they fill together; it goes when all have read."""
-        with scratch.scratch() as place:
+        with temporary_folders.scratch() as place:
             own = place / self.target.name
             own.mkdir()
             before = exchange((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]
@@ -259,7 +269,7 @@ class ObjectStore(Store):
     def fetch(self, names: Sequence[str] | None, reading: Reading) -> list[str]:
         """Download this rank's share of the files; those that are not there are left to the check."""
         if names is None:
-            ours = (layout.STAGING_SUFFIX, layout.JOURNAL_NAME)
+            ours = (checkpoint_layout.STAGING_SUFFIX, checkpoint_layout.JOURNAL_NAME)
             names = sorted(name for name in self.target.files() if not name.startswith(ours))
         share = list(names)[reading.share]
         for name in share:

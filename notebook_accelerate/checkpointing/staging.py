@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from notebook_accelerate.big_modeling.files import inside
-from notebook_accelerate.checkpointing import layout
+from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.checkpointing import checkpoint_layout
 from notebook_accelerate.checkpointing.manifest import read_manifest
 from notebook_accelerate.errors import CheckpointError
 
@@ -34,9 +34,9 @@ def open_staging(target: Path) -> Path:
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"Cannot write the checkpoint {target}: there is a file of that name.")
     finish_journal(target)
-    if (old := layout.unfinished(target)) is not None:
+    if (old := checkpoint_layout.unfinished(target)) is not None:
         shutil.rmtree(old)
-    staging = layout.staging_folder(target)
+    staging = checkpoint_layout.staging_folder(target)
     try:
         staging.mkdir(parents=True)
     except OSError as error:
@@ -53,7 +53,7 @@ def commit(staging: Path, target: Path) -> None:
     """
     sync_folders(staging)
     if target.is_dir() and any(target.iterdir()):  # also one that somebody has put files into meanwhile
-        journal = target / layout.JOURNAL_NAME
+        journal = target / checkpoint_layout.JOURNAL_NAME
         staging.rename(journal)
         sync_folder(target)
         finish_journal(target)
@@ -72,12 +72,12 @@ def finish_journal(target: Path) -> bool:
     Returns:
         Whether there was something to finish.
     """
-    journal = target / layout.JOURNAL_NAME
+    journal = target / checkpoint_layout.JOURNAL_NAME
     if not journal.is_dir():
         return False
     if (new := read_manifest(journal)) is not None:  # it is moved last: where it is gone, the rest was done
         _remove_stale(target, keep={Path(name).parts[0] for name in new.files})
-    entries = sorted(journal.iterdir(), key=lambda entry: entry.name == layout.MANIFEST_NAME)
+    entries = sorted(journal.iterdir(), key=lambda entry: entry.name == checkpoint_layout.MANIFEST_NAME)
     for entry in entries:
         place = target / entry.name
         if place.is_dir() and not place.is_symlink():
@@ -116,10 +116,10 @@ def remove_numbered(project_dir: Path, surplus: Iterable[Path]) -> None:
         project_dir: Folder of the project.
         surplus: Folders of the checkpoints.
     """
-    for left in project_dir.glob(f".*{layout.DOOMED_SUFFIX}"):
+    for left in project_dir.glob(f".*{checkpoint_layout.DOOMED_SUFFIX}"):
         shutil.rmtree(left)
     for folder in surplus:
-        doomed = folder.rename(project_dir / f".{folder.name}{layout.DOOMED_SUFFIX}")
+        doomed = folder.rename(project_dir / f".{folder.name}{checkpoint_layout.DOOMED_SUFFIX}")
         shutil.rmtree(doomed)
 
 

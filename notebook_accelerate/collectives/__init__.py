@@ -6,16 +6,6 @@ A call moves all leaves of one dtype in one collective, however many there are. 
 from __future__ import annotations
 
 from notebook_accelerate.collectives.communicator import COMMUNICATORS, Communicator, communicator
-from notebook_accelerate.collectives.compatibility import (
-    TENSOR_INT_TO_DTYPE,
-    TENSOR_TYPE_TO_INT,
-    GatheredParameters,
-    chained_operation,
-    gather_tensor_shape,
-    get_shape,
-    is_torch_xpu_tensor,
-    verify_operation,
-)
 from notebook_accelerate.collectives.containers import (
     find_batch_size,
     find_device,
@@ -29,7 +19,19 @@ from notebook_accelerate.collectives.containers import (
     recursively_apply,
     with_leaves,
 )
-from notebook_accelerate.collectives.local import (
+from notebook_accelerate.collectives.fp32_outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
+from notebook_accelerate.collectives.gather_metrics import gather_for_metrics
+from notebook_accelerate.collectives.legacy_operations import (
+    TENSOR_INT_TO_DTYPE,
+    TENSOR_TYPE_TO_INT,
+    GatheredParameters,
+    chained_operation,
+    gather_tensor_shape,
+    get_shape,
+    is_torch_xpu_tensor,
+    verify_operation,
+)
+from notebook_accelerate.collectives.local_operations import (
     CannotPadNestedTensorWarning,
     concatenate,
     convert_to_fp32,
@@ -39,7 +41,6 @@ from notebook_accelerate.collectives.local import (
     send_to_device,
     slice_tensors,
 )
-from notebook_accelerate.collectives.metrics import gather_for_metrics
 from notebook_accelerate.collectives.operations import (
     broadcast,
     broadcast_object_list,
@@ -49,7 +50,6 @@ from notebook_accelerate.collectives.operations import (
     pad_across_processes,
     reduce,
 )
-from notebook_accelerate.collectives.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
 from notebook_accelerate.errors import DistributedOperationException
 
 __all__ = [

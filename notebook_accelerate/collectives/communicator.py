@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate.state import PartialState
-from notebook_accelerate.telemetry import steptime
+from notebook_accelerate.telemetry import step_time
 
 # torch 2.13 renamed all_gather_into_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -43,7 +43,7 @@ class Communicator:
 class TorchCommunicator(Communicator):
     """torch.distributed's default process group: gloo, NCCL, XCCL, ..."""
 
-    @steptime.collective
+    @step_time.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
         """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
         out = flat.new_empty(size * flat.numel())
@@ -51,32 +51,32 @@ class TorchCommunicator(Communicator):
         _all_gather(out, flat)
         return out.view(size, flat.numel())
 
-    @steptime.collective
+    @step_time.collective
     def all_gather_into(self, rows: torch.Tensor, flat: torch.Tensor) -> None:
         """Write the `flat` of each rank into the rows of a contiguous matrix; every rank must call this."""
         assert _all_gather is not None, "a torch without torch.distributed has no world of several ranks"
         _all_gather(rows.view(-1), flat)
 
-    @steptime.collective
+    @step_time.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
         """Return the sum (or maximum) of `flat` over ranks, in place; every rank must call this."""
         dist.all_reduce(flat, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return flat
 
-    @steptime.collective
+    @step_time.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
         """Return the `flat` of rank `source`, in place; every rank must call this."""
         dist.broadcast(flat, src=source)
         return flat
 
-    @steptime.collective
+    @step_time.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
         """Return the object of each rank; every rank must call this."""
         found: list[Any] = [None] * size
         dist.all_gather_object(found, item)
         return found
 
-    @steptime.collective
+    @step_time.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
         """Replace the items of the list by those of rank `source`; every rank must call this."""
         dist.broadcast_object_list(items, src=source, device=device)
@@ -85,7 +85,7 @@ class TorchCommunicator(Communicator):
 class XlaCommunicator(Communicator):
     """torch_xla's collectives, which are traced into the step's graph."""
 
-    @steptime.collective
+    @step_time.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
         """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
         import torch_xla.core.xla_model as xm
@@ -93,7 +93,7 @@ class XlaCommunicator(Communicator):
         gathered: torch.Tensor = xm.all_gather(flat[None], pin_layout=False)
         return gathered
 
-    @steptime.collective
+    @step_time.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
         """Return the sum (or maximum) of `flat` over ranks; every rank must call this."""
         import torch_xla.core.xla_model as xm
@@ -101,7 +101,7 @@ class XlaCommunicator(Communicator):
         reduced: torch.Tensor = xm.all_reduce(xm.REDUCE_MAX if maximum else xm.REDUCE_SUM, flat)
         return reduced
 
-    @steptime.collective
+    @step_time.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
         """Return the `flat` of rank `source`; every rank must call this."""
         import torch_xla.core.xla_model as xm
@@ -111,7 +111,7 @@ class XlaCommunicator(Communicator):
         flat.copy_(reduced)
         return flat
 
-    @steptime.collective
+    @step_time.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
         """Return the object of each rank; every rank must call this."""
         import pickle
@@ -121,7 +121,7 @@ class XlaCommunicator(Communicator):
         found = xm.rendezvous("notebook_accelerate.all_gather_object", pickle.dumps(item))
         return [pickle.loads(payload) for payload in found]
 
-    @steptime.collective
+    @step_time.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
         """Replace the items of the list by those of rank `source`; every rank must call this."""
         items[:] = self.all_gather_object(items, PartialState().num_processes)[source]

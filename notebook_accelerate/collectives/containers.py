@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.config.training import TensorInformation
+from notebook_accelerate.config.training_config import TensorInformation
 
 Test = Callable[[Any], bool]
 

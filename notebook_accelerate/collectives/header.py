@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from notebook_accelerate.collectives import verify
+from notebook_accelerate.collectives import shape_checks
 from notebook_accelerate.collectives.communicator import TorchCommunicator
 from notebook_accelerate.collectives.fused import Bundle
 from notebook_accelerate.errors import DistributedOperationException
@@ -118,7 +118,7 @@ class Blocks:
         data = self._rows[:, _START : _START + call.bytes]
         if len(told) > 1:
             self._remember(max(size for _, size, _ in told))
-            verify.check(call.operation, call.data, PartialState(), call.free_dim)
+            shape_checks.check(call.operation, call.data, PartialState(), call.free_dim)
             raise DistributedOperationException(f"ranks passed different tensors to {call.operation!r}")
         return call.read(data) if self._remember(call.bytes) <= length else None
 
@@ -144,9 +144,9 @@ class Blocks:
         needed = self._remember(told[1])
         if told != call.header:
             raise DistributedOperationException(
-                f"{call.operation!r} was given {verify.described(call.data)} on rank {PartialState().process_index}, "
-                f"at {verify.call_line()}; rank {source} passed other tensors. Every rank must pass the same "
-                "structure, shapes and dtypes (ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
+                f"{call.operation!r} was given {shape_checks.described(call.data)} "
+                f"on rank {PartialState().process_index}, at {shape_checks.call_line()}; rank {source} passed "
+                "other tensors. Every rank must pass the same structure, shapes and dtypes (ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
             )
         return call.read(data) if needed <= length else None
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.collectives import verify
+from notebook_accelerate.collectives import shape_checks
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.collectives.containers import tensors_of, with_tensors
 from notebook_accelerate.collectives.fused import Bundle, Bundles, can_stack
 from notebook_accelerate.collectives.header import Call, blocks_of
-from notebook_accelerate.collectives.local import CannotPadNestedTensorWarning
+from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning
 from notebook_accelerate.state import PartialState
-from notebook_accelerate.state.notices import warn_once
+from notebook_accelerate.state.warn_once import warn_once
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -227,7 +227,7 @@ def _checked_leaves(data: Any, operation: str, state: PartialState, free_dim: in
     """List the tensors, after checking that there is nothing else and, in debug mode, that ranks agree."""
     leaves = tensors_of(data, operation)
     if state.debug and state.num_processes > 1:
-        verify.check(operation, data, state, free_dim)
+        shape_checks.check(operation, data, state, free_dim)
     return leaves
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.parallelism import (
+from notebook_accelerate.config.parallelism_plugins import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,

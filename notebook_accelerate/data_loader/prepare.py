@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from notebook_accelerate.config.enums import RNGType
-from notebook_accelerate.data_loader.base import NOTHING
-from notebook_accelerate.data_loader.dispatch import DataLoaderDispatcher
-from notebook_accelerate.data_loader.iterable import IterableDatasetShard
-from notebook_accelerate.data_loader.mesh import data_parallel_place
+from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
+from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
+from notebook_accelerate.data_loader.mesh_ranks import data_parallel_place
+from notebook_accelerate.data_loader.prepared_loader import NOTHING
 from notebook_accelerate.data_loader.samplers import (
     BatchSamplerShard,
     SeedableRandomSampler,
@@ -22,7 +22,7 @@ from notebook_accelerate.data_loader.samplers import (
     index_source,
     innermost,
 )
-from notebook_accelerate.data_loader.shard import DataLoaderShard
+from notebook_accelerate.data_loader.shard_loader import DataLoaderShard
 from notebook_accelerate.state import PartialState
 
 # What a new loader takes over from the one it is made of, beside the dataset, the samplers and the batch size.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from notebook_accelerate.data_loader.advancing import iterate_from, open_from
+from notebook_accelerate.data_loader.stream_skipping import iterate_from, open_from
 
 
 class SeedableRandomSampler(RandomSampler):

@@ -9,17 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from notebook_accelerate.debug.protocol import Collective
 from notebook_accelerate.telemetry import FrameInfo
-from notebook_accelerate.telemetry.naming import rank_names
-
-_LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>")
-OWN = "notebook_accelerate/"
-
-
-def is_users(filename: str) -> bool:
-    """Whether code of a file is the user's: in a cell, or in a file that is no installed library."""
-    return not any(part in filename for part in _LIBRARY) and OWN not in filename
+from notebook_accelerate.telemetry.debug_protocol import Collective
+from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class RankPlace:
     def user_frame(self) -> FrameInfo | None:
         """The innermost frame that is the user's: in a cell, or in a file that is no installed library."""
         for frame in reversed(self.frames):
-            if is_users(frame.filename):
+            if is_user_code(frame.filename):
                 return frame
         return self.frames[-1] if self.frames else None
 

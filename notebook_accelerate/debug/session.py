@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from notebook_accelerate.debug import diagnosis, dumps
-from notebook_accelerate.debug.desk import Desk
+from notebook_accelerate.debug import diagnosis, stack_dumps
 from notebook_accelerate.debug.diagnosis import Diagnosis, RankPlace
-from notebook_accelerate.debug.protocol import (
+from notebook_accelerate.debug.rank_requests import Desk
+from notebook_accelerate.errors import AskError, NotebookAccelerateError
+from notebook_accelerate.telemetry import FrameInfo
+from notebook_accelerate.telemetry.debug_protocol import (
     AskReply,
     AskRequest,
     AttachRequest,
@@ -25,10 +27,8 @@ from notebook_accelerate.debug.protocol import (
     StacksReply,
     StacksRequest,
 )
-from notebook_accelerate.errors import AskError, NotebookAccelerateError
-from notebook_accelerate.telemetry import FrameInfo
-from notebook_accelerate.telemetry.naming import rank_names
 from notebook_accelerate.telemetry.pickling import load_bytes
+from notebook_accelerate.telemetry.rank_names import rank_names
 
 ANSWER_SECONDS = 1.0
 """How long a rank's agent may take to say where it is; after that its signal handler says it."""
@@ -86,7 +86,7 @@ class Session:
         if rank not in self.desk.open_ranks():
             return RankPlace(rank, state)
         seen = self.desk.look(rank)
-        frames = next(iter(dumps.parse(seen.dump).values()), ())
+        frames = next(iter(stack_dumps.parse(seen.dump).values()), ())
         frames = tuple(f._replace(source=linecache.getline(f.filename, f.lineno).strip()) for f in frames)
         note = "it holds the interpreter in native code, and can only be looked at"
         if seen.native:

@@ -7,8 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
+from notebook_accelerate.config.config_file import ClusterConfig, default_config_file
 from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType, PrecisionType
-from notebook_accelerate.config.files import ClusterConfig, default_config_file
 from notebook_accelerate.hardware import devices
 from notebook_accelerate.hardware.detection import HardwareInfo, detect
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from notebook_accelerate.hardware import counting
+from notebook_accelerate.hardware import device_counts
 from notebook_accelerate.hardware.devices import ROWS
 
 
@@ -46,7 +46,7 @@ def detect() -> HardwareInfo:
 def _accelerators() -> tuple[str, int]:
     """Return the preferred type that is there, and how many."""
     for row in ROWS:
-        if row.is_accelerator and (number := counting.count(row.type)):
+        if row.is_accelerator and (number := device_counts.count(row.type)):
             return row.type, number
     return "cpu", 0
 

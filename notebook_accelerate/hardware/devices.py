@@ -94,7 +94,7 @@ def xla_device() -> torch.device:
     With several ranks on this machine each has one. A process that is alone has all of them, as one virtual device
     (SPMD): torch_xla takes that decision before it starts its runtime only.
     """
-    from notebook_accelerate.hardware import counting  # it counts what the rows of this module name
+    from notebook_accelerate.hardware import device_counts  # it counts what the rows of this module name
 
     torch_xla: Any = importlib.import_module("torch_xla")
     runtime: Any = importlib.import_module("torch_xla.runtime")
@@ -104,7 +104,7 @@ def xla_device() -> torch.device:
         pjrt: Any = importlib.import_module("torch_xla._internal.pjrt")
         pjrt.initialize_multiprocess(environ.integer("LOCAL_RANK", 0), ranks)
         _check_world(runtime.world_size())
-    elif ranks == 1 and not started and counting.count("xla") > 1:
+    elif ranks == 1 and not started and device_counts.count("xla") > 1:
         runtime.use_spmd()
     return torch_xla.device()  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ import os
 from packaging.version import parse
 
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.hardware import counting, devices, nvml, torch_build
+from notebook_accelerate.hardware import device_counts, devices, nvml, torch_build
 from notebook_accelerate.hardware.detection import detect
 
 # GeForce 40 cards cannot reach each other directly; drivers before this one claim they can and then hang.
@@ -41,7 +41,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 def check_cuda_fp8_capability() -> bool:
     """Tell whether the GPU this process uses first computes in fp8 (compute capability 8.9, or AMD's gfx94, gfx95)."""
-    if not counting.count("cuda"):
+    if not device_counts.count("cuda"):
         return False
     if torch_build.read().hip:
         properties = devices.row("cuda").call("get_device_properties", 0)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware import counting
+from notebook_accelerate.hardware import device_counts
 from notebook_accelerate.hardware.gpus import visible_gpu
 
 # Variables of torchrun, MPICH, OpenMPI and MVAPICH, in this order.
@@ -76,7 +76,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 def _near_cores(local_process_index: int) -> set[int]:
     """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty where that is not known."""
-    if not counting.count("cuda"):
+    if not device_counts.count("cuda"):
         return set()
     gpu = visible_gpu(local_process_index)
     if gpu is None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from packaging.version import Version
+
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
@@ -51,4 +53,17 @@ def _read_file() -> TorchBuild:
     )
 
 
-__all__ = ["TorchBuild", "read"]
+FLIGHT_RECORDER_ENTRIES = "100"
+"""Operations torch's flight recorder keeps; only the open ones and the last one are ever read."""
+
+
+def flight_recorder_variables() -> dict[str, str]:
+    """Return the variable that turns on torch's flight recorder in a rank; torch 2.9 gave it its present name."""
+    version = read().version
+    if version is None:
+        return {}
+    old = Version(version) < Version("2.9")
+    return {"TORCH_NCCL_TRACE_BUFFER_SIZE" if old else "TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES}
+
+
+__all__ = ["TorchBuild", "flight_recorder_variables", "read"]

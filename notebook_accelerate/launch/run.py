@@ -11,19 +11,19 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debug.desk import Desk
+from notebook_accelerate.debug.rank_requests import Desk
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
-from notebook_accelerate.launch.inspection import Inspection
-from notebook_accelerate.launch.questions import Board
-from notebook_accelerate.launch.views import Viewed
+from notebook_accelerate.launch.run_debugging import Inspection
+from notebook_accelerate.launch.run_display import Viewed
+from notebook_accelerate.launch.state.prompts import Board
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.launch import LaunchConfig
+    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.debug.diagnosis import Diagnosis
-    from notebook_accelerate.launch.planner import LaunchPlan
-    from notebook_accelerate.launch.report import Report
-    from notebook_accelerate.launch.supervisor import GroupCall
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.report.run_report import Report
+    from notebook_accelerate.launch.supervisor.rank_group import GroupCall
 
 ENDED = ("succeeded", "failed", "stopped")
 DEFAULT_GRACE = 5.0
@@ -174,7 +174,7 @@ class Run(Inspection, Viewed):
 
     def report(self) -> Report:
         """Return the run as static HTML and as text, for reading now or in the saved notebook."""
-        from notebook_accelerate.launch.report import Report
+        from notebook_accelerate.launch.report.run_report import Report
 
         return Report(self)
 

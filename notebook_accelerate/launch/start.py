@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError, WorkerError
-from notebook_accelerate.launch import inline, messages, ports, registry, views
-from notebook_accelerate.launch.backends import process_backend
-from notebook_accelerate.launch.ending import USER_STOP
-from notebook_accelerate.launch.output import Publisher, publisher_for, running_kernel
-from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, plan, runs_inline
-from notebook_accelerate.launch.preflight import fork_hazard
+from notebook_accelerate.launch import run_display, run_registry
+from notebook_accelerate.launch.output.rank_output import Publisher, publisher_for, running_kernel
+from notebook_accelerate.launch.plan import ports
+from notebook_accelerate.launch.plan.fork_probe import fork_hazard
+from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, plan, runs_inline
+from notebook_accelerate.launch.processes import inline, process_backend
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
-from notebook_accelerate.launch.stopwatch import Stopwatch
-from notebook_accelerate.launch.supervisor import Group, GroupCall
+from notebook_accelerate.launch.state import error_messages
+from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
+from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.launch import LaunchConfig
-    from notebook_accelerate.launch.rendezvous.party import Party
+    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.hosts.rendezvous.notebook_group import Party
 
 
 def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> Run:
@@ -50,21 +52,21 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
             f"{name} is an async function; pass one that runs it: lambda *args: asyncio.run({name}(*args))"
         )
     config = _where(config)
-    registry.release_held()
+    run_registry.release_held()
     run = Run(config, getattr(function, "__name__", type(function).__name__))
-    views.reserve(run)
+    run_display.reserve(run)
     machine = hardware.detect()
     if runs_inline(config, machine):
         facts = KernelFacts(environment=os.environ)
         run._planned(plan(config, machine, facts))
         try:
-            registry.add(run)
+            run_registry.add(run)
             _announce(run, publisher_for(run.id))
-            views.show(run)
+            run_display.show(run)
             inline.execute(run, function, arguments)
         except KeyboardInterrupt:
             if run.ended is None:  # before the function had begun: who stops all runs waits for this one's end too
-                run._finish("stopped", messages.stopped(run))
+                run._finish("stopped", error_messages.stopped(run))
             raise
     else:
         launcher = _Launcher(run, function, arguments)
@@ -72,7 +74,7 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
         if config.block:
             launcher.see_through()
     if config.block and run.error is not None:
-        raise run.error from messages.original(run.error)
+        raise run.error from error_messages.original(run.error)
     return run
 
 
@@ -113,7 +115,7 @@ class _Launcher:
             self._thread.start()
             self._started.wait()
             if self._problem is None and not self._run.config.block:
-                views.show(self._run)  # once the ranks are off: making widgets takes as long as starting them
+                run_display.show(self._run)  # once the ranks are off: making widgets takes as long as starting them
         except KeyboardInterrupt:
             self._see_stopped()
             if self._problem is not None or self._run.status == "stopped":  # otherwise it came too late
@@ -127,7 +129,7 @@ class _Launcher:
         while True:
             try:
                 if self._is_mine():  # its thread has not begun, and will do nothing if it does
-                    self._problem = messages.stopped(self._run)
+                    self._problem = error_messages.stopped(self._run)
                     self._run._finish("stopped", self._problem)
                     self._leave()
                     return
@@ -146,10 +148,10 @@ class _Launcher:
                     pressed = False
                     self._request_stop(DEFAULT_GRACE)
                 while not (self._run._done.is_set() and shown):
-                    self._run.wait(None if shown else views.LIVE_AFTER_SECONDS)
+                    self._run.wait(None if shown else run_display.LIVE_AFTER_SECONDS)
                     if not shown:
                         shown = True
-                        views.show(self._run)
+                        run_display.show(self._run)
                 if self._run._released.is_set():
                     self._thread.join()
                 break
@@ -226,11 +228,11 @@ class _Launcher:
             environment=os.environ,
         )
         launch_plan = plan(run.config, machine, facts)
-        registry.check_devices(run, launch_plan)
+        run_registry.check_devices(run, launch_plan)
         if launch_plan.world_size > 1 and not launch_plan.where:
             launch_plan = replace(launch_plan, port=self._port(launch_plan))
         run._planned(launch_plan)
-        registry.add(run)
+        run_registry.add(run)
         _announce(run, self._publisher)
         return launch_plan
 
@@ -256,7 +258,7 @@ class _Launcher:
             run.failures = group.verdicts()
             if not self._goes_on(group, number):
                 break
-            headline = self._party.reason if self._party else messages.headline(run.failures)
+            headline = self._party.reason if self._party else error_messages.headline(run.failures)
             run._end_attempt(headline)
             run._set_status("starting")
             how = "failed" if run.failures else "ended"
@@ -272,7 +274,7 @@ class _Launcher:
         if run.ended is not None:  # its ranks were kept after a failure, and have been let go
             return False
         if run.failures and not group.ending.reason and number == run.config.max_restarts:
-            run._end_attempt(messages.headline(run.failures))
+            run._end_attempt(error_messages.headline(run.failures))
         return bool(run.failures) and not group.ending.reason and number < run.config.max_restarts
 
     def _gathered(self, launch_plan: LaunchPlan, number: int) -> LaunchPlan | None:
@@ -280,7 +282,7 @@ class _Launcher:
         if self._run.config.num_nodes == 1:
             return launch_plan
         if self._party is None:
-            from notebook_accelerate.launch.rendezvous.party import Party
+            from notebook_accelerate.launch.hosts.rendezvous.notebook_group import Party
 
             self._party = Party(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls)
         if not self._run.config.block:
@@ -334,9 +336,9 @@ class _Launcher:
         """Tell of the failure while the ranks are kept."""
         run = self._run
         run.failures = group.verdicts() or (self._party.told if self._party else ())
-        run._end_attempt(messages.headline(run.failures))
+        run._end_attempt(error_messages.headline(run.failures))
         self._publisher.flush(force=True)
-        run._hold("failed", messages.worker_error(run))
+        run._hold("failed", error_messages.worker_error(run))
 
     def _verdict(self, group: Group) -> tuple[str, WorkerError | None]:
         run = self._run
@@ -345,7 +347,7 @@ class _Launcher:
             text = f"run {run.id} ended after {run.elapsed:.1f} s: {group.ending.reason.text}"
             return "stopped", group.ending.reason.error(text, run)
         if run.failures:
-            return "failed", messages.worker_error(run)
+            return "failed", error_messages.worker_error(run)
         run._end_attempt("succeeded")
         return "succeeded", None
 
@@ -359,4 +361,4 @@ def _announce(run: Run, publisher: Publisher) -> None:
     for note in run.notes:
         publisher.line("stdout", f"  {note}")
     publisher.flush(force=True)
-    views.hold(run)
+    run_display.hold(run)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.precision.base import Precision
-from notebook_accelerate.precision.native import Bf16Precision, Fp16Precision
-from notebook_accelerate.precision.outputs import AutocastForward, restore_forward
-from notebook_accelerate.precision.table import PRECISIONS, make_precision, register_precision
+from notebook_accelerate.precision.autocast_forward import AutocastForward, restore_forward
+from notebook_accelerate.precision.full_precision import Precision
+from notebook_accelerate.precision.precision_table import PRECISIONS, make_precision, register_precision
+from notebook_accelerate.precision.torch_autocast import Bf16Precision, Fp16Precision
 
 __all__ = [
     "PRECISIONS",

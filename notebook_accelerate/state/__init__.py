@@ -14,7 +14,7 @@ from notebook_accelerate.state.reset import (
     reset_shared_state,
     start_afresh,
 )
-from notebook_accelerate.state.shared import SharedDict, ThreadLocalSharedDict, do_nothing
+from notebook_accelerate.state.shared_dict import SharedDict, ThreadLocalSharedDict, do_nothing
 
 __all__ = [
     "AcceleratorState",

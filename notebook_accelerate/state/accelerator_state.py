@@ -8,10 +8,10 @@ import torch
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType, PrecisionType
-from notebook_accelerate.state.layout import arrange, plugins_from_environ
-from notebook_accelerate.state.notices import warn_once
+from notebook_accelerate.state.parallel_layout import arrange, plugins_from_environ
 from notebook_accelerate.state.partial_state import PartialState
-from notebook_accelerate.state.shared import SharedDict, Slots
+from notebook_accelerate.state.shared_dict import SharedDict, Slots
+from notebook_accelerate.state.warn_once import warn_once
 
 _PLUGINS = ("dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
 # Which kind of world a plugin makes of one with (or without) a process group.

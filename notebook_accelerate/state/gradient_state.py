@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.state.shared import SharedDict, Slots
+from notebook_accelerate.state.shared_dict import SharedDict, Slots
 
 
 class GradientState:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.state import placement, process_group
-from notebook_accelerate.state.control import ProcessControl
-from notebook_accelerate.state.notices import warn_once
-from notebook_accelerate.state.settling import settle_at_exit
-from notebook_accelerate.state.shared import SharedDict, Slots
-from notebook_accelerate.state.split import split_share
+from notebook_accelerate.state import device_placement, process_group
+from notebook_accelerate.state.gloo_threads import settle_at_exit
+from notebook_accelerate.state.process_control import ProcessControl
+from notebook_accelerate.state.shared_dict import SharedDict, Slots
+from notebook_accelerate.state.split_inputs import split_share
+from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import World, world_from_environ
 
 
@@ -112,14 +112,14 @@ class PartialState(ProcessControl):
     @property
     def default_device(self) -> torch.device:
         """The device this machine would use by default: its accelerator, or the CPU."""
-        return torch.device(placement.row_of(cpu=False).type)
+        return torch.device(device_placement.row_of(cpu=False).type)
 
     def set_device(self) -> None:
         """Choose this rank's device again, and make it current where its library has a current device."""
         world = World(
             rank=self.process_index, size=self.num_processes, local_rank=self.local_process_index, local_size=1
         )
-        self.device = placement.device_of(placement.row_of(cpu=self._cpu, world=world), world)
+        self.device = device_placement.device_of(device_placement.row_of(cpu=self._cpu, world=world), world)
 
     def wait_for_everyone(self) -> None:
         """Wait until all ranks have come here; every rank must call this."""
@@ -179,8 +179,8 @@ def is_initialized() -> bool:
 def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     cpu = cpu or environ.flag("ACCELERATE_USE_CPU")
     world = _world_of_group() or world_from_environ()
-    row = placement.row_of(cpu=cpu, world=world)
-    device = placement.device_of(row, world)
+    row = device_placement.row_of(cpu=cpu, world=world)
+    device = device_placement.device_of(row, world)
     backend = _join(world, row, device, kwargs) if world.size > 1 else None
     state.__dict__.update(
         _cpu=cpu,
@@ -207,7 +207,7 @@ def _world_of_group() -> World | None:
     return World(rank=rank, size=size, local_rank=told.local_rank if same else rank, local_size=told.local_size)
 
 
-def _join(world: World, row: placement.Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
+def _join(world: World, row: device_placement.Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
     """Start the process group where this kind of device has one and none exists; return the back end's name."""
     if row.communicator != "torch":
         return row.backend
@@ -215,7 +215,7 @@ def _join(world: World, row: placement.Row, device: torch.device, kwargs: dict[s
     if process_group.group_exists():
         return str(dist.get_backend())
     settings = {key: value for key, value in kwargs.items() if value is not None}
-    backend = placement.backend_of(row, settings.pop("backend", None))
+    backend = device_placement.backend_of(row, settings.pop("backend", None))
     process_group.forget_group()
     process_group.start_group(backend, world, device, **settings)
     return backend
@@ -224,8 +224,8 @@ def _join(world: World, row: placement.Row, device: torch.device, kwargs: dict[s
 def _change(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     """Give a second instance the settings it asks for, where they differ from the first's."""
     asked = kwargs.get("backend")
-    row = placement.row_of(cpu=cpu or state._cpu)
-    usable = placement.backend_of(row, asked) if asked and state.backend else state.backend
+    row = device_placement.row_of(cpu=cpu or state._cpu)
+    usable = device_placement.backend_of(row, asked) if asked and state.backend else state.backend
     moved = cpu and not state._cpu and state.device.type != "cpu"
     if not moved and (state.num_processes == 1 or usable == state.backend):
         state._cpu = state._cpu or cpu

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.state.settling import settle
+from notebook_accelerate.state.gloo_threads import settle
 from notebook_accelerate.state.world import World
 
 # Whether the default group came through a fork. The child then has the group's handles, and must never call into them:

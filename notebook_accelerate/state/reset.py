@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from notebook_accelerate.state import process_group
 from notebook_accelerate.state.accelerator_state import AcceleratorState
 from notebook_accelerate.state.gradient_state import GradientState
-from notebook_accelerate.state.notices import forget_notices
 from notebook_accelerate.state.partial_state import PartialState
-from notebook_accelerate.state.shared import SharedDict, Slots
+from notebook_accelerate.state.shared_dict import SharedDict, Slots
+from notebook_accelerate.state.warn_once import forget_notices
 
 
 def reset_shared_state() -> None:

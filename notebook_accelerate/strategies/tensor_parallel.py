@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies import holdings
-from notebook_accelerate.strategies.fsdp_units import retie, tied_names
-from notebook_accelerate.strategies.sharded import ShardedStrategy, broadcast_start
-from notebook_accelerate.telemetry.sharding import Holdings
+from notebook_accelerate.strategies.fsdp.fsdp_units import retie, tied_names
+from notebook_accelerate.strategies.sharding import shard_report
+from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_start
+from notebook_accelerate.telemetry.sharding_events import Holdings
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -191,7 +191,7 @@ class TensorParallelStrategy(ShardedStrategy):
             for model in self.models
             for module in model.modules()
         )
-        return holdings.of(self, axis="tp", units=(split, "split layers"))
+        return shard_report.of(self, axis="tp", units=(split, "split layers"))
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

@@ -5,6 +5,7 @@ This room is shared by the kernel side and the worker side. It imports no torch.
 
 from __future__ import annotations
 
+from notebook_accelerate.errors import ExceptionInfo, FrameInfo, RankFailure
 from notebook_accelerate.telemetry.channel import Channel, Decoder, Stamped, encode
 from notebook_accelerate.telemetry.events import (
     AnsweredEvent,
@@ -23,9 +24,9 @@ from notebook_accelerate.telemetry.events import (
     StatusEvent,
     TraceEvent,
 )
-from notebook_accelerate.telemetry.failure import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
+from notebook_accelerate.telemetry.failure import FailureEvent
 from notebook_accelerate.telemetry.sink import Sink, current_sink, emit, install_sink
-from notebook_accelerate.telemetry.steptime import StepTimeEvent
+from notebook_accelerate.telemetry.step_time import StepTimeEvent
 from notebook_accelerate.telemetry.store import Metrics, MetricSeries, Store
 
 __all__ = [

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry.events import Event
-
-
-class FrameInfo(NamedTuple):
-    """One line of a traceback."""
-
-    filename: str
-    lineno: int
-    function: str
-    source: str
-
-
-class ExceptionInfo(NamedTuple):
-    """One exception of a chain; ``link`` says how it led to the next: "cause", "context" or "" for the last."""
-
-    type: str
-    message: str
-    frames: tuple[FrameInfo, ...]
-    link: str = ""
 
 
 def to_chain(rows: Iterable[Any]) -> tuple[ExceptionInfo, ...]:
@@ -56,29 +39,3 @@ class FailureEvent(Event):
     def shift(self, seconds: float) -> None:
         """See ``Event.shift``."""
         self.time += seconds
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailure:
-    """Why one rank did not succeed.
-
-    Attributes:
-        rank: Global index.
-        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "unpicklable", "interrupted" or "lost" (with
-            its machine).
-        time: Seconds since the epoch.
-        message: One sentence.
-        chain: The exceptions, the one that left the function last; empty when the process just died.
-        exception: The original exception, where it could be brought back.
-        signal: Number of the signal that ended the process.
-        consequence: Whether it failed because another rank did.
-    """
-
-    rank: int
-    kind: str
-    time: float
-    message: str
-    chain: tuple[ExceptionInfo, ...] = ()
-    exception: BaseException | None = None
-    signal: int | None = None
-    consequence: bool = False

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accelerate.telemetry.bands import BAND_FROM, Band, BandTail
+from notebook_accelerate.telemetry.envelope import BAND_FROM, Band, BandTail
 from notebook_accelerate.telemetry.events import (
     DroppedEvent,
     Event,
@@ -29,8 +29,8 @@ from notebook_accelerate.telemetry.events import (
     ShardingEvent,
     TraceEvent,
 )
-from notebook_accelerate.telemetry.sharding import Holdings, read
-from notebook_accelerate.telemetry.steptime import StepTimeEvent
+from notebook_accelerate.telemetry.sharding_events import Holdings, read
+from notebook_accelerate.telemetry.step_time import StepTimeEvent
 
 if TYPE_CHECKING:
     import numpy as np

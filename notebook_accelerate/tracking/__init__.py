@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
+    from notebook_accelerate.tracking.active_trackers import finish, get_tracker, init_trackers, log
     from notebook_accelerate.tracking.aim import AimTracker
-    from notebook_accelerate.tracking.base import GeneralTracker, on_main_process
     from notebook_accelerate.tracking.clearml import ClearMLTracker
     from notebook_accelerate.tracking.comet import CometMLTracker
     from notebook_accelerate.tracking.dvclive import DVCLiveTracker
-    from notebook_accelerate.tracking.live import LiveTracker
+    from notebook_accelerate.tracking.live_tracker import LiveTracker
+    from notebook_accelerate.tracking.loggable_values import LogValueError
     from notebook_accelerate.tracking.mlflow import MLflowTracker
-    from notebook_accelerate.tracking.runs import finish, get_tracker, init_trackers, log
+    from notebook_accelerate.tracking.profiler_traces import profiled
     from notebook_accelerate.tracking.swanlab import SwanLabTracker
-    from notebook_accelerate.tracking.table import (
+    from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
+    from notebook_accelerate.tracking.tracker import GeneralTracker, on_main_process
+    from notebook_accelerate.tracking.tracker_table import (
         TRACKERS,
         filter_trackers,
         get_available_trackers,
         register_tracker_class,
     )
-    from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
-    from notebook_accelerate.tracking.traces import profiled
     from notebook_accelerate.tracking.trackio import TrackioTracker
-    from notebook_accelerate.tracking.values import LogValueError
     from notebook_accelerate.tracking.wandb import WandBTracker
 
 __all__ = [
@@ -58,19 +58,19 @@ __all__ = [
 
 _HOMES = {
     "tracking.aim": ("AimTracker",),
-    "tracking.base": ("GeneralTracker", "on_main_process"),
+    "tracking.tracker": ("GeneralTracker", "on_main_process"),
     "tracking.clearml": ("ClearMLTracker",),
     "tracking.comet": ("CometMLTracker",),
     "tracking.dvclive": ("DVCLiveTracker",),
-    "tracking.live": ("LiveTracker",),
+    "tracking.live_tracker": ("LiveTracker",),
     "tracking.mlflow": ("MLflowTracker",),
-    "tracking.runs": ("finish", "get_tracker", "init_trackers", "log"),
+    "tracking.active_trackers": ("finish", "get_tracker", "init_trackers", "log"),
     "tracking.swanlab": ("SwanLabTracker",),
-    "tracking.table": ("TRACKERS", "filter_trackers", "get_available_trackers", "register_tracker_class"),
+    "tracking.tracker_table": ("TRACKERS", "filter_trackers", "get_available_trackers", "register_tracker_class"),
     "tracking.tensorboard": ("TensorBoardTracker",),
-    "tracking.traces": ("profiled",),
+    "tracking.profiler_traces": ("profiled",),
     "tracking.trackio": ("TrackioTracker",),
-    "tracking.values": ("LogValueError",),
+    "tracking.loggable_values": ("LogValueError",),
     "tracking.wandb": ("WandBTracker",),
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.base import VendorTracker, on_main_process
-from notebook_accelerate.tracking.values import plain_numbers
+from notebook_accelerate.tracking.loggable_values import plain_numbers
+from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
 class AimTracker(VendorTracker):

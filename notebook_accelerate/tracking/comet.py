@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.base import VendorTracker, on_main_process
-from notebook_accelerate.tracking.values import kind_of
+from notebook_accelerate.tracking.loggable_values import kind_of
+from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
 class CometMLTracker(VendorTracker):

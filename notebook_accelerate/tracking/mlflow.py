@@ -7,9 +7,9 @@ import os
 from typing import Any, ClassVar
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.state.notices import warn_once
-from notebook_accelerate.tracking.base import VendorTracker, on_main_process
-from notebook_accelerate.tracking.values import numbers_only
+from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.tracking.loggable_values import numbers_only
+from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 # What MLflow's own server accepts: longer values are refused, and more of them in one call too.
 _LONGEST_PARAMETER = 500

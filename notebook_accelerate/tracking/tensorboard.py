@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.base import VendorTracker, on_main_process
-from notebook_accelerate.tracking.values import kind_of
+from notebook_accelerate.tracking.loggable_values import kind_of
+from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
 class TensorBoardTracker(VendorTracker):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.media import RunTracker
+from notebook_accelerate.tracking.run_based import RunTracker
 
 
 class TrackioTracker(RunTracker):

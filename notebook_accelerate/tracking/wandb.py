@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.base import on_main_process
-from notebook_accelerate.tracking.media import RunTracker
+from notebook_accelerate.tracking.run_based import RunTracker
+from notebook_accelerate.tracking.tracker import on_main_process
 
 
 class WandBTracker(RunTracker):

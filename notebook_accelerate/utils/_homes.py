@@ -4,7 +4,7 @@ from __future__ import annotations
 
 HOMES: dict[str, dict[str, tuple[str, ...]]] = {
     "ao": {
-        "precision.ao": (
+        "precision.torchao_fp8": (
             "convert_model_to_fp8_ao",
             "filter_first_and_last_linear_layers",
             "filter_linear_layers",
@@ -83,35 +83,35 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
             "SageMakerDistributedType",
         ),
         "config.kwargs_handlers": ("AutocastKwargs", "GradScalerKwargs", "InitProcessGroupKwargs", "KwargsHandler"),
-        "config.ddp": ("DistributedDataParallelKwargs",),
-        "config.profiling": ("ProfileKwargs",),
-        "config.training": (
+        "config.ddp_kwargs": ("DistributedDataParallelKwargs",),
+        "config.profile_kwargs": ("ProfileKwargs",),
+        "config.training_config": (
             "DataLoaderConfiguration",
             "GradientAccumulationPlugin",
             "ProjectConfiguration",
             "TensorInformation",
         ),
-        "config.dynamo": ("TorchDynamoPlugin",),
-        "config.fp8": ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
-        "config.fsdp": ("FullyShardedDataParallelPlugin", "get_module_class_from_name"),
-        "config.deepspeed": ("DeepSpeedPlugin",),
-        "config.megatron": (
+        "config.dynamo_plugin": ("TorchDynamoPlugin",),
+        "config.fp8_recipes": ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"),
+        "config.fsdp_plugin": ("FullyShardedDataParallelPlugin", "get_module_class_from_name"),
+        "config.deepspeed_plugin": ("DeepSpeedPlugin",),
+        "config.megatron_plugin": (
             "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
             "MegatronLMPlugin",
             "add_model_config_to_megatron_parser",
         ),
-        "config.parallelism": (
+        "config.parallelism_plugins": (
             "DeepSpeedSequenceParallelConfig",
             "TorchContextParallelConfig",
             "TorchTensorParallelConfig",
             "TorchTensorParallelPlugin",
         ),
-        "config.quantization": ("BnbQuantizationConfig",),
+        "config.quantization_config": ("BnbQuantizationConfig",),
     },
     "deepspeed": {
-        "config.deepspeed": ("DummyOptim", "DummyScheduler"),
+        "config.deepspeed_plugin": ("DummyOptim", "DummyScheduler"),
         "config.deepspeed_config": ("HfDeepSpeedConfig",),
-        "strategies.deepspeed": (
+        "strategies.deepspeed.deepspeed_strategy": (
             "DeepSpeedEngineWrapper",
             "DeepSpeedOptimizerWrapper",
             "DeepSpeedSchedulerWrapper",
@@ -146,7 +146,7 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
         "hardware.system": ("are_libraries_initialized",),
     },
     "fsdp_utils": {
-        "strategies.fsdp_utils": (
+        "strategies.fsdp.fsdp_helpers": (
             "disable_fsdp_ram_efficient_loading",
             "enable_fsdp_ram_efficient_loading",
             "ensure_weights_retied",
@@ -166,7 +166,7 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
         "checkpointing.merging": ("merge_fsdp_weights",),
     },
     "imports": {
-        "hardware.checks": (
+        "hardware.feature_checks": (
             "deepspeed_required",
             "is_4bit_bnb_available",
             "is_8bit_bnb_available",
@@ -233,7 +233,7 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "launch": {
-        "launch.commands": (
+        "launch.plan.command_lines": (
             "PrepareForLaunch",
             "prepare_deepspeed_cmd_env",
             "prepare_multi_gpu_env",
@@ -243,7 +243,7 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "megatron_lm": {
-        "strategies.megatron_lm": (
+        "strategies.megatron.megatron_strategy": (
             "AbstractTrainStep",
             "BertTrainStep",
             "GPTTrainStep",
@@ -267,9 +267,9 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "modeling": {
         "big_modeling.device_map": ("check_device_map", "clean_device_map", "infer_auto_device_map"),
-        "big_modeling.loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
-        "big_modeling.memory": ("get_balanced_memory", "get_max_memory"),
-        "big_modeling.sizes": (
+        "big_modeling.checkpoint_loading": ("load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"),
+        "big_modeling.device_memory": ("get_balanced_memory", "get_max_memory"),
+        "big_modeling.module_sizes": (
             "calculate_maximum_sizes",
             "compute_module_sizes",
             "compute_module_total_buffer_size",
@@ -282,7 +282,7 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
             "is_peft_model",
             "named_module_tensors",
         ),
-        "big_modeling.tensors": (
+        "big_modeling.module_tensors": (
             "align_module_device",
             "check_device_same",
             "get_state_dict_from_offload",
@@ -290,18 +290,18 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
             "has_offloaded_params",
             "set_module_tensor_to_device",
         ),
-        "big_modeling.tied": (
+        "big_modeling.tied_parameters": (
             "check_tied_parameters_in_config",
             "check_tied_parameters_on_same_device",
             "find_tied_parameters",
             "get_module_size_with_ties",
             "retie_parameters",
         ),
-        "precision.compatibility": ("get_grad_scaler", "get_mixed_precision_context_manager"),
+        "precision.autocast_helpers": ("get_grad_scaler", "get_mixed_precision_context_manager"),
         "checkpointing": ("shard_checkpoint",),
     },
     "offload": {
-        "big_modeling.offload": (
+        "big_modeling.offload_folder": (
             "OffloadedWeightsLoader",
             "PrefixedDataset",
             "extract_submodules_state_dict",
@@ -351,10 +351,10 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
         "errors": ("DistributedOperationException",),
     },
     "other": {
-        "config.plain": ("convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr"),
+        "config.plain_values": ("convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr"),
         "hardware.system": ("check_os_kernel", "get_free_port", "is_port_in_use"),
         "strategies.unwrap": ("extract_model_from_parallel", "is_compiled_module"),
-        "strategies.modules": (
+        "strategies.module_queries": (
             "compile_regions",
             "compile_regions_deepspeed",
             "compile_regions_fsdp2",
@@ -369,17 +369,17 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
         "checkpointing": ("clean_state_dict_for_safetensors", "load", "save"),
     },
     "random": {
-        "data_loader.rng": ("synchronize_rng_state", "synchronize_rng_states"),
+        "data_loader.rng_sync": ("synchronize_rng_state", "synchronize_rng_states"),
         "state.seeding": ("set_seed",),
     },
     "torch_xla": {
-        "launch.commands": ("install_xla",),
+        "launch.plan.command_lines": ("install_xla",),
     },
     "tqdm": {
         "logging": ("tqdm",),
     },
     "transformer_engine": {
-        "precision.transformer_engine": (
+        "precision.transformer_engine_fp8": (
             "apply_fp8_autowrap",
             "contextual_fp8_autocast",
             "convert_model",
@@ -396,7 +396,7 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
 DIRECT: dict[str, tuple[str, ...]] = {
     "hardware.basic_config": ("write_basic_config",),
     "config.parallelism_config": ("ParallelismConfig",),
-    "strategies.megatron_lm": (
+    "strategies.megatron.megatron_strategy": (
         "megatron_lm_initialize",
         "megatron_lm_prepare_data_loader",
         "megatron_lm_prepare_model_optimizer_scheduler",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.hardware.checks import is_rich_available
+from notebook_accelerate.hardware.feature_checks import is_rich_available
 
 if not is_rich_available():
     raise ModuleNotFoundError("to use the rich extension, install rich: pip install rich")

@@ -33,7 +33,7 @@ WORKER_SIDE = (
     "tracking",
 )
 TORCH_FREE_ROOMS = ("config", "hardware", "telemetry", "widgets")
-TORCH_FREE_MODULES = ("notebook_accelerate", "notebook_accelerate.errors", "notebook_accelerate.launch.planner")
+TORCH_FREE_MODULES = ("notebook_accelerate", "notebook_accelerate.errors", "notebook_accelerate.launch.plan.planner")
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:

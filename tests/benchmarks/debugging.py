@@ -74,9 +74,9 @@ def launched(size: tuple[int, int, int], *, quiet: bool) -> float:
     import_module("torch._dynamo")  # an optimizer's first step would import it in each rank
 
     from notebook_accelerate import notebook_launcher
-    from notebook_accelerate.debug import flight
+    from notebook_accelerate.hardware import torch_build
 
-    off = dict.fromkeys(flight.environment(), "0")
+    off = dict.fromkeys(torch_build.flight_recorder_variables(), "0")
     run: Any = notebook_launcher(
         train,
         (size, quiet),
@@ -94,13 +94,13 @@ def train(size: tuple[int, int, int], quiet: bool) -> float:
     import torch
 
     from notebook_accelerate import Accelerator
-    from notebook_accelerate.debug import agent
+    from notebook_accelerate.worker import debug_agent
 
     torch.manual_seed(0)
     accelerator = Accelerator()
     if quiet:
         accelerator._checks.active = False
-        host: Any = agent.current()
+        host: Any = debug_agent.current()
         host._ticks.clear()
     width, hidden, samples = size
     model = torch.nn.Sequential(torch.nn.Linear(width, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 8))
@@ -121,7 +121,7 @@ def checks() -> float:
     """Return the seconds that the checks of one step take by themselves."""
     import torch
 
-    from notebook_accelerate.debug.checks import Checks
+    from notebook_accelerate.worker.sanity_facts import Checks
 
     watched = Checks(several=False)
     watched.active = True

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.launch.ending import USER_STOP
-from notebook_accelerate.launch.output import Publisher
-from notebook_accelerate.launch.stopwatch import Stopwatch
-from notebook_accelerate.launch.supervisor import Group, GroupCall
+from notebook_accelerate.launch.output.rank_output import Publisher
+from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
+from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
 from notebook_accelerate.telemetry import DisplayEvent
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.binding import ticker
+from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.benchmarks.bench import Figure, row
 from tests.support.runs import make_run

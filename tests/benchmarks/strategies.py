@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.strategies.compiling import remove_dead_locks
+from notebook_accelerate.strategies.deepspeed.op_compilation import remove_dead_locks
 from tests.benchmarks.bench import Figure, alternate, compared, row
 from tests.support.ranks import reserved_port
 

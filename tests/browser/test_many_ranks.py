@@ -8,7 +8,7 @@ from tests.support.browser import DAILY_IN_LAB, App, NotebookPage
 
 FEED = """
 import threading, time
-from notebook_accelerate.launch.views import load
+from notebook_accelerate.launch.run_display import load
 from notebook_accelerate.telemetry import LogEvent, MetricEvent, ProgressEvent, ResourceEvent
 from tests.support.runs import feed, make_run
 

@@ -10,7 +10,7 @@ TRAIN = """
 import math, os, random, sys, time
 from notebook_accelerate import notebook_launcher, telemetry
 from notebook_accelerate.telemetry import MetricEvent, ProgressEvent, StepTimeEvent
-from notebook_accelerate.telemetry.sharding import KINDS, Held, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
 
 EVIL = "<img src=x onerror=alert(1)>"
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.checkpointing import ranks, saving, wait_for_saves, writing
+from notebook_accelerate.checkpointing import checkpoint_writer, rank_agreement, save_state, wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.collectives import gather_object
-from notebook_accelerate.config.training import ProjectConfiguration
+from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from tests.support.ranks import RankError, run_ranks, run_script
 from tests.support.trainings import Training, same
@@ -89,20 +89,20 @@ def fail_on_rank_one(folder: str, blocking: bool) -> str:
     training.accelerator.save_state(folder)
     before = training.weights()
     training.epoch()
-    write = writing.files.write
+    write = checkpoint_writer.files.write
 
     def broken(value: Any, path: Path) -> None:
         if training.accelerator.process_index == 1:
             raise OSError(28, "No space left on device")
         write(value, path)
 
-    writing.files.write = broken  # type: ignore[assignment]
+    checkpoint_writer.files.write = broken  # type: ignore[assignment]
     try:
         training.accelerator.save_state(folder, blocking=blocking)
         training.accelerator.end_training()
     except CheckpointError as error:
         message = str(error)
-    writing.files.write = write  # type: ignore[assignment]
+    checkpoint_writer.files.write = write  # type: ignore[assignment]
     training.accelerator.load_state(folder)
     assert same(training.weights(), before)
     assert not list(Path(folder).glob(".*"))
@@ -151,16 +151,16 @@ def dies_while_writing(folder: str) -> None:
     training.accelerator.save_state(folder)
     rank, pid = training.accelerator.process_index, os.getpid()
     victim = gather_object([pid])[1]
-    write = writing.files.write
+    write = checkpoint_writer.files.write
 
     def killed(value: Any, path: Path) -> None:
         if rank == 1:
             os.kill(pid, signal.SIGKILL)
         write(value, path)
 
-    writing.files.write = killed  # type: ignore[assignment]
+    checkpoint_writer.files.write = killed  # type: ignore[assignment]
     training.accelerator.save_state(folder, blocking=False)
-    pending = saving._pending[-1]
+    pending = save_state._pending[-1]
     pending.join()
     assert rank == 0
     assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)
@@ -237,7 +237,7 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 
 def only_main(folder: str) -> str:
-    ranks._PATIENCE = 0.2  # type: ignore[misc]
+    rank_agreement._PATIENCE = 0.2  # type: ignore[misc]
     training = Training()
     lines: list[str] = []
     said = Path(f"{folder}_said")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from notebook_accelerate.telemetry.sharding import KINDS, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, Holdings
 from tests.support.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.strategies import shard_files, shard_plans
+from notebook_accelerate.strategies.sharding import shard_files, write_plans
 from tests.support.ranks import run_ranks
 from tests.support.sharded import FORMS, ShardedTraining
 
@@ -20,13 +20,13 @@ from tests.support.sharded import FORMS, ShardedTraining
 def counted(patch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that grows whenever torch plans."""
     planned: list[Any] = []
-    plan = shard_plans._plan_and_write
+    plan = write_plans._plan_and_write
 
     def noted(*given: Any) -> Any:
         planned.append(given[2].name)
         return plan(*given)
 
-    patch.setattr(shard_plans, "_plan_and_write", noted)
+    patch.setattr(write_plans, "_plan_and_write", noted)
     return planned
 
 
@@ -46,7 +46,7 @@ def saved_and_resumed(form: str, folder: str, blocking: bool) -> tuple[list[floa
     assert resumed.optimizer.param_groups[0]["note"] == "x" * 2000
     again = [resumed.step() for _ in range(2)]
     training.accelerator.free_memory()
-    assert not shard_plans._plans
+    assert not write_plans._plans
     training.accelerator.end_training()
     return meanwhile, again, planned
 

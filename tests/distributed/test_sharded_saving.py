@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from notebook_accelerate.checkpointing import saving, wait_for_saves
+from notebook_accelerate.checkpointing import save_state, wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.strategies import shard_files, shards
+from notebook_accelerate.strategies.sharding import local_shards, shard_files
 from tests.support.gates import Gate
 from tests.support.ranks import RankError, run_ranks, run_script
 from tests.support.sharded import FORMS, ShardedTraining
@@ -26,8 +26,8 @@ def save_and_train(form: str, folder: str) -> tuple[list[float], list[float], bo
     training = ShardedTraining(form)
     for _ in range(BEFORE):
         training.step()
-    gate = Gate(shards.write_shards)
-    shards.write_shards = gate
+    gate = Gate(local_shards.write_shards)
+    local_shards.write_shards = gate
     training.accelerator.save_state(folder, blocking=False)
     meanwhile = [training.step() for _ in range(AFTER)]  # with collectives of its own, while the writing is held
     unfinished = not Path(folder).exists()
@@ -60,9 +60,9 @@ def waits_for_nothing(folder: str) -> tuple[str, int]:
     groups = []
     for index in range(3):
         training.accelerator.save_state(f"{folder}_{index}", blocking=False)
-        groups.append(saving._pending[-1].group)
+        groups.append(save_state._pending[-1].group)
         training.step()
-    thread = saving._pending[-1].thread
+    thread = save_state._pending[-1].thread
     assert thread is not None
     assert groups[0] is not None
     assert groups[0] is not dist.group.WORLD
@@ -159,7 +159,7 @@ def killed(folder: str, at: str) -> None:
         target, name = (shard_files.SummedStream, "write") if at == "writing" else (Snapshot, "finish")
         pytest.MonkeyPatch().setattr(target, name, die)
     training.accelerator.save_state(folder, blocking=False)
-    pending = saving._pending[-1]
+    pending = save_state._pending[-1]
     pending.join()
     assert training.accelerator.process_index == 0
     assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from notebook_accelerate.config.ddp import DistributedDataParallelKwargs
+from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.enums import DDPCommunicationHookType
 from notebook_accelerate.logging import get_logger
 from notebook_accelerate.state import PartialState

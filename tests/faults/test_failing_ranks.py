@@ -20,7 +20,7 @@ def _run(kernel: Kernel, body: str, method: str, options: str = "") -> str:
     text = said(cell)
     assert "supervisor.py" not in text
     assert "launch/start.py" not in text
-    assert "launch/worker.py" not in text
+    assert "worker/entry.py" not in text
     return text
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from notebook_accelerate import init_empty_weights
-from notebook_accelerate.hardware.checks import is_bnb_available
+from notebook_accelerate.hardware.feature_checks import is_bnb_available
 from notebook_accelerate.utils import BnbQuantizationConfig, load_and_quantize_model
 
 pytestmark = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.strategies.megatron_generate import Sampling, choose
+from notebook_accelerate.strategies.megatron.megatron_generation import Sampling, choose
 from tests.megatron.trainings import WORDS, Case, place, prepared, steps
 from tests.support.ranks import RankError, run_ranks
 
@@ -63,8 +63,8 @@ def test_ranks_that_share_a_model_say_what_one_says(tmp_path: Any) -> None:
 
 def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
     """Return greedy tokens, those by the model's own logits, and the scores of one and of several beams."""
-    from notebook_accelerate.strategies.megatron_generate import next_logits
-    from notebook_accelerate.strategies.megatron_parts import bare
+    from notebook_accelerate.strategies.megatron.megatron_generation import next_logits
+    from notebook_accelerate.strategies.megatron.model_parts import bare
 
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)

@@ -19,11 +19,11 @@ FUNCTIONS = """
 import datetime
 from notebook_accelerate import Accelerator
 from notebook_accelerate.utils import InitProcessGroupKwargs
-import notebook_accelerate.debug.agent as agent
-import notebook_accelerate.debug.mistakes as mistakes
+import notebook_accelerate.worker.debug_agent as agent
+import notebook_accelerate.debug.sanity_checks as mistakes
 import notebook_accelerate.debug.session as session
-import notebook_accelerate.launch.inspection as inspection
-import notebook_accelerate.launch.stall as stall
+import notebook_accelerate.launch.run_debugging as inspection
+import notebook_accelerate.launch.supervisor.stall_detector as stall
 
 # Where the machine is busy, ranks may be slow to come to their debuggers, to answer, and to tell of their numbers.
 inspection.STOP_SECONDS = session.ANSWER_SECONDS = mistakes.TELLING_SECONDS = 60

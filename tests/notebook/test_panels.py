@@ -74,7 +74,7 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
     assert cell.result is not None
     assert set(cell.result) == {"text/plain"}, "the report stands above already"
     assert cell.result["text/plain"].startswith("<Run ")
-    kernel.check("from notebook_accelerate.widgets.live import close_retired; close_retired(float('inf'))")
+    kernel.check("from notebook_accelerate.widgets.live_panel import close_retired; close_retired(float('inf'))")
     assert kernel.value("len(__import__('ipywidgets').Widget.widgets)") == 0, "nothing is left in the kernel either"
     _rests(kernel)
 

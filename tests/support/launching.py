@@ -107,7 +107,7 @@ def children(kernel: Kernel, patience: float = 30.0) -> list[str]:
         patience: Seconds to wait for ends that are under way: of what a rank had started, for one.
     """
     zygote = kernel.value(
-        "getattr(__import__('notebook_accelerate.launch.backends.zygote', fromlist=['x'])._zygote, 'pid', 0)"
+        "getattr(__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote, 'pid', 0)"
     )
     deadline = time.monotonic() + patience
     while (found := _descendants(kernel, zygote)) and time.monotonic() < deadline:

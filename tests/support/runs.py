@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch import LaunchPlan, Run
 from notebook_accelerate.telemetry import Event, RankFailure

@@ -22,16 +22,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from notebook_accelerate.debug.protocol import HeartbeatEvent
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch import ambient
-from notebook_accelerate.launch.backends.base import Ends, Exit, LocalRank, ProcessBackend, RankProcess
-from notebook_accelerate.launch.remote.door import Door, call
-from notebook_accelerate.launch.remote.host import Host
-from notebook_accelerate.launch.remote.link import NodeLink
-from notebook_accelerate.launch.remote.protocol import HelloEvent
-from notebook_accelerate.launch.remote.seal import new_secret
-from notebook_accelerate.launch.worker import WorkerOrder
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
+from notebook_accelerate.launch.hosts.remote.listener import Door, call
+from notebook_accelerate.launch.hosts.remote.stream import new_secret
+from notebook_accelerate.launch.processes.rank_process import Ends, Exit, LocalRank, ProcessBackend, RankProcess
 from notebook_accelerate.telemetry import (
     Channel,
     Event,
@@ -41,8 +38,11 @@ from notebook_accelerate.telemetry import (
     ResultEvent,
     StatusEvent,
     StepTimeEvent,
+    inherited_state,
 )
-from notebook_accelerate.telemetry.steptime import PARTS
+from notebook_accelerate.telemetry.debug_protocol import HeartbeatEvent
+from notebook_accelerate.telemetry.step_time import PARTS
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS_PER_PROCESS, THREADS = 64, 4
@@ -276,7 +276,7 @@ class _VoiceBackend(ProcessBackend):
 def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_second: float) -> None:
     hello = HelloEvent(node, f"worker-{node:02}", {"ranks": len(ranks)})
     host = Host(call("127.0.0.1", port, secret, hello))
-    orders = [WorkerOrder(rank, {}, None, ambient.capture()) for rank in ranks]
+    orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in ranks]
     host.serve(_VoiceBackend(events_per_second), orders)
 
 

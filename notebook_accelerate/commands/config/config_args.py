@@ -7,7 +7,7 @@ from notebook_accelerate._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "config.files": (
+        "config.config_file": (
             "BaseConfig",
             "ClusterConfig",
             "SageMakerConfig",

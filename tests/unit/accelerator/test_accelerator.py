@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate.accelerator import Accelerator
-from notebook_accelerate.config.ddp import DistributedDataParallelKwargs
-from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType, PrecisionType
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs
-from notebook_accelerate.config.profiling import ProfileKwargs
-from notebook_accelerate.config.training import (
+from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
@@ -25,7 +25,7 @@ from notebook_accelerate.config.training import (
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.strategies.modules import has_compiled_regions
+from notebook_accelerate.strategies.module_queries import has_compiled_regions
 
 
 def loader(samples: int = 12, batch_size: int = 2) -> DataLoader[Any]:

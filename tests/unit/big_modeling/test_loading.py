@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from notebook_accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from notebook_accelerate.big_modeling.loading import _made_map
+from notebook_accelerate.big_modeling.checkpoint_loading import _made_map
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.utils import load_state_dict, shard_checkpoint
 from tests.unit.big_modeling.models import Deep, ThreeLayers, devices

@@ -25,7 +25,7 @@ from notebook_accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from notebook_accelerate.big_modeling import mapping, offloaded_gradients
+from notebook_accelerate.big_modeling import file_mapping, offloaded_gradients
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.utils import (
     OffloadedWeightsLoader,
@@ -178,7 +178,7 @@ def _mapped_bytes() -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssFile")))
 
 
-@pytest.mark.skipif(not mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+@pytest.mark.skipif(not file_mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
 def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     model = Deep(blocks=20, width=1024).eval()
     size = sum(each.nbytes for each in model.parameters())
@@ -197,7 +197,7 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     assert sum(slot.maps for unit in units for slot in unit.slots) == 40
 
 
-@pytest.mark.skipif(not mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+@pytest.mark.skipif(not file_mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
 def test_what_is_written_to_mapped_weights_stays_out_of_the_file(tmp_path: Path) -> None:
     class Writing(nn.Linear):
         def forward(self, x: Any) -> Any:
@@ -435,7 +435,7 @@ def test_a_file_that_shrinks_while_it_is_used_is_told(tmp_path: Path) -> None:
             _run(model, 3)
 
 
-@pytest.mark.skipif(not mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+@pytest.mark.skipif(not file_mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
 def test_a_mapped_file_that_shrinks_is_told(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     disk_offload(model, tmp_path)

@@ -16,9 +16,9 @@ from torch import nn
 from notebook_accelerate import cpu_offload, dispatch_model, init_empty_weights
 from notebook_accelerate.big_modeling import estimate_memory
 from notebook_accelerate.big_modeling.estimate import placed
+from notebook_accelerate.big_modeling.module_tensors import name_of_scales
 from notebook_accelerate.big_modeling.quantization import keep_8bit, make_offloadable_below, offloaded_modules
-from notebook_accelerate.big_modeling.tensors import name_of_scales
-from notebook_accelerate.hardware.checks import is_bnb_available
+from notebook_accelerate.hardware.feature_checks import is_bnb_available
 from notebook_accelerate.utils import (
     BnbQuantizationConfig,
     has_4bit_bnb_layers,

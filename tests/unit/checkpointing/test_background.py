@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from notebook_accelerate import checkpointing
-from notebook_accelerate.checkpointing import files, stores, writing
-from notebook_accelerate.checkpointing.peers import this_process
+from notebook_accelerate.checkpointing import checkpoint_stores, checkpoint_writer, tensor_files
+from notebook_accelerate.checkpointing.process_liveness import this_process
 from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.errors import CheckpointError
 from tests.support.gates import Gate
@@ -27,8 +27,8 @@ from tests.support.trainings import Training, same
 
 def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Return what holds the writing thread until it is opened."""
-    gate = Gate(files.write)
-    monkeypatch.setattr(writing.files, "write", gate)
+    gate = Gate(tensor_files.write)
+    monkeypatch.setattr(checkpoint_writer.files, "write", gate)
     return gate
 
 
@@ -85,7 +85,7 @@ def test_an_error_is_said_at_once_and_raised_by_the_next_call(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing.files, "write", full)
+    monkeypatch.setattr(checkpoint_writer.files, "write", full)
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     with pytest.raises(CheckpointError, match=r"disk is full, .* MB are free. What was there before is unchanged"):
         training.accelerator.end_training()
@@ -229,7 +229,7 @@ def test_an_interrupted_save_leaves_the_one_before_and_no_error_for_the_next(
     before = training.weights()
     training.epoch()
     with monkeypatch.context() as patch:
-        patch.setattr(writing.files, "write", _interrupted)
+        patch.setattr(checkpoint_writer.files, "write", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.accelerator.save_state(str(tmp_path / "out"))
     assert not list((tmp_path / "out").glob(".*"))
@@ -264,8 +264,8 @@ def test_a_file_that_gets_its_name_while_it_is_looked_at_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").write_bytes(b"123")
-    monkeypatch.setattr(stores, "files_below", lambda folder: [folder / "renamed", folder / "there"])
-    assert stores.size_of(tmp_path) == 3
+    monkeypatch.setattr(checkpoint_stores, "files_below", lambda folder: [folder / "renamed", folder / "there"])
+    assert checkpoint_stores.size_of(tmp_path) == 3
 
 
 def test_a_process_is_known_to_have_ended() -> None:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from notebook_accelerate import Accelerator, checkpointing
-from notebook_accelerate.checkpointing import shards
-from notebook_accelerate.checkpointing.shared import groups_of_shared
+from notebook_accelerate.checkpointing import sharded_state_dict
+from notebook_accelerate.checkpointing.tied_tensors import groups_of_shared
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.support.trainings import Net
 
@@ -134,13 +134,13 @@ def test_bad_calls_of_save_model_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "count"), [(5, 5), ("5", 5), ("2KB", 2000), ("1.5MiB", 1572864), ("10gb", 10**10)])
 def test_sizes(text: int | str, count: int) -> None:
-    assert shards.bytes_of(text) == count
+    assert sharded_state_dict.bytes_of(text) == count
 
 
 @pytest.mark.parametrize("bad", ["", "GB", "-1MB", 0, -3, True, "1 PB"])
 def test_no_sizes(bad: Any) -> None:
     with pytest.raises(ValueError, match="no size"):
-        shards.bytes_of(bad)
+        sharded_state_dict.bytes_of(bad)
 
 
 @pytest.mark.parametrize("name", ["../secret.bin", "/etc/hostname", "link/secret.bin", "a/../../secret.bin"])

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from notebook_accelerate import load_checkpoint_in_model
-from notebook_accelerate.big_modeling import remote_files, scratch
-from notebook_accelerate.big_modeling.remote import RemotePath, path_of
+from notebook_accelerate.big_modeling import remote_files, temporary_folders
+from notebook_accelerate.big_modeling.remote_paths import RemotePath, path_of
 from notebook_accelerate.checkpointing import load, read_weights, save
-from notebook_accelerate.config.training import ProjectConfiguration
+from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.support import stores
 from tests.support.trainings import Training, same
@@ -164,14 +164,14 @@ def test_what_fsspec_cannot_reach_is_said() -> None:
 
 def test_folders_of_ended_processes_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left, kept = scratch.make(), scratch.make()
-    scratch._locks.pop(left)  # as if its process had ended: nothing but this number holds the lock
+    left, kept = temporary_folders.make(), temporary_folders.make()
+    temporary_folders._locks.pop(left)  # as if its process had ended: nothing but this number holds the lock
     descriptors = [path for path in Path("/proc/self/fd").iterdir() if str(left) in str(path.resolve())]
     for path in descriptors:
         os.close(int(path.name))
-    another = scratch.make()
+    another = temporary_folders.make()
     assert not left.exists()
     assert kept.exists()
-    scratch.remove(kept)
-    scratch.remove(another)
+    temporary_folders.remove(kept)
+    temporary_folders.remove(another)
     assert list(tmp_path.iterdir()) == []

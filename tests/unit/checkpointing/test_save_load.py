@@ -15,7 +15,7 @@ from torch import nn
 from notebook_accelerate import Accelerator, DataLoaderConfiguration
 from notebook_accelerate.checkpointing import numbering
 from notebook_accelerate.checkpointing.manifest import read_manifest
-from notebook_accelerate.config.training import ProjectConfiguration
+from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from tests.support.trainings import Counter, Training, same, seed_everything
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
 from notebook_accelerate.config.deepspeed_config import HfDeepSpeedConfig
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 
 FILE: dict[str, Any] = {
     "train_batch_size": "auto",

@@ -11,7 +11,7 @@ import yaml
 
 from notebook_accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from notebook_accelerate.commands.config.default import write_basic_config
-from notebook_accelerate.config import files
+from notebook_accelerate.config import config_file
 from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from notebook_accelerate.hardware import detect
 
@@ -150,10 +150,10 @@ def test_unknown_keys_and_values_are_named(tmp_path: Path) -> None:
 
 def test_the_default_place_follows_hf_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert files.cache_folder() == tmp_path / "accelerate"
+    assert config_file.cache_folder() == tmp_path / "accelerate"
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert files.cache_folder() == tmp_path / "cache" / "huggingface" / "accelerate"
+    assert config_file.cache_folder() == tmp_path / "cache" / "huggingface" / "accelerate"
 
 
 def test_the_basic_configuration_fits_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.config.ddp import DistributedDataParallelKwargs
-from notebook_accelerate.config.dynamo import TorchDynamoPlugin
+from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DDPCommunicationHookType, DynamoBackend
-from notebook_accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
-from notebook_accelerate.config.profiling import ProfileKwargs
-from notebook_accelerate.config.training import (
+from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
@@ -146,7 +146,7 @@ def test_recipes_read_their_variables_and_check_their_choices(monkeypatch: pytes
 
 
 def test_the_recipe_of_transformer_engine_fills_in_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("notebook_accelerate.config.fp8._need", lambda *_: None)
+    monkeypatch.setattr("notebook_accelerate.config.fp8_recipes._need", lambda *_: None)
     monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "(False,True,0)")
     recipe = TERecipeKwargs(fp8_format="e4m3", margin=2)  # type: ignore[arg-type]
     assert recipe.fp8_format == "E4M3"

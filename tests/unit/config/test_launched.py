@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import Accelerator, LaunchConfig
-from notebook_accelerate.config.launched import ACCELERATOR_ARGUMENTS, takes_what_the_launch_told, told
+from notebook_accelerate.config.launch_arguments import ACCELERATOR_ARGUMENTS, takes_what_the_launch_told, told
 from notebook_accelerate.utils import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,

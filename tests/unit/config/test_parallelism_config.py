@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.config.files import ClusterConfig, load_config_from_file
-from notebook_accelerate.config.parallelism import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from notebook_accelerate.config.config_file import ClusterConfig, load_config_from_file
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
+from notebook_accelerate.config.parallelism_plugins import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 
 
 def test_without_anything_every_degree_is_one() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from notebook_accelerate.config.plain import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr
+from notebook_accelerate.config.plain_values import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr
 
 
 @pytest.mark.parametrize(

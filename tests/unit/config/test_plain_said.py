@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from notebook_accelerate import LaunchConfig
-from notebook_accelerate.config.plain import said
+from notebook_accelerate.config.plain_values import said
 from notebook_accelerate.utils import AutocastKwargs, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.config.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from notebook_accelerate.config.enums import CustomDtype
-from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
-from notebook_accelerate.config.megatron import MegatronLMPlugin
-from notebook_accelerate.config.parallelism import (
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin, get_module_class_from_name
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+from notebook_accelerate.config.parallelism_plugins import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from notebook_accelerate.config.quantization import BnbQuantizationConfig
+from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
 
 
 def test_fsdp_reads_its_variables_and_writes_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, get_worker_info
 
 from notebook_accelerate import Accelerator
-from notebook_accelerate.config.training import DataLoaderConfiguration
+from notebook_accelerate.config.training_config import DataLoaderConfiguration
 from tests.support.trainings import seed_everything
 
 LENGTH, SIZE, EPOCHS = 16, 2, 4  # so that two workers read as many batches as one

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debug import agent as debugging
-from notebook_accelerate.debug.protocol import DoneReply, PauseRequest, ResumeRequest
 from notebook_accelerate.telemetry import Event
+from notebook_accelerate.telemetry.debug_protocol import DoneReply, PauseRequest, ResumeRequest
+from notebook_accelerate.worker import debug_agent as debugging
 
 
 class Host:

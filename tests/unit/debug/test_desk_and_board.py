@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.debug.desk import Desk
-from notebook_accelerate.debug.outside import Look, Outside
-from notebook_accelerate.debug.protocol import DoneReply, PauseRequest
-from notebook_accelerate.launch import stopwatch
-from notebook_accelerate.launch.questions import Board, Question
-from notebook_accelerate.launch.stopwatch import Stopwatch
+from notebook_accelerate.debug.process_inspection import Look, Outside
+from notebook_accelerate.debug.rank_requests import Desk
+from notebook_accelerate.launch.state.prompts import Board, Question
+from notebook_accelerate.launch.supervisor import pausable_clock
+from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
 from notebook_accelerate.telemetry import Channel, InputReply, InputRequest
+from notebook_accelerate.telemetry.debug_protocol import DoneReply, PauseRequest
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ class _Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     """Return the clock that stopwatches look at."""
     made = _Clock()
-    monkeypatch.setattr(stopwatch, "time", made)
+    monkeypatch.setattr(pausable_clock, "time", made)
     return made
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.debug.diagnosis import RankPlace, diagnose, guard_above
-from notebook_accelerate.debug.protocol import Collective
 from notebook_accelerate.telemetry import FrameInfo
+from notebook_accelerate.telemetry.debug_protocol import Collective
 
 NOW = 1000.0
 

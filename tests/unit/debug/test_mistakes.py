@@ -11,10 +11,10 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.debug import mistakes
-from notebook_accelerate.debug.checks import UNPREPARED_STEPS, Checks, fingerprint
-from notebook_accelerate.debug.mistakes import Mistakes
-from notebook_accelerate.debug.protocol import CheckEvent
+from notebook_accelerate.debug import sanity_checks
+from notebook_accelerate.debug.sanity_checks import Mistakes
+from notebook_accelerate.telemetry.debug_protocol import CheckEvent
+from notebook_accelerate.worker.sanity_facts import UNPREPARED_STEPS, Checks, fingerprint
 
 
 class Clock:
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_first(clock: Clock) -> None:
     assert found.note(1, CheckEvent("loss", 37, [math.nan])) == []
     assert found.note(0, CheckEvent("loss", 38, [math.nan])) == []
     assert found.beat({}) == []
-    clock.time = mistakes.TELLING_SECONDS + 0.1
+    clock.time = sanity_checks.TELLING_SECONDS + 0.1
     [text] = found.beat({})
     assert text.startswith("the loss of rank 1 became nan at backward #37, before any other rank's; ")
     assert "run.ask('batch', ranks=[1])" in text
@@ -133,7 +133,7 @@ def test_a_rank_far_behind_is_told_when_it_stays_so(clock: Clock) -> None:
     clock.time = 2.0
     assert found.beat({0: 130, 1: 129}) == []  # it has caught up
     assert found.beat({0: 160, 1: 120}) == []
-    clock.time = 2.0 + mistakes.BEHIND_SECONDS
+    clock.time = 2.0 + sanity_checks.BEHIND_SECONDS
     assert found.beat({0: 170, 1: 130}) == [
         "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
     ]

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debug import dumps, flight, native
-from notebook_accelerate.debug.protocol import Collective, HeartbeatEvent, StacksReply
-from notebook_accelerate.launch import crashes
-from notebook_accelerate.launch.tracebacks import name_cells
+from notebook_accelerate.debug import native_stacks, stack_dumps
+from notebook_accelerate.hardware import torch_build
+from notebook_accelerate.launch.state import failure_causes
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
+from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent, StacksReply
+from notebook_accelerate.telemetry.tracebacks import name_cells
+from notebook_accelerate.worker import flight_recorder
 
 DUMP = """\
 Thread 0x00007f01 (most recent call first):
@@ -33,10 +35,10 @@ Current thread 0x00007f02 [main] (most recent call first):
 
 
 def test_a_dump_is_read_with_the_signalled_thread_first() -> None:
-    threads = dumps.parse(DUMP)
+    threads = stack_dumps.parse(DUMP)
     assert list(threads) == ["main", "0x00007f01"]
     assert [(frame.lineno, frame.function) for frame in threads["main"]] == [(0, "run"), (30, "train"), (12, "step")]
-    assert dumps.parse("Fatal Python error: Aborted") == {}
+    assert stack_dumps.parse("Fatal Python error: Aborted") == {}
 
 
 def test_only_what_is_new_in_a_dump_file_is_read() -> None:
@@ -44,12 +46,12 @@ def test_only_what_is_new_in_a_dump_file_is_read() -> None:
         file.write(b"old\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-        text = dumps.read_new(file.fileno(), 4, 1.0)
+        text = stack_dumps.read_new(file.fileno(), 4, 1.0)
         assert "old" not in text
-        assert dumps.parse(text)[next(iter(dumps.parse(text)))][-1].function == (
+        assert stack_dumps.parse(text)[next(iter(stack_dumps.parse(text)))][-1].function == (
             "test_only_what_is_new_in_a_dump_file_is_read"
         )
-        assert dumps.read_new(file.fileno(), os.fstat(file.fileno()).st_size, 0.1) == ""
+        assert stack_dumps.read_new(file.fileno(), os.fstat(file.fileno()).st_size, 0.1) == ""
 
 
 def _entry(number: int, name: str = "gloo:all_reduce", **more: Any) -> dict[str, Any]:
@@ -71,30 +73,35 @@ def test_a_rank_that_still_imports_torch_has_no_group(monkeypatch: pytest.Monkey
     half = types.ModuleType("torch.distributed")
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", half)
     monkeypatch.setitem(sys.modules, "torch.distributed", half)
-    assert flight.read() == ((), {})
+    assert flight_recorder.read() == ((), {})
 
 
 def test_the_flight_recorder_tells_open_calls_and_the_last_one() -> None:
     open_call = _entry(3, "nccl:broadcast", retired=False, state="started")
-    waiting, last = flight._parse({"entries": [_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)]})
+    waiting, last = flight_recorder._parse(
+        {"entries": [_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)]}
+    )
     assert waiting == (Collective("default_pg", 3, "broadcast", ((2, 3),), ("f32",), 5.0),)
     assert waiting[0].text() == "broadcast #3 (f32 [2, 3])"
     assert last == {"default_pg": 3}
-    assert flight._parse({}) == ((), {})
+    assert flight_recorder._parse({}) == ((), {})
 
 
 def test_an_unknown_type_keeps_its_name() -> None:
-    waiting, _ = flight._parse({"entries": [_entry(1, retired=False, state="scheduled", input_dtypes=["Float8_e4m3"])]})
+    waiting, _ = flight_recorder._parse(
+        {"entries": [_entry(1, retired=False, state="scheduled", input_dtypes=["Float8_e4m3"])]}
+    )
     assert waiting[0].dtypes == ("float8_e4m3",)
 
 
 def test_the_recorders_variable_is_known_for_this_torch() -> None:
-    assert set(flight.environment().values()) == {flight.ENTRIES}
-    assert set(flight.environment()) <= {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+    variables = torch_build.flight_recorder_variables()
+    assert set(variables.values()) == {torch_build.FLIGHT_RECORDER_ENTRIES}
+    assert set(variables) <= {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 
 
 def test_without_torch_distributed_nothing_waits() -> None:
-    assert flight.read() == ((), {})
+    assert flight_recorder.read() == ((), {})
 
 
 def test_events_are_rebuilt_from_what_json_makes_of_them() -> None:
@@ -121,20 +128,22 @@ Thread 8 (idle): "agent"
 
 
 def test_py_spys_native_frames_are_read_outermost_first() -> None:
-    assert native.parse(SPIED) == ("train (cell.py:3)", "lock (ctypes.cpp:12)", "do_futex_wait (libc.so.6)")
-    assert native.parse("") == ()
+    assert native_stacks.parse(SPIED) == ("train (cell.py:3)", "lock (ctypes.cpp:12)", "do_futex_wait (libc.so.6)")
+    assert native_stacks.parse("") == ()
 
 
 def test_a_missing_or_forbidden_py_spy_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "command", lambda: None)
-    assert native.stack(os.getpid()) == ()
-    monkeypatch.setattr(native, "command", lambda: sys.executable)  # refuses the arguments, as a forbidden py-spy does
-    assert native.stack(os.getpid()) == ()
+    monkeypatch.setattr(native_stacks, "command", lambda: None)
+    assert native_stacks.stack(os.getpid()) == ()
+    monkeypatch.setattr(
+        native_stacks, "command", lambda: sys.executable
+    )  # refuses the arguments, as a forbidden py-spy does
+    assert native_stacks.stack(os.getpid()) == ()
 
 
-@pytest.mark.skipif(native.command() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(native_stacks.command() is None, reason="py-spy is not installed")
 def test_py_spy_sees_this_process_where_it_is_allowed_to() -> None:
-    stack = native.stack(os.getpid())
+    stack = native_stacks.stack(os.getpid())
     if not stack:
         pytest.skip(f"py-spy may not look at this process: {_refusal(os.getpid())}")
     assert ctypes is not None
@@ -150,9 +159,9 @@ train()
 """
 
 
-@pytest.mark.skipif(native.command() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(native_stacks.command() is None, reason="py-spy is not installed")
 def test_py_spy_sees_native_code_that_holds_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "SECONDS", 60.0)
+    monkeypatch.setattr(native_stacks, "SECONDS", 60.0)
     with subprocess.Popen([sys.executable, "-c", _STUCK], stdout=subprocess.PIPE, text=True) as stuck:
         assert stuck.stdout is not None
         try:
@@ -169,7 +178,7 @@ def _seen(pid: int) -> tuple[str, ...]:
     """Return the stack once the process is in the native call: it says that it is about to."""
     frames: tuple[str, ...] = ()
     for _ in range(100):
-        frames = native.stack(pid)
+        frames = native_stacks.stack(pid)
         if not frames:
             pytest.skip(f"py-spy may not look at a child: {_refusal(pid)}")
         if "sleep" in frames[-1]:
@@ -179,7 +188,7 @@ def _seen(pid: int) -> tuple[str, ...]:
 
 
 def _refusal(pid: int) -> str:
-    command = [str(native.command()), "dump", "--native", "--pid", str(pid)]
+    command = [str(native_stacks.command()), "dump", "--native", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr.strip().partition("\n")[0] or f"exit {done.returncode}"
 
@@ -198,13 +207,13 @@ Thread 0x01 (most recent call first):
 
 def test_a_crash_of_unlike_collectives_is_explained() -> None:
     failure = RankFailure(0, "signal", 0.0, "killed by SIGABRT (signal 6)", signal=6)
-    assert crashes.explained(failure, ABORTED).message == (
+    assert failure_causes.explained(failure, ABORTED).message == (
         "killed by SIGABRT (signal 6), at /home/me/train.py, line 3, in shapes: the ranks called a collective with "
         "different shapes or in a different order (8 bytes came from a peer where 4 were expected)"
     )
-    assert crashes.explained(failure, ["nothing of use"]) is failure
+    assert failure_causes.explained(failure, ["nothing of use"]) is failure
     raised = RankFailure(0, "exception", 0.0, "KeyError: 1")
-    assert crashes.explained(raised, ABORTED) is raised
+    assert failure_causes.explained(raised, ABORTED) is raised
 
 
 def test_cells_are_named_only_where_they_are() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from notebook_accelerate.debug.timeouts import Watch
+from notebook_accelerate.worker.collective_timeouts import Watch
 
 
 def begin(seconds: int) -> None:

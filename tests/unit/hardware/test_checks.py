@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import checks
+from notebook_accelerate.hardware import feature_checks
 from notebook_accelerate.hardware.versions import compare_versions, is_torch_version
 
 CHECKS = [
     name
-    for name, check in vars(checks).items()
+    for name, check in vars(feature_checks).items()
     if name.startswith("is_") and inspect.isfunction(check) and name not in {"is_package", "is_torch_version"}
 ]
 
@@ -23,7 +23,7 @@ CHECKS = [
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_check_answers_yes_or_no(name: str) -> None:
-    assert getattr(checks, name)() in {True, False}
+    assert getattr(feature_checks, name)() in {True, False}
 
 
 def test_checks_import_nothing_heavy() -> None:
@@ -41,53 +41,53 @@ def test_checks_import_nothing_heavy() -> None:
 
 
 def test_a_package_is_what_can_be_imported_in_the_version_asked_for() -> None:
-    assert checks.is_package("pytest")
-    assert not checks.is_package("no_such_package_here")
-    assert checks.is_package("numpy", minimum="1.0")
-    assert not checks.is_package("numpy", minimum="99")
-    assert checks.is_pytest_available()
-    assert checks.is_weights_only_available()
+    assert feature_checks.is_package("pytest")
+    assert not feature_checks.is_package("no_such_package_here")
+    assert feature_checks.is_package("numpy", minimum="1.0")
+    assert not feature_checks.is_package("numpy", minimum="99")
+    assert feature_checks.is_pytest_available()
+    assert feature_checks.is_weights_only_available()
 
 
 def test_a_folder_with_the_name_of_a_package_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb" / "run-1").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(checks, "_version", lambda _: None)
-    assert checks.is_wandb_available() is False
+    monkeypatch.setattr(feature_checks, "_version", lambda _: None)
+    assert feature_checks.is_wandb_available() is False
 
 
 def test_rich_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
-    assert checks.is_rich_available() is False
+    assert feature_checks.is_rich_available() is False
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "yes")
-    assert checks.is_rich_available() is checks.is_package("rich")
+    assert feature_checks.is_rich_available() is feature_checks.is_package("rich")
 
 
 def test_xla_can_be_refused_and_is_one_kind_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "is_package", lambda name: name == "torch_xla")
+    monkeypatch.setattr(feature_checks, "is_package", lambda name: name == "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    assert checks.is_torch_xla_available()
-    assert checks.is_torch_xla_available(check_is_tpu=True)
-    assert not checks.is_torch_xla_available(check_is_gpu=True)
-    assert checks.is_bf16_available()
-    assert not checks.is_bf16_available(ignore_tpu=True)
+    assert feature_checks.is_torch_xla_available()
+    assert feature_checks.is_torch_xla_available(check_is_tpu=True)
+    assert not feature_checks.is_torch_xla_available(check_is_gpu=True)
+    assert feature_checks.is_bf16_available()
+    assert not feature_checks.is_bf16_available(ignore_tpu=True)
     monkeypatch.setenv("USE_TORCH_XLA", "false")
-    assert not checks.is_torch_xla_available()
+    assert not feature_checks.is_torch_xla_available()
     with pytest.raises(ValueError, match="cannot both be True"):
-        checks.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+        feature_checks.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
 
 
 def test_older_checks_say_what_to_write() -> None:
     with pytest.warns(FutureWarning, match="is_tpu_available is deprecated: write is_torch_xla_available"):
-        checks.is_tpu_available()
+        feature_checks.is_tpu_available()
     with pytest.warns(FutureWarning, match="is_ipex_available is deprecated: write is_xpu_available"):
-        checks.is_ipex_available()
+        feature_checks.is_ipex_available()
 
 
 def test_what_a_function_needs_is_named_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "is_torchao_available", lambda: False)
+    monkeypatch.setattr(feature_checks, "is_torchao_available", lambda: False)
 
-    @checks.torchao_required
+    @feature_checks.torchao_required
     def convert() -> None:
         raise AssertionError("must not run")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import counting, detect, detection, devices, torch_build
+from notebook_accelerate.hardware import detect, detection, device_counts, devices, torch_build
 from notebook_accelerate.hardware.torch_build import TorchBuild
 
 
@@ -119,38 +119,38 @@ def test_the_build_of_torch_is_read_from_its_file() -> None:
     ],
 )
 def test_visible_gpus_are_counted_as_the_driver_does(variable: str | None, physical: int, count: int) -> None:
-    assert counting._visible_cuda(variable, physical) == count
+    assert device_counts._visible_cuda(variable, physical) == count
 
 
 @pytest.mark.parametrize(("value", "count"), [(None, 8), ("all", 8), ("0,1", 2), ("0-3,6", 5), ("", 0), ("9", 0)])
 def test_lists_of_other_vendors_have_ranges(value: str | None, count: int) -> None:
-    assert counting._listed(value, 8) == count
+    assert device_counts._listed(value, 8) == count
 
 
 def test_an_accelerator_that_torch_was_not_built_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "_nvidia_driver", lambda: True)
-    monkeypatch.setattr(counting.nvml, "count", lambda: 2)
+    monkeypatch.setattr(device_counts, "_nvidia_driver", lambda: True)
+    monkeypatch.setattr(device_counts.nvml, "count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0"))
-    assert counting.COUNTERS["cuda"]() == 0
+    assert device_counts.COUNTERS["cuda"]() == 0
     monkeypatch.setattr(torch_build, "read", lambda: TorchBuild(version="2.9.0", cuda="12.8"))
-    assert counting.COUNTERS["cuda"]() == 2
+    assert device_counts.COUNTERS["cuda"]() == 2
 
 
 def test_a_child_is_asked_where_there_is_no_other_way() -> None:
-    assert counting._probe("print('noise'); print(3)") == 3
-    assert counting._probe("raise SystemExit(1)") == 0
-    assert counting._probe("print('nothing')") == 0
+    assert device_counts._probe("print('noise'); print(3)") == 3
+    assert device_counts._probe("raise SystemExit(1)") == 0
+    assert device_counts._probe("print('nothing')") == 0
 
 
 def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "_installed", lambda name: name == "torch_xla")
+    monkeypatch.setattr(device_counts, "_installed", lambda name: name == "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
-    assert counting.count("xla") == 4
+    assert device_counts.count("xla") == 4
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    assert counting.count("xla") == 2  # asked again when a variable has changed
-    counting._counted.cache_clear()
+    assert device_counts.count("xla") == 2  # asked again when a variable has changed
+    device_counts._counted.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -173,20 +173,20 @@ def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPat
 def test_chips_are_counted_by_what_colab_and_kaggle_set(
     variables: dict[str, str], chips: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counting, "_installed", lambda name: name == "torch_xla")
-    monkeypatch.setattr(counting, "_paths", lambda _pattern: [])
+    monkeypatch.setattr(device_counts, "_installed", lambda name: name == "torch_xla")
+    monkeypatch.setattr(device_counts, "_paths", lambda _pattern: [])
     for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    counting._counted.cache_clear()
-    assert counting.count("xla") == chips
-    counting._counted.cache_clear()
+    device_counts._counted.cache_clear()
+    assert device_counts.count("xla") == chips
+    device_counts._counted.cache_clear()
 
 
 def test_every_type_of_device_has_a_row_and_a_counter() -> None:
     types = [row.type for row in devices.ROWS]
-    assert sorted(types) == sorted([*counting.COUNTERS, "cpu"])
+    assert sorted(types) == sorted([*device_counts.COUNTERS, "cpu"])
     assert types[-1] == "cpu"
     with pytest.raises(ValueError, match=r"device type 'gpu' is not known; known: .*cuda.*cpu"):
         devices.row("gpu")

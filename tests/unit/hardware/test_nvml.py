@@ -71,7 +71,7 @@ def test_the_first_visible_gpu_is_found(library: Path, visible: str, index: str)
 
 
 def test_uuids_restrict_what_is_visible(library: Path) -> None:
-    code = "from notebook_accelerate.hardware.counting import _visible_cuda as v; print(v('GPU-1,GPU-0,GPU-9', 2))"
+    code = "from notebook_accelerate.hardware.device_counts import _visible_cuda as v; print(v('GPU-1,GPU-0,GPU-9', 2))"
     assert _with(library, code) == "2"
 
 

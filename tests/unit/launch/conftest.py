@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import notebook_accelerate
-from notebook_accelerate.launch.backends.zygote import ensure_zygote
+from notebook_accelerate.launch.processes.zygote import ensure_zygote
 
 
 @pytest.fixture(scope="module")

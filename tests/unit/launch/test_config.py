@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import LaunchConfig, notebook_launcher
-from notebook_accelerate.config.launch import MIXED_PRECISIONS, START_METHODS
+from notebook_accelerate.config.launch_config import MIXED_PRECISIONS, START_METHODS
 
 
 @pytest.mark.parametrize(

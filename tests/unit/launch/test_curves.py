@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from notebook_accelerate.launch import curves
+from notebook_accelerate.launch.report import svg_curves
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
 
@@ -28,7 +28,7 @@ def _store(name: str = "loss", ranks: int = 2, steps: int = 1000) -> Store:
 
 
 def _picture(name: str, store: Store) -> ET.Element:
-    html = curves.image(name, curves.tracks_of(store, name), curves.description(store.series(name)))
+    html = svg_curves.image(name, svg_curves.tracks_of(store, name), svg_curves.description(store.series(name)))
     data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
     assert data is not None
     return ET.fromstring(base64.b64decode(data[1]))
@@ -45,13 +45,13 @@ def test_a_picture_has_a_line_per_rank_and_a_legend() -> None:
 
 def test_names_are_escaped_in_picture_and_alt_text() -> None:
     store = _store(EVIL)
-    html = curves.image(EVIL, curves.tracks_of(store, EVIL), curves.description(store.series(EVIL)))
+    html = svg_curves.image(EVIL, svg_curves.tracks_of(store, EVIL), svg_curves.description(store.series(EVIL)))
     assert "<script>" not in html
     assert "script" not in {element.tag.rpartition("}")[2] for element in _picture(EVIL, store).iter()}
 
 
 def test_the_alt_text_tells_what_there_is_to_see() -> None:
-    text = curves.description(_store().series("loss"))
+    text = svg_curves.description(_store().series("loss"))
     assert text.startswith("Curve of loss: 2,000 points of 2 ranks; first 1")
     assert "largest 2 at step 0" in text
     assert "at step 999" in text
@@ -61,25 +61,25 @@ def test_gaps_and_numbers_that_are_none() -> None:
     store = Store()
     for step, value in enumerate([1.0, math.nan, 2.0, 3.0, math.inf, 1e308, -1e308]):
         store.add([Record(0, float(step), MetricEvent({"loss": value}, step))])
-    assert "2 not finite" in curves.description(store.series("loss"))
+    assert "2 not finite" in svg_curves.description(store.series("loss"))
     path = _picture("loss", store).find("{http://www.w3.org/2000/svg}path")
     assert path is not None
     assert path.attrib["d"].count("M") == 3
     store.add([Record(0, 0.0, MetricEvent({"empty": math.nan}, 0))])
-    assert "none of them finite" in curves.description(store.series("empty"))
+    assert "none of them finite" in svg_curves.description(store.series("empty"))
     _picture("empty", store)
 
 
 def test_of_many_ranks_the_band_is_drawn_and_those_that_were_chosen() -> None:
     store = _store(ranks=20, steps=10)
-    band, *others = curves.tracks_of(store, "loss", chosen=[3, 17, 99])
+    band, *others = svg_curves.tracks_of(store, "loss", chosen=[3, 17, 99])
     assert [track.label for track in others] == ["rank 3", "rank 17"]
     assert band.low is not None
     assert band.high is not None
-    single = curves.tracks_of(store, "loss", chosen=[0, 19])[1:]
+    single = svg_curves.tracks_of(store, "loss", chosen=[0, 19])[1:]
     assert (band.low == single[0].y).all()
     assert (band.high == single[1].y).all()
-    picture = curves.svg("loss", [band, *others])
+    picture = svg_curves.svg("loss", [band, *others])
     assert picture.count('fill-opacity=".22"') == 1
     assert "mean, range" in picture
     assert "rank 17" in picture
@@ -88,7 +88,7 @@ def test_of_many_ranks_the_band_is_drawn_and_those_that_were_chosen() -> None:
 def test_two_hundred_thousand_points_make_a_small_picture_soon() -> None:
     store = _store(ranks=4, steps=49_000)
     begin = time.thread_time()  # of the processor: machines that test are busy
-    html = curves.image("loss", curves.tracks_of(store, "loss"), "")
+    html = svg_curves.image("loss", svg_curves.tracks_of(store, "loss"), "")
     assert time.thread_time() - begin < 10
     assert len(html) < 60_000
 
@@ -103,11 +103,11 @@ def test_two_hundred_thousand_points_make_a_small_picture_soon() -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert np.allclose(curves.ticks(low, high, 4), expected)
+    assert np.allclose(svg_curves.ticks(low, high, 4), expected)
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (1234567.0, "1.23e6"), (0.00012, "0.00012"), (3.14159, "3.142"), (math.inf, "inf")]
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert curves.number(value) in (text, "1.2e-4")
+    assert svg_curves.number(value) in (text, "1.2e-4")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.errors import RunTimeoutError, WorkerError
-from notebook_accelerate.launch.backends.base import Exit
-from notebook_accelerate.launch.ending import USER_STOP, Ending, StopReason
-from notebook_accelerate.launch.ranks import Watched
+from notebook_accelerate.launch.processes.rank_process import Exit
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, Ending, StopReason
+from notebook_accelerate.launch.supervisor.supervised_ranks import Watched
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo, RankFailure
 from tests.support.runs import make_run
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from notebook_accelerate.errors import WorkerDiedError, WorkerError
-from notebook_accelerate.launch import failures, messages
-from notebook_accelerate.launch.backends.base import Exit
-from notebook_accelerate.launch.tracebacks import chain_of, format_chain
-from notebook_accelerate.launch.worker import failure as tell
+from notebook_accelerate.launch.processes.rank_process import Exit
+from notebook_accelerate.launch.state import error_messages, failures
 from notebook_accelerate.telemetry import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
-from notebook_accelerate.telemetry.naming import rank_names
+from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.telemetry.tracebacks import chain_of, format_chain
+from notebook_accelerate.worker.entry import failure as tell
 
 
 def _failed(rank: int, time: float, kind: str = "KeyError", message: str = "'x'", line: int = 3) -> RankFailure:
@@ -68,7 +68,7 @@ def test_the_same_failure_everywhere_is_nobodys_consequence_and_one_group() -> N
     found = failures.ordered([_failed(rank, 1.0 + rank) for rank in (2, 0, 1)])
     assert [(f.rank, f.consequence) for f in found] == [(0, False), (1, False), (2, False)]
     assert [[f.rank for f in group] for group in failures.grouped(found)] == [[0, 1, 2]]
-    lines = messages.failure_lines(found)
+    lines = error_messages.failure_lines(found)
     assert lines[0] == "ranks 0–2 failed:"
     assert sum("KeyError" in line for line in lines) == 1
 
@@ -83,15 +83,15 @@ def test_messages_may_differ_in_a_group_but_not_places() -> None:
 def test_nothing_failed() -> None:
     assert failures.ordered([]) == []
     assert failures.grouped([]) == []
-    assert messages.failure_lines([]) == []
+    assert error_messages.failure_lines([]) == []
 
 
 def test_the_text_names_first_and_consequence() -> None:
     found = failures.ordered([_failed(0, 1.0, *LOST[0], line=9), _failed(1, 2.0)])
-    text = "\n".join(messages.failure_lines(found))
+    text = "\n".join(error_messages.failure_lines(found))
     assert text.startswith("rank 1 failed first:\n  train.py, line 3, in train\n    x\nKeyError: 'x'")
     assert "rank 0 failed because of that:\n  RuntimeError" in text
-    assert messages.headline(found) == "rank 1: KeyError: 'x' at train.py, line 3"
+    assert error_messages.headline(found) == "rank 1: KeyError: 'x' at train.py, line 3"
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,9 @@ class _FakeRun:
 
 
 def test_the_errors_type_tells_an_exception_from_a_death() -> None:
-    died = messages.worker_error(_FakeRun(failures.from_exit(0, Exit(signal=9), oom_kills=0)))  # type: ignore[arg-type]
+    died = error_messages.worker_error(_FakeRun(failures.from_exit(0, Exit(signal=9), oom_kills=0)))  # type: ignore[arg-type]
     assert type(died) is WorkerDiedError
-    raised = messages.worker_error(_FakeRun(_failed(1, 1.0), _failed(0, 0.5, *LOST[0], line=9)))  # type: ignore[arg-type]
+    raised = error_messages.worker_error(_FakeRun(_failed(1, 1.0), _failed(0, 0.5, *LOST[0], line=9)))  # type: ignore[arg-type]
     assert type(raised) is WorkerError
     assert raised.rank == 1
     assert str(raised) == "run 7: rank 1 failed first: KeyError: 'x' at train.py, line 3"

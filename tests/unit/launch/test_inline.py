@@ -54,7 +54,7 @@ def test_environment_and_streams_come_back_after_an_error_too() -> None:
     assert (dict(os.environ), (sys.stdout, sys.stderr), current_sink()) == (before, streams, None)
     text = "\n".join(caught.value._render_traceback_())
     assert "direct cause" in text
-    assert "launch/inline.py" not in text
+    assert "launch/processes/inline.py" not in text
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, "succeeded"), (0, "succeeded"), (3, "failed"), ("msg", "failed")])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.config.launch import LaunchConfig
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
-from notebook_accelerate.launch.planner import KernelFacts, LaunchPlan, joined, plan, rank_environment, runs_inline
+from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, joined, plan, rank_environment, runs_inline
 
 GIB = 1 << 30
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from notebook_accelerate.errors import PortInUseError
-from notebook_accelerate.launch import ports
+from notebook_accelerate.launch.plan import ports
 
 
 @pytest.fixture

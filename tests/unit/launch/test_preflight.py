@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import DeviceBusyError, Run, notebook_launcher
-from notebook_accelerate.launch import registry
+from notebook_accelerate.launch import run_registry
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kernels are forked")
 
@@ -187,18 +187,18 @@ def test_accelerators_belong_to_one_run_at_a_time(running: Run) -> None:
     assert running.plan is not None
     on_cpu, on_cuda = running.plan, replace(running.plan, accelerator="cuda")
     other = notebook_launcher(int, num_processes=1, panel=False)
-    registry.check_devices(other, on_cpu)  # processors are shared
-    registry.check_devices(other, on_cuda)
+    run_registry.check_devices(other, on_cpu)  # processors are shared
+    run_registry.check_devices(other, on_cuda)
     running.plan = on_cuda
-    registry.check_devices(other, on_cpu)
-    registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
-    registry.check_devices(running, on_cuda)  # its own, when it restarts
+    run_registry.check_devices(other, on_cpu)
+    run_registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
+    run_registry.check_devices(running, on_cuda)  # its own, when it restarts
     with pytest.raises(DeviceBusyError) as caught:
-        registry.check_devices(other, on_cuda)
-    place = registry.runs().index(running)
+        run_registry.check_devices(other, on_cuda)
+    place = run_registry.runs().index(running)
     assert str(caught.value) == (
         f"run {running.id} (wait) holds the cuda devices; wait for it, or end it with "
         f"notebook_accelerate.runs()[{place}].stop()"
     )
     running.stop(0.5)
-    registry.check_devices(other, on_cuda)
+    run_registry.check_devices(other, on_cuda)

@@ -13,14 +13,14 @@ import pytest
 
 from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_launcher
 from notebook_accelerate.hardware import HardwareInfo
-from notebook_accelerate.launch import KernelFacts, ambient, plan
-from notebook_accelerate.launch.backends import ray_actor
-from notebook_accelerate.launch.backends.ray import RayLink
-from notebook_accelerate.launch.backends.ray_actor import Place, at_home, interface_of
-from notebook_accelerate.launch.backends.ray_driver import dig, joined
-from notebook_accelerate.launch.backends.ray_words import cause, mismatches, unreachable
-from notebook_accelerate.launch.worker import WorkerOrder
-from notebook_accelerate.telemetry import Channel
+from notebook_accelerate.launch import KernelFacts, plan
+from notebook_accelerate.launch.hosts.ray import ray_actor
+from notebook_accelerate.launch.hosts.ray.ray_actor import Place, at_home, interface_of
+from notebook_accelerate.launch.hosts.ray.ray_backend import RayLink
+from notebook_accelerate.launch.hosts.ray.ray_driver import dig, joined
+from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
+from notebook_accelerate.telemetry import Channel, inherited_state
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.widgets.cell_code import launch_cell
 from notebook_accelerate.widgets.config_panel import ConfigPanel
 
@@ -111,7 +111,9 @@ def test_the_interface_of_an_address() -> None:
 def test_an_order_fits_the_machine_it_comes_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")
     monkeypatch.setenv("ONLY_HERE", "1")
-    order = WorkerOrder(0, {}, 1, ambient.capture(), cwd="/nowhere", sys_path=["/nowhere", str(tmp_path), *sys.path])
+    order = WorkerOrder(
+        0, {}, 1, inherited_state.capture(), cwd="/nowhere", sys_path=["/nowhere", str(tmp_path), *sys.path]
+    )
     at_home(order)
     assert order.base_environment is not None
     assert "PYTHONBREAKPOINT" not in order.base_environment

@@ -18,15 +18,15 @@ import pytest
 from notebook_accelerate import LaunchConfig
 from notebook_accelerate.debug.diagnosis import RankPlace
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
-from notebook_accelerate.launch import backends, start
-from notebook_accelerate.launch.backends.base import RankProcess
-from notebook_accelerate.launch.backends.pickled import PickledBackend
-from notebook_accelerate.launch.remote.door import Door, Visitor, call
-from notebook_accelerate.launch.remote.host import Host
-from notebook_accelerate.launch.remote.link import NodeLink
-from notebook_accelerate.launch.remote.protocol import HelloEvent, StartedEvent
-from notebook_accelerate.launch.remote.seal import new_secret
-from notebook_accelerate.launch.worker import WorkerOrder
+from notebook_accelerate.launch import processes, start
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, StartedEvent
+from notebook_accelerate.launch.hosts.remote.listener import Door, Visitor, call
+from notebook_accelerate.launch.hosts.remote.stream import new_secret
+from notebook_accelerate.launch.processes.pickled_orders import PickledBackend
+from notebook_accelerate.launch.processes.rank_process import RankProcess
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,7 +75,7 @@ class HostedBackend(PickledBackend):
 
 def be_a_host() -> None:
     """Be one of the hosts."""
-    from notebook_accelerate.launch.backends.spawn import SpawnBackend
+    from notebook_accelerate.launch.processes.spawn import SpawnBackend
 
     port, secret, node, orders, payload = pickle.loads(sys.stdin.buffer.read())
 
@@ -92,7 +92,7 @@ def be_a_host() -> None:
 
 @pytest.fixture(autouse=True)
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(backends.ROWS, "spawn", "tests.unit.launch.test_remote:HostedBackend")
+    monkeypatch.setitem(processes.ROWS, "spawn", "tests.unit.launch.test_remote:HostedBackend")
     HostedBackend.hosts.clear()
     yield
     for process in HostedBackend.hosts:

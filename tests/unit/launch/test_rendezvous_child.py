@@ -9,13 +9,13 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from notebook_accelerate.launch.rendezvous import child as children
-from notebook_accelerate.launch.rendezvous import messages as say
-from notebook_accelerate.launch.rendezvous import store as stores
-from notebook_accelerate.launch.rendezvous.joining import Joining
-from notebook_accelerate.launch.rendezvous.nodes import Node
-from notebook_accelerate.launch.rendezvous.seat import Seat
-from notebook_accelerate.launch.rendezvous.watch import SILENT, Watch
+from notebook_accelerate.launch.hosts.rendezvous import child as children
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
+from notebook_accelerate.launch.hosts.rendezvous.joining import Joining
+from notebook_accelerate.launch.hosts.rendezvous.keep_alive import SILENT, Watch
+from notebook_accelerate.launch.hosts.rendezvous.membership import Node
+from notebook_accelerate.launch.hosts.rendezvous.participant import Seat
 from notebook_accelerate.telemetry import Channel, Event
 
 

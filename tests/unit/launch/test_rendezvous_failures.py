@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from notebook_accelerate.launch.rendezvous.nodes import Node, ranks_of
-from notebook_accelerate.launch.rendezvous.told_failures import as_told, from_told, of_all, of_lost
+from notebook_accelerate.launch.hosts.rendezvous.membership import Node, ranks_of
+from notebook_accelerate.launch.hosts.rendezvous.peer_failures import as_told, from_told, of_all, of_lost
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure
 
 NODES = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.launch.rendezvous.nodes import (
+from notebook_accelerate.launch.hosts.rendezvous.membership import (
     Node,
     decide,
     first_rank,

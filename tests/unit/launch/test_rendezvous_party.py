@@ -11,15 +11,15 @@ from functools import partial
 import pytest
 
 from notebook_accelerate.errors import RunStoppedError, WorkerError
-from notebook_accelerate.launch import inspection, warm
-from notebook_accelerate.launch.ending import USER_STOP
-from notebook_accelerate.launch.output import TextPublisher
-from notebook_accelerate.launch.rendezvous import messages as say
-from notebook_accelerate.launch.rendezvous import party as rendezvous
-from notebook_accelerate.launch.rendezvous.guests import VISIT_SECONDS
-from notebook_accelerate.launch.rendezvous.nodes import Node, decide
-from notebook_accelerate.launch.stopwatch import Stopwatch
-from notebook_accelerate.launch.supervisor import Group, GroupCall
+from notebook_accelerate.launch import run_debugging, warm_ranks
+from notebook_accelerate.launch.hosts.rendezvous import notebook_group as rendezvous
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous.membership import Node, decide
+from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS
+from notebook_accelerate.launch.output.rank_output import TextPublisher
+from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
+from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
 from notebook_accelerate.telemetry import Channel, Event
 from tests.support.runs import make_run
 
@@ -150,11 +150,11 @@ def test_a_stop_that_comes_together_with_the_meeting_is_heard(
 
 def test_ranks_that_have_ended_are_paused_and_interrupted_in_vain(party: rendezvous.Party, wishes: Wishes) -> None:
     """Another thread may want that while the ranks end, and this one waits for the other notebooks then."""
-    for wish in (partial(inspection._stand_still, rank=1), partial(warm._interrupt, ranks=[1])):
+    for wish in (partial(run_debugging._stand_still, rank=1), partial(warm_ranks._interrupt, ranks=[1])):
         wishes.post(wish)
     met(party, say.DoorEvent("127.0.0.1", 1))
     assert party._standstill.stopwatch.standing
-    wishes.post(partial(inspection._go_on, rank=1))
+    wishes.post(partial(run_debugging._go_on, rank=1))
     party._take_calls()
     assert not party._standstill.stopwatch.standing
 

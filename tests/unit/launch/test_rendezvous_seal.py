@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from notebook_accelerate.launch.rendezvous.directory import Directory, ForgedError, Seal, SealedBackend
+from notebook_accelerate.launch.hosts.rendezvous.directory import Directory, ForgedError, Seal, SealedBackend
 
 
 def _directory(store: Any, secret: str = "hush", run_id: str = "none") -> Directory:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
-from notebook_accelerate.launch.report import file_size, sparkline
+from notebook_accelerate.launch.report.run_report import file_size, sparkline
 from notebook_accelerate.telemetry import MetricEvent
 
 EVIL = "<script>alert('&')</script>"

@@ -9,15 +9,15 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from notebook_accelerate.launch import mesh, sharding
-from notebook_accelerate.launch.report import Report
-from notebook_accelerate.telemetry.sharding import KINDS, Held, Holdings
+from notebook_accelerate.launch.report import mesh_diagram, sharding_table
+from notebook_accelerate.launch.report.run_report import Report
+from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
 from tests.support.holdings import MIB, hybrid, megatron, told, zero
 from tests.support.runs import feed, make_run
 
 
 def test_ranks_that_hold_the_same_are_one_group() -> None:
-    rows = sharding.table(hybrid())
+    rows = sharding_table.table(hybrid())
     assert [row.who for row in rows] == ["each rank", "", "", ""]
     assert [(row.what, row.whole, row.here) for row in rows] == [
         ("parameters", "64.0 MiB", "32.0 MiB"),
@@ -30,7 +30,7 @@ def test_ranks_that_hold_the_same_are_one_group() -> None:
 
 
 def test_stages_are_groups_of_their_own() -> None:
-    rows = sharding.table(megatron())
+    rows = sharding_table.table(megatron())
     assert [row.who for row in rows if row.who] == ["ranks 0–3 (pp 0)", "ranks 4–7 (pp 1)"]
     assert rows[2].how == "sharded over dp × tp, layers over pp"
     assert (rows[0].whole, rows[4].whole) == ("64.0 MiB", "128 MiB")
@@ -40,7 +40,7 @@ def test_stages_are_groups_of_their_own() -> None:
     ("stage", "shares"), [(0, [1, 1, 1]), (1, [1, 1, 0.25]), (2, [1, 0.25, 0.25]), (3, [0.25] * 3)]
 )
 def test_the_stages_of_zero(stage: int, shares: list[float]) -> None:
-    rows = sharding.table(zero(stage))
+    rows = sharding_table.table(zero(stage))
     assert [row.share for row in rows[:3]] == shares
     assert rows[2].how.endswith("rests in main memory (cpu)")
 
@@ -55,56 +55,59 @@ def _uneven(count: int) -> dict[int, Holdings]:
 
 
 def test_ranks_of_too_many_sizes_are_put_together() -> None:
-    assert len(sharding.groups(_uneven(sharding.MAX_GROUPS))) == sharding.MAX_GROUPS
+    assert len(sharding_table.groups(_uneven(sharding_table.MAX_GROUPS))) == sharding_table.MAX_GROUPS
     many = {
         rank: replace(one, held={**one.held, KINDS[0]: Held(64 * MIB, (1 + rank) * MIB, ("dp_shard",))})
         for rank, one in _uneven(9).items()
     }
-    (group,) = sharding.groups(many)
+    (group,) = sharding_table.groups(many)
     assert group.ranks == list(range(9))
-    assert sharding.table(many)[0].here == "1.0 MiB – 9.0 MiB"
+    assert sharding_table.table(many)[0].here == "1.0 MiB – 9.0 MiB"
 
 
 def test_the_sentence_says_strategy_mesh_and_units() -> None:
-    assert sharding.sentence(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
+    assert sharding_table.sentence(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
     assert (
-        sharding.sentence(told({}, (1, ()), (1, ()), (2, ()), strategy="single")) == "single · one rank has everything"
+        sharding_table.sentence(told({}, (1, ()), (1, ()), (2, ()), strategy="single"))
+        == "single · one rank has everything"
     )
-    assert sharding.sentence({}) == ""
+    assert sharding_table.sentence({}) == ""
 
 
 def test_what_is_not_known_is_a_dash() -> None:
     (one,) = told({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
     unknown = {0: replace(one, held={**one.held, KINDS[2]: Held(None, None)})}
-    rows = sharding.table(unknown)
+    rows = sharding_table.table(unknown)
     assert (rows[2].whole, rows[2].here, rows[2].share) == ("–", "–", None)
     assert (rows[3].whole, rows[3].share) == ("–", None)
-    ET.fromstring(mesh.picture(unknown, mesh.PAPER))
+    ET.fromstring(mesh_diagram.picture(unknown, mesh_diagram.PAPER))
 
 
 def test_the_mesh_as_text() -> None:
-    assert mesh.mesh_rows(hybrid()) == [
+    assert mesh_diagram.mesh_rows(hybrid()) == [
         ["mesh", "dp_shard 0", "dp_shard 1"],
         ["dp_replicate 0", "rank 0", "rank 1"],
         ["dp_replicate 1", "rank 2", "rank 3"],
     ]
-    assert [row[0] for row in mesh.mesh_rows(megatron())[1:]] == [f"pp {p} · dp {d}" for p in (0, 1) for d in (0, 1)]
-    assert len(mesh.mesh_rows(zero(1))) == 1, "one axis needs no picture"
-    assert len(mesh.mesh_rows({})) == 1
+    assert [row[0] for row in mesh_diagram.mesh_rows(megatron())[1:]] == [
+        f"pp {p} · dp {d}" for p in (0, 1) for d in (0, 1)
+    ]
+    assert len(mesh_diagram.mesh_rows(zero(1))) == 1, "one axis needs no picture"
+    assert len(mesh_diagram.mesh_rows({})) == 1
 
 
 def test_slices_are_the_ranks_own_and_cover_the_model() -> None:
     ranks = megatron()
     for kind in KINDS:
         wholes = [ranks[0].held[kind].whole, ranks[7].held[kind].whole]
-        slices = {mesh.slice_of(one, kind, wholes) for one in ranks.values()}
+        slices = {mesh_diagram.slice_of(one, kind, wholes) for one in ranks.values()}
         covered = 0.0
         for begin, length in sorted(part for part in slices if part is not None):
             assert begin == pytest.approx(covered)
             covered = begin + length
         assert covered == pytest.approx(1.0)
-    parameters = mesh.slice_of(ranks[1], KINDS[0], [64 * MIB, 128 * MIB])
-    state = mesh.slice_of(ranks[1], KINDS[2], [128 * MIB, 256 * MIB])
+    parameters = mesh_diagram.slice_of(ranks[1], KINDS[0], [64 * MIB, 128 * MIB])
+    state = mesh_diagram.slice_of(ranks[1], KINDS[2], [128 * MIB, 256 * MIB])
     assert parameters is not None
     assert state is not None
     assert parameters[0] <= state[0] < parameters[0] + parameters[1], "what a rank steps is what it has"
@@ -115,12 +118,12 @@ _CELL = re.compile(r"<g><title>rank (\d+): (.*?)</title>")
 
 @pytest.mark.parametrize("ranks", [hybrid(), megatron(), zero(2), told({}, (1, ()), (1, ()), (2, ()))])
 def test_the_picture_has_a_cell_for_each_rank(ranks: dict[int, Holdings]) -> None:
-    svg = mesh.picture(ranks)
+    svg = mesh_diagram.picture(ranks)
     ET.fromstring(svg)
     assert [int(rank) for rank, _ in _CELL.findall(svg)] == list(ranks)
     held = ranks[0].held[KINDS[0]]
     assert held.here is not None
-    assert f"parameters {sharding.amount(held.here)} of 64.0 MiB" in _CELL.findall(svg)[0][1]
+    assert f"parameters {sharding_table.amount(held.here)} of 64.0 MiB" in _CELL.findall(svg)[0][1]
     assert ("offloaded" in svg) == (ranks[0].strategy == "deepspeed")
 
 
@@ -128,19 +131,19 @@ def test_the_picture_has_a_cell_for_each_rank(ranks: dict[int, Holdings]) -> Non
 def test_of_hundreds_of_ranks_the_first_are_drawn(axes: dict[str, int]) -> None:
     inner = list(axes)[-1:]
     ranks = told(axes, (1, (*inner,)), (1, (*inner,)), (2, (*inner,)))
-    svg = mesh.picture(ranks)
+    svg = mesh_diagram.picture(ranks)
     cells = _CELL.findall(svg)
-    assert 0 < len(cells) <= mesh.MAX_DRAWN
+    assert 0 < len(cells) <= mesh_diagram.MAX_DRAWN
     assert f"and {len(ranks) - len(cells):,} more ranks" in svg
-    assert len(sharding.table(ranks)) == 4
+    assert len(sharding_table.table(ranks)) == 4
 
 
 def test_words_from_elsewhere_are_escaped() -> None:
     evil = "<script>&"
     ranks = told({evil: 2}, (1, (evil,)), (1, (evil,)), (2, (evil,)), strategy=evil)
-    assert "<script>" not in mesh.picture(ranks)
-    assert "<script>" not in mesh.image(ranks)
-    ET.fromstring(mesh.picture(ranks, mesh.PAPER))
+    assert "<script>" not in mesh_diagram.picture(ranks)
+    assert "<script>" not in mesh_diagram.image(ranks)
+    ET.fromstring(mesh_diagram.picture(ranks, mesh_diagram.PAPER))
 
 
 def test_the_report_has_table_and_picture() -> None:
@@ -170,4 +173,4 @@ def test_the_report_has_table_and_picture() -> None:
     ],
 )
 def test_amounts(count: int, text: str) -> None:
-    assert sharding.amount(count) == text
+    assert sharding_table.amount(count) == text

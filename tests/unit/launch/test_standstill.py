@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from notebook_accelerate.launch.questions import Question
-from notebook_accelerate.launch.rendezvous import messages as say
-from notebook_accelerate.launch.rendezvous.nodes import Node
-from notebook_accelerate.launch.rendezvous.standstill import Standstill
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous.membership import Node
+from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import Standstill
 from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.state.prompts import Question
 from notebook_accelerate.telemetry import Channel
 from notebook_accelerate.telemetry.events import InputRequest
 from tests.support.runs import make_run

@@ -11,7 +11,7 @@ import pytest
 
 import notebook_accelerate
 from notebook_accelerate.errors import RunInterrupted
-from notebook_accelerate.launch.backends import zygote as server
+from notebook_accelerate.launch.processes import zygote as server
 
 pytestmark = pytest.mark.usefixtures("zygote")
 

@@ -15,7 +15,7 @@ import pytest
 import notebook_accelerate
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.errors import RunInterrupted
-from notebook_accelerate.launch import views
+from notebook_accelerate.launch import run_display
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_an_interrupt_before_the_runs_thread_has_begun(press: Callable[[CodeType
 
 
 def test_an_interrupt_before_an_inline_run_has_begun(press: Callable[[CodeType], None]) -> None:
-    press(views.show.__code__)
+    press(run_display.show.__code__)
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(time.sleep, (600,))
     run = notebook_accelerate.runs()[-1]

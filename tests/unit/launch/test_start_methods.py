@@ -16,7 +16,7 @@ import torch
 
 import notebook_accelerate
 from notebook_accelerate import Run, SerializationError, WorkerError, notebook_launcher
-from notebook_accelerate.launch import ambient
+from notebook_accelerate.telemetry import inherited_state
 
 pytestmark = pytest.mark.usefixtures("zygote")
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
@@ -258,7 +258,7 @@ def test_a_big_result_travels(method: str) -> None:
 
 
 def test_a_dead_zygote_is_replaced(zygote: int) -> None:
-    from notebook_accelerate.launch.backends.zygote import ensure_zygote
+    from notebook_accelerate.launch.processes.zygote import ensure_zygote
 
     notebook_accelerate.shutdown()
     before = ensure_zygote()
@@ -274,9 +274,9 @@ test_a_dead_zygote_is_replaced = pytest.mark.leaks_ok("the zygote's socket is an
 
 
 def test_capture_imports_nothing_and_apply_brings_back() -> None:
-    state = ambient.capture()
+    state = inherited_state.capture()
     first = _numbers()
-    ambient.apply(state)
+    inherited_state.apply(state)
     assert _numbers() == first
 
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-from notebook_accelerate.launch.backends.base import PIPE_BYTES, READ_BYTES, Ends, OwnChild
-from notebook_accelerate.launch.supervisor import dispatch
+from notebook_accelerate.launch.processes.rank_process import PIPE_BYTES, READ_BYTES, Ends, OwnChild
+from notebook_accelerate.launch.supervisor.rank_group import dispatch
 
 
 def test_what_an_earlier_call_of_the_batch_closed_is_not_called() -> None:

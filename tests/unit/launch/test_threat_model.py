@@ -22,10 +22,16 @@ from notebook_accelerate import LaunchConfig
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch import start
-from notebook_accelerate.launch.remote import door, seal
-from notebook_accelerate.launch.remote.door import MAX_GREETINGS, MAX_REPORTS, Door, call
-from notebook_accelerate.launch.remote.link import NodeLink
-from notebook_accelerate.launch.remote.protocol import AsideEvent, EndedEvent, FramesEvent, HelloEvent, OutputEvent
+from notebook_accelerate.launch.hosts.remote import listener, stream
+from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    AsideEvent,
+    EndedEvent,
+    FramesEvent,
+    HelloEvent,
+    OutputEvent,
+)
+from notebook_accelerate.launch.hosts.remote.listener import MAX_GREETINGS, MAX_REPORTS, Door, call
 from notebook_accelerate.telemetry import Channel, MetricEvent, Stamped, encode
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
 from tests.support.waiting import until
@@ -39,7 +45,7 @@ class _Doorstep:
     """A door, the secret of its run, and what it has told of those it refused."""
 
     def __init__(self) -> None:
-        self.secret = seal.new_secret()
+        self.secret = stream.new_secret()
         self.told: list[str] = []
         self.door = Door("127.0.0.1", self.secret, report=self.told.append)
 
@@ -131,7 +137,7 @@ def test_the_kernel_listens_on_one_address_and_only_until_its_hosts_have_come() 
 
 def test_who_does_not_know_the_secret_is_refused_and_told_of(step: _Doorstep) -> None:
     with pytest.raises(AuthenticationError):
-        call("127.0.0.1", step.door.port, seal.new_secret(), HELLO, SECONDS)
+        call("127.0.0.1", step.door.port, stream.new_secret(), HELLO, SECONDS)
     step.wait_until_told()
     assert step.told == ["a connection from 127.0.0.1 was refused: it does not know the run's secret"]
     step.host_comes()
@@ -150,9 +156,9 @@ def test_who_speaks_another_protocol_is_refused(step: _Doorstep, words: bytes) -
 
 def test_a_stranger_gets_nothing_to_try_guesses_of_the_secret_on(step: _Doorstep) -> None:
     with step.stranger() as stranger:
-        stranger.sendall(seal._MAGIC + os.urandom(32))
-        hello = _read(stranger, len(seal._MAGIC) + 32)
-        assert hello.startswith(seal._MAGIC)
+        stranger.sendall(stream._MAGIC + os.urandom(32))
+        hello = _read(stranger, len(stream._MAGIC) + 32)
+        assert hello.startswith(stream._MAGIC)
         stranger.sendall(os.urandom(32))
         assert _ended(stranger), "not a byte made with the secret"
 
@@ -181,7 +187,7 @@ def test_a_greeting_that_was_overheard_cannot_be_said_again(step: _Doorstep) -> 
 
 def test_its_own_words_do_not_open_the_door(step: _Doorstep) -> None:
     with step.stranger() as stranger:
-        hello = _read(stranger, len(seal._MAGIC) + 32)
+        hello = _read(stranger, len(stream._MAGIC) + 32)
         stranger.sendall(hello)  # the same nonce, and whatever it would say next
         stranger.shutdown(socket.SHUT_WR)
         step.wait_until_told()
@@ -189,7 +195,7 @@ def test_its_own_words_do_not_open_the_door(step: _Doorstep) -> None:
 
 
 def _ended_after_hello(connection: socket.socket) -> bool:
-    _read(connection, len(seal._MAGIC) + 32)
+    _read(connection, len(stream._MAGIC) + 32)
     return _ended(connection)
 
 
@@ -231,7 +237,7 @@ class _Overhearing:
 
 
 def test_silent_strangers_keep_nobody_waiting(step: _Doorstep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "GREETING_SECONDS", 600.0)  # so long each of them may be silent
+    monkeypatch.setattr(listener, "GREETING_SECONDS", 600.0)  # so long each of them may be silent
     strangers = [step.stranger() for _ in range(2 * MAX_GREETINGS)]
     began = time.monotonic()
     step.host_comes()
@@ -256,21 +262,21 @@ def test_a_crowd_of_strangers_does_not_fill_the_notebook() -> None:
 # ---- What comes over a link
 
 
-def _sealed_pair() -> tuple[seal.Sealed, seal.Sealed, socket.socket, socket.socket]:
+def _sealed_pair() -> tuple[stream.Sealed, stream.Sealed, socket.socket, socket.socket]:
     """Return two greeted ends, and the wire between them: what either sends is read from and put on the wire."""
     here, wire_here = socket.socketpair()
     there, wire_there = socket.socketpair()
-    ends: dict[bool, seal.Sealed] = {}
-    secret = seal.new_secret()
+    ends: dict[bool, stream.Sealed] = {}
+    secret = stream.new_secret()
 
     def greet(end: socket.socket, *, listens: bool) -> None:
-        ends[listens] = seal.greet(end, secret, listens=listens, timeout=SECONDS)
+        ends[listens] = stream.greet(end, secret, listens=listens, timeout=SECONDS)
 
     roles = ((here, True), (there, False))
     threads = [threading.Thread(target=greet, args=(end,), kwargs={"listens": role}) for end, role in roles]
     for thread in threads:
         thread.start()
-    size = len(seal._MAGIC) + 32
+    size = len(stream._MAGIC) + 32
     wire_here.sendall(_read(wire_there, size))
     wire_there.sendall(_read(wire_here, size))
     wire_here.sendall(_read(wire_there, 32))
@@ -280,12 +286,12 @@ def _sealed_pair() -> tuple[seal.Sealed, seal.Sealed, socket.socket, socket.sock
     return ends[True], ends[False], wire_here, wire_there
 
 
-def _records(count: int, sender: seal.Sealed, wire: socket.socket) -> list[bytes]:
+def _records(count: int, sender: stream.Sealed, wire: socket.socket) -> list[bytes]:
     found = []
     for number in range(count):
         data = encode([Stamped(0.0, MetricEvent({"loss": 1.0}, number))])
         sender.sendall(data)
-        found.append(_read(wire, seal._RECORD.size + len(data)))
+        found.append(_read(wire, stream._RECORD.size + len(data)))
     return found
 
 
@@ -300,7 +306,7 @@ TAMPERINGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "left out": lambda r: [r[0], r[2]],
     "in another order": lambda r: [r[0], r[2], r[1]],
     "made up": lambda r: [r[0], struct.pack("!I16s", 5, b"\0" * 16) + b"hello"],
-    "longer than allowed": lambda r: [r[0], struct.pack("!I16s", seal.MAX_RECORD + 1, b"\0" * 16)],
+    "longer than allowed": lambda r: [r[0], struct.pack("!I16s", stream.MAX_RECORD + 1, b"\0" * 16)],
 }
 
 
@@ -350,7 +356,7 @@ class _Bomb:
 def test_nothing_a_stranger_sends_is_unpickled(step: _Doorstep, tmp_path: Path) -> None:
     trace = tmp_path / "unpickled"
     bomb = pickle.dumps(_Bomb(str(trace)))
-    for begin in (b"", seal._MAGIC, seal._MAGIC + os.urandom(32), seal._MAGIC + os.urandom(64)):
+    for begin in (b"", stream._MAGIC, stream._MAGIC + os.urandom(32), stream._MAGIC + os.urandom(64)):
         with step.stranger() as stranger:
             stranger.sendall(begin + bomb * 20)
             _ended_after_hello(stranger)
@@ -392,7 +398,7 @@ class _Hearing:
 def test_a_host_speaks_for_its_own_ranks_alone() -> None:
     kernel, peer = Channel.pair()
     link, hearing = NodeLink(kernel, 1, "worker-1"), _Hearing()
-    from notebook_accelerate.launch.remote.link import RemoteRank
+    from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank
 
     RemoteRank(link, 8, 1234, 0)
     for rank in (0, 8, 99):

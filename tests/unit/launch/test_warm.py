@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import LaunchConfig, WorkerError
-from notebook_accelerate.debug import cells
-from notebook_accelerate.launch.warm import WarmRanks
+from notebook_accelerate.launch.warm_ranks import WarmRanks
+from notebook_accelerate.worker import warm_cells
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("zygote")
 
 
 def test_a_cell_waits_for_a_rank_that_does_not_look_for_one_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = cells.serve
+    serve = warm_cells.serve
 
     def late(*arguments: Any) -> None:
         time.sleep(0.5)  # it has said that it runs, and does not get its turn on a busy machine
         serve(*arguments)
 
-    monkeypatch.setattr(cells, "serve", late)
+    monkeypatch.setattr(warm_cells, "serve", late)
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))
     try:
         assert group.execute("6 * 7", "<cell>").shown == {0: "42"}

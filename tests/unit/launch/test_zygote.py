@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.backends import zygote
-from notebook_accelerate.launch.backends.zygote import AIDE, LENGTH, Zygote
+from notebook_accelerate.launch.processes import zygote
+from notebook_accelerate.launch.processes.zygote import AIDE, LENGTH, Zygote
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
 SOON = 60.0

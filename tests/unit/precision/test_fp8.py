@@ -11,16 +11,16 @@ from torch import nn
 
 from notebook_accelerate import Accelerator
 from notebook_accelerate.config.enums import FP8BackendType
-from notebook_accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs
 from notebook_accelerate.precision import make_precision
-from notebook_accelerate.precision.ao import (
+from notebook_accelerate.precision.torchao_fp8 import (
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
     filter_linear_layers,
     find_first_last_linear_layers,
     has_ao_layers,
 )
-from notebook_accelerate.precision.transformer_engine import convert_model, has_transformer_engine_layers
+from notebook_accelerate.precision.transformer_engine_fp8 import convert_model, has_transformer_engine_layers
 
 pytest.importorskip("torchao")
 

@@ -7,7 +7,7 @@ import torch
 
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized, reset_shared_state
-from notebook_accelerate.state.shared import ThreadLocalSharedDict
+from notebook_accelerate.state.shared_dict import ThreadLocalSharedDict
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +209,7 @@ class TestGradientState:
         assert not state.end_of_dataloader
 
     def test_other_settings_do_not_change_the_earlier_state(self) -> None:
-        from notebook_accelerate.config.training import GradientAccumulationPlugin
+        from notebook_accelerate.config.training_config import GradientAccumulationPlugin
 
         first = GradientState(GradientAccumulationPlugin(num_steps=2))
         second = GradientState(GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False))

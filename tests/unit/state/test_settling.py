@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from notebook_accelerate.state import settling
+from notebook_accelerate.state import gloo_threads
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads tell their state in /proc, on Linux")
 
@@ -26,7 +26,7 @@ class _GlooLike:
         self._named.wait()
 
     def _run(self, rounds: int | None) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, settling._NAME.encode())
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, gloo_threads._NAME.encode())
         self._named.set()
         while not self._end.is_set() and rounds != 0:
             hashlib.sha256(bytes(10_000_000)).digest()
@@ -41,17 +41,17 @@ class _GlooLike:
 
 def test_a_thread_that_works_is_waited_for() -> None:
     thread = _GlooLike(20)
-    settling.settle(limit=120.0)
+    gloo_threads.settle(limit=120.0)
     assert thread.done.is_set()
     begin = time.monotonic()
-    settling.settle(limit=120.0)  # it rests now
+    gloo_threads.settle(limit=120.0)  # it rests now
     assert time.monotonic() - begin < 60.0
     thread.end()
 
 
 def test_a_thread_that_never_rests_is_left_alone() -> None:
     thread = _GlooLike(None)
-    settling.settle(limit=0.05)
+    gloo_threads.settle(limit=0.05)
     assert not thread.done.is_set()
     thread.end()
 

@@ -11,8 +11,8 @@ import pytest
 from torch.utils import file_baton
 from torch.utils.cpp_extension import get_default_build_root
 
-from notebook_accelerate.state.notices import forget_notices
-from notebook_accelerate.strategies import compiling
+from notebook_accelerate.state.warn_once import forget_notices
+from notebook_accelerate.strategies.deepspeed import op_compilation
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="who has a file open is seen in /proc")
 
@@ -45,7 +45,7 @@ def end(process: subprocess.Popen[str]) -> None:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder that nobody shares, whatever its file system is."""
-    monkeypatch.setattr(compiling, "_OF_CONTAINER", frozenset({compiling._file_system(tmp_path)}))
+    monkeypatch.setattr(op_compilation, "_OF_CONTAINER", frozenset({op_compilation._file_system(tmp_path)}))
     return tmp_path
 
 
@@ -54,60 +54,60 @@ def test_a_lock_goes_once_its_process_is_dead(own: Path) -> None:
     locks = [own / "one" / "lock", own / "py311_cpu" / "two" / "lock"]
     processes = [held(lock) for lock in locks]
     try:
-        assert compiling.remove_dead_locks(own) == []
+        assert op_compilation.remove_dead_locks(own) == []
         end(processes[0])
         with pytest.warns(UserWarning, match=r"removed .*one/lock: who compiled"):
-            assert compiling.remove_dead_locks(own) == locks[:1]
+            assert op_compilation.remove_dead_locks(own) == locks[:1]
         assert [lock.exists() for lock in locks] == [False, True]
     finally:
         for process in processes:
             end(process)
     with pytest.warns(UserWarning, match=r"removed .*two/lock"):
-        assert compiling.remove_dead_locks(own) == locks[1:]
+        assert op_compilation.remove_dead_locks(own) == locks[1:]
 
 
 def test_a_process_whose_parent_has_not_heard_of_its_end_has_ended() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        assert not compiling._has_ended(Path("/proc/self"))
+        assert not op_compilation._has_ended(Path("/proc/self"))
         assert process.stdout.read() == b""  # it has closed its files, and is about to end
         deadline = time.monotonic() + 60
-        while not compiling._has_ended(Path(f"/proc/{process.pid}")):
+        while not op_compilation._has_ended(Path(f"/proc/{process.pid}")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
         process.stdout.close()
         process.wait()
-    assert compiling._has_ended(Path(f"/proc/{process.pid}"))
+    assert op_compilation._has_ended(Path(f"/proc/{process.pid}"))
 
 
 @pytest.mark.usefixtures("fresh_state")
 def test_a_lock_stays_that_a_process_out_of_sight_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "one" / "lock"
     end(held(lock))
-    monkeypatch.setattr(compiling, "_OF_CONTAINER", frozenset())
+    monkeypatch.setattr(op_compilation, "_OF_CONTAINER", frozenset())
     own = str(Path("/proc/self/ns/pid").readlink())
-    for kinds, pids in ((set(), own), ({compiling._file_system(tmp_path)}, "pid:[1]")):
-        monkeypatch.setattr(compiling, "_OF_MACHINE", frozenset(kinds))
-        monkeypatch.setattr(compiling, "_FIRST_PIDS", pids)
+    for kinds, pids in ((set(), own), ({op_compilation._file_system(tmp_path)}, "pid:[1]")):
+        monkeypatch.setattr(op_compilation, "_OF_MACHINE", frozenset(kinds))
+        monkeypatch.setattr(op_compilation, "_FIRST_PIDS", pids)
         forget_notices()
         with pytest.warns(UserWarning, match=rf"in another container that has this .*: rm {lock}"):
-            assert compiling.remove_dead_locks(tmp_path) == []
+            assert op_compilation.remove_dead_locks(tmp_path) == []
         assert lock.exists()
-    monkeypatch.setattr(compiling, "_FIRST_PIDS", own)
+    monkeypatch.setattr(op_compilation, "_FIRST_PIDS", own)
     with pytest.warns(UserWarning, match=r"removed .*one/lock"):
-        assert compiling.remove_dead_locks(tmp_path) == [lock]
+        assert op_compilation.remove_dead_locks(tmp_path) == [lock]
 
 
 def test_the_folder_is_that_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    assert compiling.extensions().resolve() == Path(get_default_build_root()).resolve()
+    assert op_compilation.extensions().resolve() == Path(get_default_build_root()).resolve()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compiling.extensions().resolve() == Path(get_default_build_root()).resolve()
-    assert compiling.extensions() == tmp_path / "torch_extensions"
+    assert op_compilation.extensions().resolve() == Path(get_default_build_root()).resolve()
+    assert op_compilation.extensions() == tmp_path / "torch_extensions"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
-    assert compiling.extensions() == tmp_path / "own"
+    assert op_compilation.extensions() == tmp_path / "own"
 
 
 @pytest.mark.usefixtures("fresh_state")
@@ -115,6 +115,6 @@ def test_dead_locks_go_before_compiling(own: Path, monkeypatch: pytest.MonkeyPat
     lock = own / "cpu_adam" / "lock"
     end(held(lock))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(own))
-    with pytest.warns(UserWarning, match="was killed") as seen, compiling.compiling():
+    with pytest.warns(UserWarning, match="was killed") as seen, op_compilation.compiling():
         assert not lock.exists()
     assert seen[0].filename == __file__

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from notebook_accelerate.strategies.fsdp_units import (
+from notebook_accelerate.strategies.fsdp.fsdp_units import (
     checkpoint_activations,
     ignored_of,
     keeping_ties,

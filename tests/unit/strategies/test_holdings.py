@@ -10,9 +10,9 @@ import torch
 from torch import nn, optim
 
 from notebook_accelerate.accelerator import Accelerator
-from notebook_accelerate.strategies import holdings
+from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.telemetry import Channel, ShardingEvent, Sink, install_sink
-from notebook_accelerate.telemetry.sharding import KINDS, Held, read
+from notebook_accelerate.telemetry.sharding_events import KINDS, Held, read
 
 
 def _net() -> nn.Sequential:
@@ -112,7 +112,7 @@ def test_training_goes_on_where_it_cannot_be_told(
     def broken(*_: Any, **__: Any) -> Any:
         raise AttributeError("no such thing in this version")
 
-    monkeypatch.setattr(holdings, "of", broken)
+    monkeypatch.setattr(shard_report, "of", broken)
     accelerator = Accelerator(cpu=True)
     with pytest.warns(UserWarning, match=r"what is sharded where cannot be shown \(AttributeError: no such thing"):
         model = accelerator.prepare(_net())

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from notebook_accelerate import Accelerator
-from notebook_accelerate.config.megatron import MODEL_CONFIGS_TO_MEGATRON_PARSERS
-from notebook_accelerate.strategies.megatron_data import with_windows
-from notebook_accelerate.strategies.megatron_start import check_degrees
+from notebook_accelerate.config.megatron_plugin import MODEL_CONFIGS_TO_MEGATRON_PARSERS
+from notebook_accelerate.strategies.megatron.megatron_loaders import with_windows
+from notebook_accelerate.strategies.megatron.megatron_setup import check_degrees
 from notebook_accelerate.utils import (
     AbstractTrainStep,
     GPTTrainStep,
@@ -56,7 +56,7 @@ class TestPlugin:
 
     def test_a_kind_of_model_can_be_added(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            "notebook_accelerate.config.megatron.MODEL_CONFIGS_TO_MEGATRON_PARSERS",
+            "notebook_accelerate.config.megatron_plugin.MODEL_CONFIGS_TO_MEGATRON_PARSERS",
             kinds := dict(MODEL_CONFIGS_TO_MEGATRON_PARSERS),
         )
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from notebook_accelerate.strategies import shard_files
+from notebook_accelerate.strategies.sharding import shard_files
 
 SHAPES = [(), (1,), (3,), (16,), (17, 5), (300, 100), (2, 3, 4, 5)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.telemetry import MetricEvent, Store
-from notebook_accelerate.telemetry.bands import BAND_FROM, MAX_BUCKETS, Band
+from notebook_accelerate.telemetry.envelope import BAND_FROM, MAX_BUCKETS, Band
 from notebook_accelerate.telemetry.store import Record
 
 

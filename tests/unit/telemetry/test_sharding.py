@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accelerate.telemetry import Channel, Store
 from notebook_accelerate.telemetry.events import ShardingEvent
-from notebook_accelerate.telemetry.sharding import Held, Holdings, read
+from notebook_accelerate.telemetry.sharding_events import Held, Holdings, read
 from notebook_accelerate.telemetry.store import Record
 from tests.support.holdings import hybrid, megatron
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accelerate.telemetry import Event, Store, install_sink, steptime
+from notebook_accelerate.telemetry import Event, Store, install_sink, step_time
 from notebook_accelerate.telemetry.store import RECENT_STEP_TIMES, Record
 
 
@@ -34,20 +34,20 @@ def _slow_batches() -> Iterator[int]:
 
 
 def test_parts_add_up_to_the_time_that_passed(sink: _Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steptime, "PERIOD", 0.0)
-    assert steptime.running()
-    for _ in steptime.waiting(_slow_batches()):
+    monkeypatch.setattr(step_time, "PERIOD", 0.0)
+    assert step_time.running()
+    for _ in step_time.waiting(_slow_batches()):
         time.sleep(0.01)
-        steptime.backward(time.sleep)(0.01)
-        steptime.switch(steptime.OPTIMIZER)
+        step_time.backward(time.sleep)(0.01)
+        step_time.switch(step_time.OPTIMIZER)
         time.sleep(0.005)
-        steptime.collective(time.sleep)(0.005)
-        steptime.switch(steptime.OTHER)
-        steptime.end_step()
-    events = [event for event in sink.events if isinstance(event, steptime.StepTimeEvent)]
+        step_time.collective(time.sleep)(0.005)
+        step_time.switch(step_time.OTHER)
+        step_time.end_step()
+    events = [event for event in sink.events if isinstance(event, step_time.StepTimeEvent)]
     assert [event.step for event in events] == [2, 3, 4]
     for event in events:
-        assert list(event.parts) == list(steptime.PARTS)
+        assert list(event.parts) == list(step_time.PARTS)
         assert event.steps == 1
         assert event.parts["waiting for data"] >= 0.02
         assert event.parts["forward and backward"] >= 0.02
@@ -66,24 +66,24 @@ def test_a_loop_left_early_closes_its_batches(sink: _Kept) -> None:
         finally:
             closed.append(True)
 
-    reading = steptime.waiting(batches())
+    reading = step_time.waiting(batches())
     assert next(reading) == 0
     reading.close()
     assert closed == [True]
 
 
 def test_outside_a_launched_worker_nobody_listens() -> None:
-    assert not steptime.running()
+    assert not step_time.running()
 
 
 def test_a_step_costs_less_than_two_microseconds(sink: _Kept) -> None:
     begin = time.thread_time()  # of the processor: machines that test are busy
     for _ in range(20_000):
-        steptime.switch(steptime.DATA)
-        steptime.switch(steptime.COMPUTE)
-        steptime.switch(steptime.OPTIMIZER)
-        steptime.switch(steptime.OTHER)
-        steptime.end_step()
+        step_time.switch(step_time.DATA)
+        step_time.switch(step_time.COMPUTE)
+        step_time.switch(step_time.OPTIMIZER)
+        step_time.switch(step_time.OTHER)
+        step_time.end_step()
     seconds = (time.thread_time() - begin) / 20_000
     print(f"\nstep clock: {1e6 * seconds:.2f} microseconds per step (goal: 0.5)")
     assert seconds < 20e-6
@@ -92,7 +92,7 @@ def test_a_step_costs_less_than_two_microseconds(sink: _Kept) -> None:
 def test_the_store_keeps_the_recent_ones() -> None:
     store = Store()
     for step in range(50):
-        store.add([Record(1, float(step), steptime.StepTimeEvent({"optimizer": 1.0}, step))])
-    store.add([Record(1, 0.0, steptime.StepTimeEvent({"optimizer": "much"}, 50))])  # type: ignore[dict-item]
+        store.add([Record(1, float(step), step_time.StepTimeEvent({"optimizer": 1.0}, step))])
+    store.add([Record(1, 0.0, step_time.StepTimeEvent({"optimizer": "much"}, 50))])  # type: ignore[dict-item]
     assert [event.step for event in store.step_times(1)] == list(range(50 - RECENT_STEP_TIMES, 50))
     assert store.step_times(0) == []

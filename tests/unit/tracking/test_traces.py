@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from notebook_accelerate.config.profiling import ProfileKwargs
+from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 from notebook_accelerate.tracking import profiled
-from notebook_accelerate.tracking.traces import _keep
+from notebook_accelerate.tracking.profiler_traces import _keep
 
 
 def _settings(folder: Path, **more: object) -> ProfileKwargs:

@@ -15,7 +15,7 @@ import torch
 from notebook_accelerate import Accelerator, telemetry, tracking
 from notebook_accelerate.config.enums import LoggerType
 from notebook_accelerate.telemetry.events import Event, MetricEvent
-from notebook_accelerate.tracking import GeneralTracker, LogValueError, on_main_process, table
+from notebook_accelerate.tracking import GeneralTracker, LogValueError, on_main_process, tracker_table
 
 
 class Memory(GeneralTracker):
@@ -55,10 +55,10 @@ class Memory(GeneralTracker):
 @pytest.fixture(autouse=True)
 def builtin_trackers() -> Iterator[None]:
     """Forget what a test registers."""
-    before = dict(table.TRACKERS)
+    before = dict(tracker_table.TRACKERS)
     yield
-    table.TRACKERS.clear()
-    table.TRACKERS.update(before)
+    tracker_table.TRACKERS.clear()
+    tracker_table.TRACKERS.update(before)
 
 
 class Channel:
@@ -154,9 +154,11 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 def test_filtering(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, row in table.TRACKERS.items():
+    for name, row in tracker_table.TRACKERS.items():
         there = name in {"tensorboard", "mlflow"}
-        monkeypatch.setitem(table.TRACKERS, name, table.TrackerRow(row.tracker_class, lambda there=there: there, name))
+        monkeypatch.setitem(
+            tracker_table.TRACKERS, name, tracker_table.TrackerRow(row.tracker_class, lambda there=there: there, name)
+        )
     memory = Memory()
     assert tracking.filter_trackers(None) == []
     assert tracking.filter_trackers([memory, "mlflow", LoggerType.MLFLOW]) == [memory, LoggerType.MLFLOW]
@@ -184,12 +186,12 @@ def test_an_entry_point_adds_a_tracker(tmp_path: Path, monkeypatch: pytest.Monke
     info = tmp_path / "foreign_tracker-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-tracker\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{table.ENTRY_POINTS}]\nforeign = foreign_tracker:Foreign\n")
+    (info / "entry_points.txt").write_text(f"[{tracker_table.ENTRY_POINTS}]\nforeign = foreign_tracker:Foreign\n")
     monkeypatch.syspath_prepend(tmp_path)
     accelerator = Accelerator(cpu=True, log_with="foreign")
     accelerator.init_trackers("project")
     assert accelerator.get_tracker("foreign").run_name == "project"
-    assert "foreign" in table.known_trackers()
+    assert "foreign" in tracker_table.known_trackers()
 
 
 @pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
@@ -237,7 +239,7 @@ def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
 
 @pytest.mark.parametrize("value", [object(), None, torch.ones(2), [1, 2], {"a": "x"}])
 def test_what_no_tracker_can_record_is_an_error_of_the_caller(value: Any) -> None:
-    from notebook_accelerate.tracking.values import numbers_only
+    from notebook_accelerate.tracking.loggable_values import numbers_only
 
     class Numbers(Memory):
         def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.tracking import table
+from notebook_accelerate.tracking import tracker_table
 
 # Vendors start threads, handlers and services that live as long as their process: each runs in one of its own.
 _SCRIPT = """
@@ -37,8 +37,8 @@ _END = "\naccelerator.end_training()\nprint('ended')\n"
 
 def track(name: str, folder: Path, options: dict[str, Any], more: str = "", **env: str) -> str:
     """Log two steps with one vendor in a process of its own and return what that printed."""
-    if not table.TRACKERS[name].is_available():
-        pytest.skip(f"{name} is not installed: pip install {table.TRACKERS[name].package}")
+    if not tracker_table.TRACKERS[name].is_available():
+        pytest.skip(f"{name} is not installed: pip install {tracker_table.TRACKERS[name].package}")
     script = _SCRIPT + textwrap.dedent(more) + _END
     root = str(Path(__file__).parents[3])
     done = subprocess.run(
@@ -184,4 +184,4 @@ _VENDORS: dict[str, Callable[[Path], None]] = {
 
 
 def test_every_vendor_has_a_test() -> None:
-    assert set(_VENDORS) == set(table.TRACKERS)
+    assert set(_VENDORS) == set(tracker_table.TRACKERS)

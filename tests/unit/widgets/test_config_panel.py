@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 import notebook_accelerate
-from notebook_accelerate.config.dynamo import TorchDynamoPlugin
-from notebook_accelerate.config.files import ClusterConfig
+from notebook_accelerate.config.config_file import ClusterConfig
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
-from notebook_accelerate.config.launch import LaunchConfig
-from notebook_accelerate.config.training import (
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,

@@ -12,11 +12,11 @@ import pytest
 
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.debug.diagnosis import RankPlace, diagnose
-from notebook_accelerate.debug.protocol import Collective
 from notebook_accelerate.launch import Run
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
+from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.widgets.debug_panel import ALL, DebugPanel
-from notebook_accelerate.widgets.debug_parts import MAX_HISTORY, Entry
+from notebook_accelerate.widgets.debug_panel_html import MAX_HISTORY, Entry
 from tests.support.runs import START, Clock, end, make_run
 from tests.support.waiting import until
 

@@ -11,15 +11,15 @@ from torch import nn
 
 from notebook_accelerate import FullyShardedDataParallelPlugin as Fsdp
 from notebook_accelerate.big_modeling import estimate_memory
-from notebook_accelerate.config.deepspeed import DeepSpeedPlugin
-from notebook_accelerate.config.launch import LaunchConfig
-from notebook_accelerate.config.megatron import MegatronLMPlugin
-from notebook_accelerate.config.parallelism import TorchTensorParallelPlugin
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.config.parallelism_config import ParallelismConfig as Degrees
+from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPlugin
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets.config_panel import ConfigPanel, configure
-from notebook_accelerate.widgets.fit import Fit, sharing_of
+from notebook_accelerate.widgets.memory_check import Fit, sharing_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 WEIGHTS = 4 * 1000 * 1000
@@ -137,7 +137,7 @@ def test_what_is_offloaded_is_main_memory_that_ranks_share() -> None:
 
 def test_on_gpus_what_is_offloaded_is_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
-    monkeypatch.setattr("notebook_accelerate.widgets.fit.nvml.gpus", lambda: [gpu, gpu])  # there are none here
+    monkeypatch.setattr("notebook_accelerate.widgets.memory_check.nvml.gpus", lambda: [gpu, gpu])  # there are none here
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))

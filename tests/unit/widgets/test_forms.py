@@ -12,12 +12,12 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from notebook_accelerate.config.dynamo import TorchDynamoPlugin
-from notebook_accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from notebook_accelerate.config.launch import START_METHODS, LaunchConfig
-from notebook_accelerate.config.training import DataLoaderConfiguration, GradientAccumulationPlugin
-from notebook_accelerate.widgets.draft import Draft, code_of
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
+from notebook_accelerate.config.training_config import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.widgets.fields import fields_of, summary
+from notebook_accelerate.widgets.form_draft import Draft, code_of
 from notebook_accelerate.widgets.forms import Form
 from notebook_accelerate.widgets.training_options import TrainingOptions
 

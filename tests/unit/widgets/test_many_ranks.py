@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.nodes import MANY, SHOWN_RANKS
+from notebook_accelerate.launch.report.node_summary import MANY, SHOWN_RANKS
 from notebook_accelerate.telemetry import (
     ExceptionInfo,
     FrameInfo,
@@ -18,7 +18,7 @@ from notebook_accelerate.telemetry import (
     ResourceEvent,
     StepTimeEvent,
 )
-from notebook_accelerate.telemetry.steptime import PARTS
+from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets.plot import BAND_LABEL, chosen_ranks
 from notebook_accelerate.widgets.rank_table import FOLDED_SECONDS
 from notebook_accelerate.widgets.run_panel import RunPanel

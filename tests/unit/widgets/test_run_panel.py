@@ -24,14 +24,14 @@ from notebook_accelerate.telemetry import (
     ResourceEvent,
     StepTimeEvent,
 )
-from notebook_accelerate.telemetry.steptime import PARTS
+from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_LOG_BYTES, MAX_POINTS, Record
 from notebook_accelerate.widgets import runs_table
-from notebook_accelerate.widgets.resources import ResourceStrip
+from notebook_accelerate.widgets.panel_output import Shown
+from notebook_accelerate.widgets.resource_strip import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
-from notebook_accelerate.widgets.shown import Shown
-from notebook_accelerate.widgets.stopping import KernelNow, hint
+from notebook_accelerate.widgets.stop_button import KernelNow, hint
 from tests.support.holdings import hybrid, zero
 from tests.support.runs import START, Clock, end, feed, make_run
 from tests.support.waiting import until

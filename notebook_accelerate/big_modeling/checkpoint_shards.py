@@ -1,0 +1,121 @@
+"""The files of a checkpoint, whichever way it is given, and the tensors in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.remote_files import weights_on_disk
+from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
+from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource, Source
+from notebook_accelerate.big_modeling.weight_files import read_index, read_torch, safetensors_layout
+from notebook_accelerate.config import constants
+from notebook_accelerate.errors import BrokenCheckpointError
+
+
+@dataclass
+class Shard:
+    """One file and where its tensors are.
+
+    Attributes:
+        path: The file.
+        names: What is taken from it; None: all of it.
+    """
+
+    path: Path
+    names: set[str] | None = None
+
+    def sources(self) -> dict[str, Source]:
+        """Return where the tensors are; a safetensors file is not read for that.
+
+        Raises:
+            CheckpointError: The file is broken, lacks tensors of the index, or holds more than data.
+        """
+        found = self._safetensors() if self.path.suffix == ".safetensors" else self._torch()
+        if self.names is None:
+            return found
+        if missing := sorted(self.names - found.keys()):
+            raise BrokenCheckpointError(f"{self.path} lacks {', '.join(missing[:5])}, which its index says it holds")
+        return {name: source for name, source in found.items() if name in self.names}
+
+    def _safetensors(self) -> dict[str, Source]:
+        layout = safetensors_layout(self.path)
+        return {name: FileSource(self.path, at.offset, at.shape, at.dtype) for name, at in layout.items()}
+
+    def _torch(self) -> dict[str, Source]:
+        state = read_torch(self.path, mmap=True) if _is_zip(self.path) else read_torch(self.path)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {name: MemorySource(value, tensors, name) for name, value in tensors.items()}
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def shards_of(checkpoint: str | os.PathLike[str]) -> list[Shard]:
+    """Find the files of a checkpoint.
+
+    Args:
+        checkpoint: A file of weights, an ``.index.json``, or a folder that holds one of either; or its URL, which is
+            downloaded first (see `weights_on_disk`).
+
+    Raises:
+        ValueError: There are no weights.
+        CheckpointError: The index names files that are missing or outside its folder.
+    """
+    place = path_of(checkpoint)
+    if place.is_dir():
+        place = _in_folder(place)
+    elif not place.is_file():
+        raise ValueError(
+            "`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded "
+            "checkpoint, or a folder containing a sharded checkpoint or the whole state dict, but got "
+            f"{checkpoint}."
+        )
+    path = weights_on_disk(place)
+    if path.suffix != ".json":
+        return [Shard(path)]
+    names: dict[Path, set[str]] = {}
+    for name, file in read_index(path).items():
+        names.setdefault(file, set()).add(name)
+    return [Shard(file, names[file]) for file in sorted(names)]
+
+
+def _in_folder(folder: AnyPath) -> AnyPath:
+    for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME):
+        if (folder / name).is_file():
+            return folder / name
+    indexes = [path for path in folder.iterdir() if path.name.endswith(".index.json")]
+    if len(indexes) == 1:
+        return indexes[0]
+    if indexes:
+        raise ValueError(f"{folder} containing more than one `.index.json` file, delete the irrelevant ones.")
+    raise ValueError(
+        f"{folder} is not a folder containing a `.index.json` file or a pytorch_model.bin or a model.safetensors file"
+    )
+
+
+def names_of(shards: Iterable[Shard]) -> set[str]:
+    """Return the names of all tensors, from indexes and headers where there are some.
+
+    Args:
+        shards: The files.
+    """
+    return {name for shard in shards for name in (shard.sources() if shard.names is None else shard.names)}
+
+
+def tensors_of(sources: dict[str, Source], device_for: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read tensors one after the other, each to its device.
+
+    Args:
+        sources: Where they are.
+        device_for: Returns the device of a name.
+    """
+    for name, source in sources.items():
+        yield name, source.load(torch.device(device_for(name)))

@@ -1,0 +1,363 @@
+"""How many bytes modules take, from shapes and dtypes alone: the model may be on the meta device."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.module_walk import Tree, full_name, tree_of
+from notebook_accelerate.config.enums import CustomDtype
+
+_BYTES_OF_CUSTOM = {"fp8": 1, "int4": 0.5, "int2": 0.25}
+_FACTORS = {
+    "GIB": 2**30,
+    "MIB": 2**20,
+    "KIB": 2**10,
+    "GB": 10**9,
+    "MB": 10**6,
+    "KB": 10**3,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", re.IGNORECASE)
+_WHOLE = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+Sizes = dict[str, Any]
+
+
+def dtype_byte_size(dtype: Any) -> int | float:
+    """Return the bytes that one element of a dtype takes.
+
+    Args:
+        dtype: A torch dtype, or one of `CustomDtype`.
+
+    Returns:
+        Bytes; below 1 for packed dtypes, and 1/8 for bool, as in Accelerate.
+
+    Raises:
+        ValueError: It is no dtype.
+    """
+    if dtype == torch.bool:
+        return 1 / 8
+    if isinstance(dtype, torch.dtype):
+        return dtype.itemsize
+    if isinstance(dtype, CustomDtype):
+        return _BYTES_OF_CUSTOM[dtype.value]
+    return dtype_of(dtype).itemsize
+
+
+def dtype_of(dtype: Any) -> torch.dtype:
+    """Turn "float16", "torch.float16" or a dtype into a dtype.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f'{dtype!r} is not a valid dtype; pass for instance torch.float16 or "float16"')
+    return found
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Turn a size into bytes.
+
+    Args:
+        size: Bytes, or a number with a unit: "10GB" (powers of 1000), "5MiB" (powers of 1024), "8Gb" (bits).
+
+    Raises:
+        ValueError: It is no size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is None:
+        raise ValueError(
+            f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit "
+            "(like '5.0GB')."
+        )
+    count = int(float(match[1]) * _FACTORS[match[2].upper()])
+    return count // 8 if match[2].endswith("b") else count
+
+
+def named_module_tensors(
+    module: torch.nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Go over a module's parameters, then its buffers.
+
+    Args:
+        module: The module.
+        include_buffers: False leaves buffers out.
+        recurse: Include submodules.
+        remove_non_persistent: Leave out buffers that are not in the state dict.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        skip = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else ()
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in skip)
+
+
+def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of buffers that are not in the state dict.
+
+    Args:
+        module: The module.
+        recurse: Include submodules.
+        fqns: Return dotted names, where `recurse` is True.
+    """
+    if not recurse:
+        return set(module._non_persistent_buffers_set)
+    found = set()
+    for name, part in module.named_modules():
+        found |= {full_name(name, buffer) if fqns else buffer for buffer in part._non_persistent_buffers_set}
+    return found
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return what tells a tensor's memory from any other's: device, address and bytes of its storage.
+
+    Args:
+        tensor: The tensor.
+    """
+    if tensor.device.type == "meta":  # no memory, so no address: the object itself
+        return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def is_peft_model(model: Any) -> bool:
+    """Tell whether a model is one of peft's (without importing peft).
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    model = getattr(model, "module", model)
+    return any(kind.__name__ == "PeftModel" and kind.__module__.startswith("peft") for kind in type(model).__mro__)
+
+
+class _PerElement(dict[torch.dtype, Any]):
+    """Bytes of one element by dtype, where floating tensors become one of a limit at most."""
+
+    def __init__(self, dtype: Any) -> None:
+        super().__init__()
+        self._limit = None if dtype is None else dtype_byte_size(_given(dtype))
+
+    def __missing__(self, kind: torch.dtype) -> Any:
+        size = dtype_byte_size(kind)
+        self[kind] = size if self._limit is None or kind in _WHOLE else min(size, self._limit)
+        return self[kind]
+
+
+def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
+    """Return a function (name, tensor) -> bytes."""
+    per_element = _PerElement(dtype)
+    exact = {name: dtype_byte_size(_given(value)) for name, value in (special or {}).items()}
+
+    def size(name: str, tensor: torch.Tensor) -> int | float:
+        return tensor.numel() * (exact[name] if name in exact else per_element[tensor.dtype])
+
+    return size
+
+
+def _given(dtype: Any) -> Any:
+    return dtype_of(dtype) if isinstance(dtype, str) and not isinstance(dtype, CustomDtype) else dtype
+
+
+@dataclass
+class Totals:
+    """Bytes of the modules of a walk.
+
+    Attributes:
+        all: Bytes of each module; None where it has no tensors.
+        buffers: Bytes of its buffers alone.
+        tied: Names of parameters with several names, in the order of the walk, group by group.
+        measure: Returns the bytes of a named tensor.
+    """
+
+    all: list[Any]
+    buffers: list[Any]
+    tied: list[list[str]]
+    measure: Callable[[str, torch.Tensor], Any]
+
+
+def totals_of(tree: Tree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Totals:
+    """Measure all modules of a walk in one pass, and find the parameters with several names."""
+    measure, per_element = _measure(dtype, special_dtypes), _PerElement(dtype)
+    every: list[Any] = [0] * len(tree.names)
+    buffers: list[Any] = [0] * len(tree.names)
+    seen: dict[int, int] = {}
+    count, tied = 0, False
+    for index, module in enumerate(tree.modules):
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            count += 1
+            if seen.setdefault(id(parameter), count) != count:
+                tied = True
+            elif special_dtypes:
+                every[index] += measure(full_name(tree.names[index], key), parameter)
+            else:
+                every[index] += parameter.numel() * per_element[parameter.dtype]
+        if module._buffers:
+            for key, buffer in module._buffers.items():
+                count += 1
+                if buffer is not None and seen.setdefault(id(buffer), count) == count:
+                    buffers[index] += measure(full_name(tree.names[index], key), buffer)
+    with_buffers = any(buffers)
+    for sums in (every, buffers) if with_buffers else (every,):
+        for index in range(len(sums) - 1, 0, -1):  # children come after their parents
+            sums[tree.parents[index]] += sums[index]
+    if with_buffers:
+        every = [size + buffer for size, buffer in zip(every, buffers, strict=True)]
+    return Totals(every, buffers, tied_in(tree) if tied else [], measure)
+
+
+def tied_in(tree: Tree) -> list[list[str]]:
+    """Find the parameters of a walk that have several names.
+
+    Returns:
+        Their names, in the order of the walk, group by group.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, module in zip(tree.names, tree.modules, strict=True):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names[id(parameter)].append(f"{name}.{key}" if name else key)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def sizes_of(
+    tree: Tree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None, buffers_only: bool = False
+) -> Sizes:
+    """Measure all modules and tensors of a walk; see `compute_module_sizes`."""
+    measure = _measure(dtype, special_dtypes)
+    totals: list[Any] = [None] * len(tree.names)
+    tensors: Sizes = {}
+    seen: set[int] = set()
+    kinds = ("_buffers",) if buffers_only else ("_parameters", "_buffers")
+    for index, (name, module) in enumerate(zip(tree.names, tree.modules, strict=True)):
+        for kind in kinds:
+            held = module.__dict__[kind]
+            if not held:
+                continue
+            for key, tensor in held.items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                path = f"{name}.{key}" if name else key
+                tensors[path] = size = measure(path, tensor)
+                totals[index] = size + (totals[index] or 0)
+    for index in range(len(totals) - 1, 0, -1):  # children come after their parents
+        if totals[index] is not None:
+            parent = tree.parents[index]
+            totals[parent] = totals[index] + (totals[parent] or 0)
+    sizes: Sizes = defaultdict(int)
+    sizes.update((name, total) for name, total in zip(tree.names, totals, strict=True) if total is not None)
+    sizes.update(tensors)
+    return sizes
+
+
+def compute_module_sizes(
+    model: torch.nn.Module,
+    dtype: Any = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    buffers_only: bool = False,
+) -> Sizes:
+    """Compute the bytes of every module and tensor of a model; a tied tensor counts once, at its first name.
+
+    Args:
+        model: The model, on any device.
+        dtype: What floating tensors will be converted to; larger ones count as this.
+        special_dtypes: Dtypes of tensors by name; they go before `dtype`.
+        buffers_only: Count buffers alone.
+
+    Returns:
+        Bytes by dotted name; the whole model's name is "".
+    """
+    return sizes_of(tree_of(model), dtype, special_dtypes, buffers_only)
+
+
+def compute_module_total_buffer_size(
+    model: torch.nn.Module, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None
+) -> Any:
+    """Compute the bytes of all buffers of a model; the arguments are those of `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
+    """List the names that have nothing inside them.
+
+    Args:
+        module_sizes: What `compute_module_sizes` gives, or any mapping by dotted name.
+    """
+    parents = {name.rpartition(".")[0] for name in module_sizes if "." in name}
+    outer = {prefix for parent in parents for prefix in _above(parent)}
+    return [name for name in module_sizes if name and name not in outer]
+
+
+def _above(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, Any], no_split_module_classes: Any
+) -> tuple[Any, list[str]]:
+    """Find the largest layer: a module without children, or of a class that is not split.
+
+    Args:
+        modules: Named modules (parameters too) to look in.
+        module_sizes: Bytes by name.
+        no_split_module_classes: Class names.
+
+    Returns:
+        Its bytes, and the names of all layers of that size.
+    """
+    largest: Any = 0
+    names: list[str] = []
+    stack = list(reversed(modules))
+    while stack:
+        name, module = stack.pop()
+        children = [] if isinstance(module, torch.Tensor) else list(module.named_children())
+        if children and type(module).__name__ not in as_names(no_split_module_classes):
+            stack += [(full_name(name, key), child) for key, child in reversed(children)]
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def as_names(classes: Any) -> Sequence[str]:
+    """Return class names as a sequence: None and one name alone are allowed where names are asked for."""
+    if classes is None:
+        return ()
+    return (classes,) if isinstance(classes, str) else tuple(classes)
+
+
+def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, list[str]]]:
+    """Compute a model's bytes and its largest layer.
+
+    Args:
+        model: The model; its `_no_split_modules` (transformers) are not split.
+
+    Returns:
+        Bytes of the model; bytes and names of the largest layers.
+    """
+    sizes = compute_module_sizes(model)
+    classes = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(list(model.named_children()), sizes, classes)
+
+
+def readable(size: float) -> str:
+    """Write a number of bytes for people: 1536 → "1.5 KB" (powers of 1000, as in device maps' "10GB")."""
+    if size < 1000:
+        return f"{size:.0f} B"
+    power = min(int(math.log10(size) // 3), 4)
+    return f"{size / 1000**power:.3g} {'KMGT'[power - 1]}B"

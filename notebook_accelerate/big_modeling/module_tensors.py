@@ -1,0 +1,209 @@
+"""Single tensors of modules: replaced, moved, looked at where they are offloaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from notebook_accelerate.big_modeling.empty_init import like
+from notebook_accelerate.big_modeling.module_sizes import dtype_of, named_module_tensors
+from notebook_accelerate.big_modeling.module_walk import submodule
+
+TiedParams = dict[int, dict[torch.device, torch.Tensor]]
+_WHOLE = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def set_module_tensor_to_device(
+    module: torch.nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: torch.Tensor | None = None,
+    dtype: Any = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedParams | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,  # noqa: ARG001
+) -> None:
+    """Put one tensor of a module on a device, with a new value where one is given.
+
+    Args:
+        module: The module.
+        tensor_name: Dotted name of a parameter or buffer.
+        device: Where to.
+        value: New data, of the same shape; needed where the tensor is on the meta device.
+        dtype: Dtype of the new data; None keeps the tensor's. Whole numbers keep theirs.
+        fp16_statistics: Scales of an 8-bit weight (bitsandbytes).
+        tied_params_map: Copies that exist already, by address of the original and device: they are shared.
+        non_blocking: Do not wait for the copy.
+        clear_cache: Taken for compatibility: nothing here needs the caches emptied.
+
+    Raises:
+        ValueError: There is no such tensor, no value, or one of another shape.
+    """
+    module, name = submodule(module, tensor_name)
+    held: Any = module._parameters if name in module._parameters else module._buffers
+    if name not in held:
+        raise ValueError(f"{module} does not have a parameter or a buffer named {name}.")
+    old: Any = held[name]
+    if value is None and old is None:
+        return
+    _check(name, old, value, device)
+    if value is not None and old is not None:
+        value = _converted(value, old.dtype if dtype is None else dtype_of(dtype))
+    source = old if value is None else value
+    placed = _placed(source.detach(), torch.device(device), tied_params_map, non_blocking)
+    if held is module._buffers or old is None:
+        held[name] = placed
+        return
+    if value is None and placed.device == old.device and placed.data_ptr() == old.data_ptr():
+        return
+    made = like(old, placed)
+    if fp16_statistics is not None:
+        made.SCB = fp16_statistics.to(device)
+    if tied_params_map is not None and source.data_ptr() in tied_params_map:
+        made = _shared(made, source.data_ptr(), tied_params_map)
+    held[name] = made
+
+
+def _check(name: str, old: torch.Tensor | None, value: torch.Tensor | None, device: Any) -> None:
+    if old is None:
+        return
+    if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
+        raise ValueError(f"{name} is on the meta device, we need a `value` to put in on {device}.")
+    packed = type(old).__name__ in ("Params4bit", "Int8Params")
+    if value is not None and value.shape != old.shape and not packed:
+        raise ValueError(
+            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks '
+            "incorrect."
+        )
+
+
+def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value if value.dtype in _WHOLE and dtype not in _WHOLE else value.to(dtype)
+
+
+def _placed(source: torch.Tensor, device: torch.device, tied: TiedParams | None, non_blocking: bool) -> torch.Tensor:
+    copies = (tied or {}).get(source.data_ptr()) if source.device.type != "meta" else None
+    if copies and device in copies:
+        return copies[device].detach()
+    return source.to(device, non_blocking=non_blocking)
+
+
+def _shared(made: torch.Tensor, address: int, tied: TiedParams) -> torch.Tensor:
+    """Return the copy of a tied parameter that a device has already; this one becomes it otherwise."""
+    return tied[address].setdefault(made.device, made)
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Tell whether two devices are one; "cuda" is the current CUDA device.
+
+    Args:
+        first_device: A device.
+        second_device: Another.
+    """
+    if first_device.type != second_device.type:
+        return False
+    if first_device.type in ("cpu", "meta"):
+        return True
+    return (first_device.index or 0) == (second_device.index or 0)
+
+
+def has_offloaded_params(module: torch.nn.Module) -> bool:
+    """Tell whether a module's own weights are brought to it for each forward.
+
+    Args:
+        module: The module.
+    """
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
+@contextlib.contextmanager
+def align_module_device(module: torch.nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
+    """Put a module's own parameters on a device while inside; offloaded ones are brought in.
+
+    Args:
+        module: The module; its submodules are not touched.
+        execution_device: Where to; None: where its hook computes, or where they are.
+    """
+    if has_offloaded_params(module):
+        with _offloaded_here(module, execution_device):
+            yield
+    elif execution_device is not None:
+        devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        try:
+            for name in devices:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, device in devices.items():
+                set_module_tensor_to_device(module, name, device)
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _offloaded_here(module: Any, device: torch.device | None) -> Iterator[None]:
+    hook = module._hf_hook
+    usual = hook.execution_device
+    if device is not None:
+        hook.execution_device = device
+    try:
+        hook.pre_forward(module)
+        yield
+    finally:
+        hook.post_forward(module, None)
+        hook.execution_device = usual
+
+
+def get_state_dict_from_offload(
+    module: torch.nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Any = "cpu",
+) -> dict[str, Any]:
+    """Fill in a module's own offloaded tensors.
+
+    Args:
+        module: The module.
+        module_name: Dotted name of its tensor that a state dict holds as "" or on the meta device.
+        state_dict: Where they go.
+        device_to_put_offload: The device they go to.
+
+    Returns:
+        `state_dict`.
+    """
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, torch.device(device_to_put_offload)):
+        for key, tensor in module.state_dict().items():
+            name = f"{root}.{key}" if root else key
+            if name in state_dict:
+                state_dict[name] = tensor.detach().clone()  # what was brought in goes away again
+    return state_dict
+
+
+def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a dispatched model with its offloaded tensors, all of them copied to the CPU.
+
+    Args:
+        model: The model.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        with align_module_device(module, torch.device("cpu") if has_offloaded_params(module) else None):
+            persistent = dict(named_module_tensors(module, remove_non_persistent=True))
+            found.update({prefix + key: tensor.detach().cpu() for key, tensor in persistent.items()})
+    order: Mapping[str, Any] = model.state_dict()
+    names = {name: found[name] for name in order if name in found}
+    missing = [name for name, tensor in names.items() if tensor.device.type == "meta"]
+    if missing:
+        raise ValueError(f"These weights are on the meta device and no hook brings them: {', '.join(missing[:5])}")
+    return names
+
+
+def name_of_scales(name: str) -> str:
+    """Return the name of the scales of the 8-bit weight called ``name``; other tensors have none beside them."""
+    return f"{name.removesuffix('weight')}SCB" if name.endswith("weight") else name

@@ -1,0 +1,199 @@
+"""Weights in files: Accelerate's offload folders (one ``.dat`` per tensor and ``index.json``), and safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from notebook_accelerate.big_modeling.weight_files import inside, open_safetensors
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+
+INDEX_NAME = "index.json"
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write one tensor to its file.
+
+    Args:
+        weight: The tensor.
+        weight_name: Its name: the file is ``{weight_name}.dat``.
+        offload_folder: The folder.
+        index: Where its dtype and shape are noted; None: a new one.
+
+    Returns:
+        The index; `save_offload_index` writes it.
+
+    Raises:
+        CheckpointError: The file could not be written, for instance for want of space.
+    """
+    index = {} if index is None else index
+    dtype = str(weight.dtype).removeprefix("torch.")
+    flat = weight.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) if weight.numel() else None
+    path = Path(offload_folder) / f"{weight_name}.dat"
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            if flat is not None:
+                file.write(flat.numpy().data)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{weight_name} ({weight.nbytes:,} bytes) could not be offloaded to {offload_folder}: {error.strerror}. "
+            "What was written before is not used; choose an offload folder that exists and has room."
+        ) from error
+    index[weight_name] = {"dtype": dtype, "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Map a tensor's file into memory: it is read when it is used.
+
+    Args:
+        weight_file: The ``.dat`` file.
+        weight_info: Its "dtype" and "shape".
+
+    Raises:
+        BrokenCheckpointError: The file is not there, or of another size.
+    """
+    shape = tuple(weight_info["shape"])
+    dtype: torch.dtype = getattr(torch, weight_info["dtype"])
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    path = Path(weight_file)
+    found = path.stat().st_size if path.is_file() else None
+    if found != size:
+        problem = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        raise BrokenCheckpointError(f"{path} {problem}: offload the model again.")
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    # Copy on write: what is changed in memory must not change the file.
+    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c")).view(dtype).reshape(shape)
+
+
+def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
+    """Add tensors to the index of a folder.
+
+    Args:
+        index: Dtype and shape by name; an empty one writes nothing.
+        offload_folder: The folder.
+    """
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX_NAME
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
+    partial.replace(path)
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write named tensors to a folder, one file each, and the index.
+
+    Args:
+        save_dir: The folder; made where it does not exist.
+        state_dict: The tensors.
+
+    Raises:
+        CheckpointError: A file could not be written.
+    """
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        index = offload_weight(tensor, name, save_dir, index=index)
+    save_offload_index(index, save_dir)
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """A mapping seen from inside a module: names without its prefix.
+
+    Args:
+        dataset: The mapping.
+        prefix: The module's name and a dot.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key in self.dataset if key.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Named tensors in memory, in an offload folder and in safetensors files, as one mapping.
+
+    Args:
+        state_dict: Tensors in memory.
+        save_folder: An offload folder with its ``index.json``.
+        index: An index in place of the folder's: an entry with "safetensors_file" names a tensor of such a file.
+        device: Where tensors of safetensors files go; None: the CPU.
+
+    Raises:
+        ValueError: None of the first three is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
+        self.state_dict: Any = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = json.loads((Path(save_folder) / INDEX_NAME).read_text(encoding="utf-8"))
+        self.index: Mapping[str, Any] = {} if index is None else index
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self.device = device
+        self.prefetchers: dict[torch.device, Any] = {}
+        """Who reads the weights ahead, by device."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            tensor: torch.Tensor = self.state_dict[key]
+            return tensor
+        info = self.index[key]
+        if info.get("safetensors_file") is not None:
+            with open_safetensors(info["safetensors_file"], self.device or "cpu") as file:
+                tensor = file.get_tensor(info.get("weight_name", key))
+            return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
+        return load_offloaded_weight(inside(Path(self.save_folder or "."), f"{key}.dat"), info)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that belong to some modules.
+
+    Args:
+        state_dict: Named tensors.
+        submodule_names: Names of modules or tensors.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for outer in submodule_names:
+        inside_it = f"{outer}." if outer else ""
+        found.update({name: value for name, value in state_dict.items() if name == outer or name.startswith(inside_it)})
+    return found

@@ -1,0 +1,496 @@
+"""DeepSpeed: its plugin, and the stand-ins for an optimizer and scheduler that its own configuration describes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.deepspeed_config import AUTO, DerivedConfig, HfDeepSpeedConfig
+from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
+
+if TYPE_CHECKING:
+    import torch
+
+_ZERO = "zero_optimization"
+_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": f"{_ZERO}.stage",
+    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{_ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+}
+"""The plugin's fields by their places in a DeepSpeed configuration."""
+_DEVICES = ("none", "cpu", "nvme")
+_HALVES = {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": True}}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Settings of DeepSpeed; what is None is read from ACCELERATE_DEEPSPEED_* variables.
+
+    Attributes:
+        deepspeed_config: The configuration that DeepSpeed gets, a dict; "auto" values are filled when a model is
+            prepared.
+
+    Raises:
+        ValueError: A value is not allowed, or fields and configuration contradict each other.
+    """
+
+    hf_ds_config: Any = None
+    """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig`` (ACCELERATE_DEEPSPEED_CONFIG_FILE).
+
+    Default: one that follows from the other fields.
+    """
+    gradient_accumulation_steps: int | None = None
+    """Batches per optimizer step (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); default: as the ``Accelerator`` says."""
+    gradient_clipping: float | None = None
+    """Largest norm of gradients (ACCELERATE_GRADIENT_CLIPPING); default: as ``clip_grad_norm_`` is called."""
+    zero_stage: int | None = None
+    """0, 1, 2 or 3 (ACCELERATE_DEEPSPEED_ZERO_STAGE); default: 2."""
+    is_train_batch_min: bool = True
+    """Whether the smaller of several loaders' batch sizes counts."""
+    offload_optimizer_device: str | None = None
+    """none, cpu or nvme (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE); default: none."""
+    offload_param_device: str | None = None
+    """none, cpu or nvme, with stage 3 (ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE); default: none."""
+    offload_optimizer_nvme_path: str | None = None
+    """Folder on a disk (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH)."""
+    offload_param_nvme_path: str | None = None
+    """Folder on a disk (ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH)."""
+    zero3_init_flag: bool | None = None
+    """Whether transformers splits models while it makes them (ACCELERATE_DEEPSPEED_ZERO3_INIT); default: with stage 3.
+
+    """
+    zero3_save_16bit_model: bool | None = None
+    """Whether stage 3 gathers whole weights to save them (ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL); default: True.
+
+    In a configuration of your own: as that says, and DeepSpeed's default is False.
+    """
+    transformer_moe_cls_names: str | None = None
+    """Classes of expert layers, separated by commas, that stage 3 gathers as one.
+
+    (ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES)
+    """
+    enable_msamp: bool | None = None
+    """Whether MS-AMP keeps optimizer states in 8 bits (ACCELERATE_FP8_BACKEND=MSAMP); default: False."""
+    msamp_opt_level: Literal["O1", "O2"] | None = None
+    """How far MS-AMP goes (ACCELERATE_FP8_OPT_LEVEL); default: O1."""
+
+    def __post_init__(self) -> None:
+        self._selected = False
+        self.dschf: Any = None
+        given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
+        self._read_environment()
+        if self.hf_ds_config is None:
+            self._check_fields()
+            self.hf_ds_config = DerivedConfig(self._config_of_fields())
+        else:
+            if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+                self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+            self._take_config(given)
+        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self._finish()
+
+    # -- fields and configuration -------------------------------------------------------------------------------------
+
+    def _read_environment(self) -> None:
+        if self.hf_ds_config is None:
+            path = environ.text("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+            self.hf_ds_config = None if path == "none" else path
+        if self.hf_ds_config is None:  # a configuration says these itself
+            if self.gradient_accumulation_steps is None:
+                self.gradient_accumulation_steps = _number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int)
+            if self.gradient_clipping is None:
+                self.gradient_clipping = _number("ACCELERATE_GRADIENT_CLIPPING", float)
+            if self.zero_stage is None:
+                self.zero_stage = environ.integer("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+            for name, default in _OFFLOADING.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, environ.text(f"ACCELERATE_DEEPSPEED_{name.upper()}", default))
+            if self.zero3_save_16bit_model is None:
+                self.zero3_save_16bit_model = environ.flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", default=True)
+        if self.enable_msamp is None:
+            self.enable_msamp = environ.text("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP"  # type: ignore[union-attr]
+        if self.msamp_opt_level is None:
+            self.msamp_opt_level = environ.text("ACCELERATE_FP8_OPT_LEVEL", "O1")  # type: ignore[assignment]
+
+    def _check_fields(self) -> None:
+        if self.zero_stage not in {0, 1, 2, 3}:
+            raise ValueError(f"zero_stage={self.zero_stage!r} is not allowed; allowed: 0, 1, 2, 3")
+        for what, least in (("optimizer", 1), ("param", 3)):
+            device = getattr(self, f"offload_{what}_device")
+            if device not in _DEVICES:
+                raise ValueError(f"offload_{what}_device={device!r} is not allowed; allowed: {', '.join(_DEVICES)}")
+            if device != "none" and self.zero_stage < least:
+                raise ValueError(
+                    f"offload_{what}_device={device!r} needs zero_stage={least}{'' if least == 3 else ' or more'}, and "
+                    f"zero_stage={self.zero_stage}"
+                )
+            if device == "nvme" and getattr(self, f"offload_{what}_nvme_path") is None:
+                raise ValueError(f"offload_{what}_device='nvme' needs a folder: pass offload_{what}_nvme_path")
+
+    def _config_of_fields(self) -> dict[str, Any]:
+        """Return the configuration that the fields describe."""
+        zero: dict[str, Any] = {"stage": self.zero_stage}
+        for what in ("optimizer", "param"):
+            offload = {"device": getattr(self, f"offload_{what}_device")}
+            if offload["device"] == "nvme":
+                offload["nvme_path"] = getattr(self, f"offload_{what}_nvme_path")
+            zero[f"offload_{what}"] = offload
+        zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
+        return {
+            "train_batch_size": AUTO,
+            "train_micro_batch_size_per_gpu": AUTO,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps or AUTO,
+            "gradient_clipping": AUTO if self.gradient_clipping is None else self.gradient_clipping,
+            _ZERO: zero,
+        }
+
+    def _take_config(self, given: dict[str, Any]) -> None:
+        """Fill a configuration's "auto" values from the fields, and the fields from its other values."""
+        if _ZERO not in self.hf_ds_config.config:
+            raise ValueError(
+                'the DeepSpeed configuration has no "zero_optimization"; add one, as in '
+                '{"zero_optimization": {"stage": 2}, ...} (stage 0: nothing is sharded)'
+            )
+        self.deepspeed_config = self.hf_ds_config.config
+        mismatches: list[str] = []
+        for name, value in given.items():
+            node, key = self.hf_ds_config.find_config_node(_KEYS[name])
+            if node is None or key not in node:
+                self._put(_KEYS[name], value)
+            else:
+                self.fill_match(_KEYS[name], mismatches, True, **{_KEYS[name]: value})
+        if mismatches:
+            raise ValueError(_mismatch_text(mismatches, "fields of the DeepSpeedPlugin"))
+        for name, key in _KEYS.items():
+            value = self.get_value(key)
+            if value is not None and value != AUTO:
+                setattr(self, name, value)
+        self.zero_stage = self.get_value(f"{_ZERO}.stage", 0)
+        self.offload_optimizer_device = self.offload_optimizer_device or "none"
+        self.offload_param_device = self.offload_param_device or "none"
+
+    def _put(self, ds_key_long: str, value: Any) -> None:
+        node = self.hf_ds_config.config
+        *path, key = ds_key_long.split(".")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[key] = value
+
+    def _finish(self) -> None:
+        self.hf_ds_config.set_stage_and_offload()
+        zero3 = self.hf_ds_config.is_zero3()
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = zero3 and environ.flag("ACCELERATE_DEEPSPEED_ZERO3_INIT", default=True)
+        if self.zero3_init_flag and not zero3:
+            warnings.warn(
+                f"zero3_init_flag=True has an effect with ZeRO stage 3 only, and the stage is {self.zero_stage}: "
+                "it is set to False",
+                stacklevel=4,
+            )
+            self.zero3_init_flag = False
+        if self.enable_msamp:
+            if self.msamp_opt_level not in {"O1", "O2"}:
+                raise ValueError(f"msamp_opt_level={self.msamp_opt_level!r} is not allowed; allowed: O1, O2")
+            if zero3:
+                raise ValueError("MS-AMP does not work with ZeRO stage 3; pass zero_stage=2, or enable_msamp=False")
+            self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return a value of the configuration.
+
+        Args:
+            ds_key_long: The dotted key, such as ``zero_optimization.stage``.
+            default: What is returned where there is none.
+        """
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Tell whether a value of the configuration is still to be filled.
+
+        Args:
+            ds_key_long: The dotted key.
+        """
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill one "auto" value, or compare another one with what is known.
+
+        Args:
+            ds_key_long: The dotted key.
+            mismatches: Takes a line for a value that differs, or that nothing here tells; None: raise at once.
+            must_match: Whether values are compared.
+            kwargs: What is known, by dotted key.
+
+        Raises:
+            ValueError: A value differs, or is "auto" and nothing tells it.
+        """
+        found: list[str] = []
+        node, key = self.hf_ds_config.find_config_node(ds_key_long)
+        value = None if node is None else node.get(key)
+        if value == AUTO:
+            if ds_key_long in kwargs:
+                node[key] = kwargs[ds_key_long]
+            else:
+                found.append(f"- {ds_key_long} is 'auto', and nothing here tells its value: write it, or leave it out")
+        elif must_match and value is not None and ds_key_long in kwargs and value != kwargs[ds_key_long]:
+            found.append(f"- {ds_key_long} is {value!r} in the configuration, and {kwargs[ds_key_long]!r} here")
+        if mismatches is not None:
+            mismatches.extend(found)
+        elif found:
+            raise ValueError(_mismatch_text(found, "what is known here"))
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill all "auto" values of the configuration, and compare the others with what is known.
+
+        Args:
+            prefix: Dotted key of `config`, with a dot at its end.
+            mismatches: Takes a line for each value that differs; None: they are raised together.
+            config: A section of the configuration; None: all of it.
+            must_match: Whether values that are not "auto" are compared.
+            kwargs: What is known, by dotted key.
+
+        Raises:
+            ValueError: Values differ, or are "auto" and nothing tells them; the message lists them all.
+        """
+        found: list[str] = [] if mismatches is None else mismatches
+        for key, value in list((self.deepspeed_config if config is None else config).items()):
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + key, found, must_match, **kwargs)
+        if mismatches is None:
+            self.hf_ds_config.set_stage_and_offload()
+            if found:
+                raise ValueError(_mismatch_text(found, "what is known here"))
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write a precision into the configuration.
+
+        Args:
+            mixed_precision: no, fp16, bf16 or fp8 (which trains in bf16 around its layers).
+
+        Raises:
+            ValueError: The configuration has another one.
+        """
+        wanted = {"fp8": "bf16"}.get(str(mixed_precision), str(mixed_precision))
+        for name, section in _HALVES.items():
+            other = "bf16" if name == "fp16" else "fp16"
+            enabled = self.get_value(f"{other}.enabled")
+            if wanted == name and enabled in {True, "true"}:
+                raise ValueError(
+                    f"mixed_precision={str(mixed_precision)!r}, and the DeepSpeed configuration has {other} enabled; "
+                    f'write {{"{other}": {{"enabled": "auto"}}}} there, or pass mixed_precision={other!r}'
+                )
+            if wanted == name and name not in self.deepspeed_config:
+                self.deepspeed_config[name] = dict(section)
+            self.deepspeed_config.setdefault(name, {"enabled": False})
+            known: dict[str, Any] = {f"{name}.enabled": wanted == name}
+            self.fill_match(f"{name}.enabled", must_match=False, **known)
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that the configuration has enabled: fp16 or bf16; None where it leaves that open."""
+        return next((name for name in _HALVES if self.get_value(f"{name}.enabled") in {True, "true"}), None)
+
+    # -- transformers -------------------------------------------------------------------------------------------------
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Tell whether transformers splits models while it makes them."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Switch the splitting of new models on or off inside a block.
+
+        Args:
+            enable: Whether it is on.
+
+        Yields:
+            Nothing.
+        """
+        before = self.zero3_init_flag
+        self._init_by_transformers(enable)
+        try:
+            yield
+        finally:
+            self._init_by_transformers(bool(before))
+
+    def _init_by_transformers(self, enable: bool) -> None:
+        if self.zero3_init_flag != enable:
+            self.zero3_init_flag = enable
+            self.set_deepspeed_weakref()
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell transformers, where it is installed, by which configuration it splits models while it makes them.
+
+        transformers keeps a weak reference: it forgets the configuration with this plugin.
+        """
+        self.dschf = None
+        if not (self.zero3_init_flag and self.hf_ds_config.is_zero3()):
+            # What is not imported yet has no configuration to forget.
+            integration = sys.modules.get("transformers.integrations.deepspeed")
+            if integration is not None and self._selected:
+                integration.unset_hf_deepspeed_config()
+            return
+        if importlib.util.find_spec("transformers") is None:
+            return
+        integration = importlib.import_module("transformers.integrations.deepspeed")
+        config = copy.deepcopy(self.deepspeed_config)
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            if config.get(key, AUTO) == AUTO:
+                config[key] = 1  # splitting does not depend on it, and DeepSpeed wants a number
+        if config.get("train_batch_size") == AUTO:
+            del config["train_batch_size"]
+        self.dschf = HfDeepSpeedConfig(_without_autos(config))
+        integration.set_hf_deepspeed_config(self.dschf)
+
+    def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
+        """Have ZeRO stage 3 gather each layer of experts as a whole; ranks would wait for different experts otherwise.
+
+        Args:
+            model: The model.
+
+        Raises:
+            ValueError: The model has no layer of a class in `transformer_moe_cls_names`.
+        """
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = environ.text("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+        if self.transformer_moe_cls_names is None:
+            return
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        classes = {name: get_module_class_from_name(model, name) for name in names}
+        if missing := [name for name, found in classes.items() if found is None]:
+            raise ValueError(
+                f"transformer_moe_cls_names has {', '.join(missing)}, and {type(model).__name__} has no such layer; it "
+                f"has {', '.join(sorted({type(module).__name__ for module in model.modules()}))}"
+            )
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, list(classes.values()))
+
+    # -- one of several -----------------------------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the plugin in use, where an `Accelerator` has several."""
+        return self._selected
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this the plugin in use; `AcceleratorState().select_deepspeed_plugin(name)` calls it.
+
+        Args:
+            _from_accelerator_state: Whether that is the caller; nobody else can unselect the others.
+
+        Raises:
+            ValueError: It is not.
+        """
+        if not _from_accelerator_state:
+            raise ValueError(
+                "a DeepSpeedPlugin is selected by its name: AcceleratorState().select_deepspeed_plugin(name)"
+            )
+        self._selected = True
+        self.set_deepspeed_weakref()
+
+    def _unselect(self) -> None:
+        self._selected = False
+        self.dschf = None
+
+
+_OFFLOADING: dict[str, str | None] = {
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "offload_optimizer_nvme_path": None,
+    "offload_param_nvme_path": None,
+}
+
+
+def _number(variable: str, kind: Callable[[str], Any]) -> Any:
+    """Read a variable that holds a number, or "auto"."""
+    text = environ.text(variable, AUTO)
+    if text == AUTO:
+        return None
+    try:
+        return kind(str(text))
+    except ValueError:
+        raise ValueError(f"environment variable {variable}={text!r} is no number, and not auto") from None
+
+
+def _mismatch_text(mismatches: list[str], other: str) -> str:
+    lines = "\n".join(mismatches)
+    return (
+        f"the DeepSpeed configuration does not agree with {other}:\n{lines}\n"
+        "Correct these values; 'auto' takes what the training says."
+    )
+
+
+def _without_autos(config: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if value != AUTO}
+    return {key: _without_autos(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+class DummyOptim:
+    """Holds parameters where a DeepSpeed configuration describes the optimizer.
+
+    Args:
+        params: Parameters, or dicts that define groups of them.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        **kwargs: Anything else.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Holds an optimizer where a DeepSpeed configuration describes the scheduler.
+
+    Args:
+        optimizer: The optimizer.
+        total_num_steps: How many steps there will be.
+        warmup_num_steps: How many of them warm up.
+        lr_scheduler_callable: Makes the scheduler of an optimizer.
+        **kwargs: Anything else.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]

@@ -1,0 +1,91 @@
+"""The loader of a rank that reads its own share of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
+from notebook_accelerate.data_loader.prepared_loader import PreparedDataLoader
+from notebook_accelerate.data_loader.rng_sync import synchronize_rng_states
+from notebook_accelerate.data_loader.samplers import BatchSamplerShard, SkipBatchSampler, index_source
+from notebook_accelerate.state import GradientState
+from notebook_accelerate.telemetry import step_time
+
+
+class DataLoaderShard(PreparedDataLoader):
+    """A loader that puts batches on a device and knows one batch ahead that it ends.
+
+    Args:
+        dataset: The dataset to load from.
+        device: Where batches go; None leaves them where they are.
+        rng_types: Random number generators to synchronise over the ranks at the start of every pass.
+        synchronized_generator: The generator that ``"generator"`` in `rng_types` means.
+        skip_batches: Batches to leave out at the start.
+        use_stateful_dataloader: Build on torchdata's StatefulDataLoader.
+        _drop_last: The last incomplete round is dropped, so there is no padding to count.
+        _non_blocking: Copy to the device without waiting.
+        torch_device_mesh: Accepted for the interface; the share is decided by `prepare_data_loader`.
+        iteration: Epoch of the first pass.
+        **kwargs: What torch's DataLoader takes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.iteration = iteration
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return step_time.waiting(self._in_turn()) if step_time.running() else self._in_turn()
+
+    def _open(self) -> Iterator[Any]:
+        """Start a pass, after the ranks have agreed on the random numbers."""
+        if self.rng_types:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        return super()._open()
+
+    def _note_last(self) -> None:
+        """Say that the batch handed out next is the last one, and how much of its round is real."""
+        super()._note_last()
+        shard = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batch_shard()
+        # A shard that is iterated in this process has met the end; one in a worker process cannot tell.
+        if isinstance(shard, IterableDatasetShard | BatchSamplerShard) and shard.last_round is not None:
+            self.remainder = -1 if self._drop_last else shard.last_round
+
+    def _batch_shard(self) -> Any:
+        """Find the batch sampler that divides the data, below those that skip."""
+        batch_sampler: Any = index_source(self)
+        while isinstance(batch_sampler, SkipBatchSampler):
+            batch_sampler = batch_sampler.batch_sampler
+        return batch_sampler
+
+    @property
+    def total_batch_size(self) -> int:
+        """Number of samples that all ranks together read at a time."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.window
+        shard = self._batch_shard()
+        if not isinstance(shard, BatchSamplerShard):
+            return int(getattr(shard, "batch_size", 1))
+        return int(shard.batch_size) * (1 if shard.split_batches else shard.num_processes)

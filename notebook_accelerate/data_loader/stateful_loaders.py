@@ -1,0 +1,253 @@
+"""Prepared loaders on torchdata's StatefulDataLoader: a position that can be saved within an epoch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, SequentialSampler
+
+from notebook_accelerate.data_loader.prepared_loader import NOTHING, DataLoaderAdapter, PreparedDataLoader
+from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source
+from notebook_accelerate.data_loader.stream_skipping import iterate_from
+
+_OWN = "_notebook_accelerate"
+
+
+@functools.cache
+def stateful_class(cls: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
+    """Put a loader class on top of torchdata's StatefulDataLoader.
+
+    Args:
+        cls: A class of this package that builds on torch's DataLoader.
+
+    Returns:
+        A subclass of it and of StatefulDataLoader, of the same name.
+
+    Raises:
+        ImportError: torchdata is not installed.
+    """
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ImportError(
+            "use_stateful_dataloader=True needs torchdata 0.8 or later, which is not installed: pip install torchdata"
+        ) from error
+    return type(cls.__name__, (_Stateful, cls, StatefulDataLoader), {"__module__": cls.__module__})
+
+
+class _Stateful(PreparedDataLoader):
+    """What changes when a loader builds on StatefulDataLoader.
+
+    torchdata counts the batches that were read, which while a loader is read are one more than were handed out. Where
+    the position is all there is to a state, one batch is taken back; elsewhere the state is taken before reading ahead.
+    """
+
+    iteration: int = 0
+    skip_batches: int = 0
+    _state_before: dict[str, Any] | None = None
+    _read_ahead: int | None = None  # batches read and not handed out; None between passes
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The source of indices, such that its position can be saved (torch asks this property)."""
+        source = index_source(self)
+        if isinstance(self.dataset, IterableDataset) or hasattr(source, "state_dict"):
+            return source
+        return ResumableSampler(source, get_sampler(self))
+
+    def batches(self) -> Iterator[Any]:
+        """Iterate as torchdata does, from the loaded state if there is one.
+
+        Returns:
+            torchdata's own iterator. Random numbers that the interrupted pass drew at its start are not drawn again.
+        """
+        state = self.next_iter_state  # type: ignore[attr-defined]
+        self._state_before = None
+        if state is None:
+            return super().batches()
+        numbers = torch.get_rng_state()
+        batches = super().batches()
+        torch.set_rng_state(numbers)
+        if state.get(_FINISHED) and self.generator is None:
+            torch.empty((), dtype=torch.int64).random_()  # the new pass draws its workers' seed, as every pass does
+        return batches
+
+    def _watched(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Keep account of what is read ahead."""
+        simple = self.num_workers == 0 and not hasattr(self.dataset, "state_dict")
+        if self._steps_back and simple and isinstance(self._index_sampler, ResumableSampler):
+            self._read_ahead = 1
+            return rounds
+        return self._remembered(rounds)
+
+    def _remembered(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Take the state before every round that is read."""
+        item: Any = None
+        while item is not NOTHING:
+            self._state_before = self._state_as_read()
+            item = next(rounds, NOTHING)
+            if item is not NOTHING:
+                yield item
+
+    def _note_last(self) -> None:
+        super()._note_last()
+        if self._read_ahead is not None:
+            self._read_ahead = 0
+
+    def _finish_pass(self) -> None:
+        super()._finish_pass()
+        self._state_before = self._read_ahead = None
+
+    def _state_as_read(self) -> dict[str, Any]:
+        """Return torchdata's own state."""
+        state: dict[str, Any] = super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc]
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where in its epoch this loader is.
+
+        Returns:
+            The state of torchdata's StatefulDataLoader after the batches handed out, and the epoch. On a rank that does
+            not read the dataset, the epoch only.
+        """
+        own = {_OWN: {"iteration": self.iteration, "workers_seeded": self.workers_seeded, **self._more_state()}}
+        if not self._reads:
+            return own
+        if self._state_before is not None:
+            return {**self._state_before, **own}
+        state = self._state_as_read()
+        if self._read_ahead is not None:
+            state = _stepped_back(state, self._read_ahead)
+        return {**state, **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on, in the next pass, from where a state was saved.
+
+        Args:
+            state_dict: What `state_dict` returned; states written by Accelerate are understood, too.
+        """
+        state = dict(state_dict)
+        own = state.pop(_OWN, {})
+        self.iteration = own.get("iteration", self.iteration)
+        self.workers_seeded = own.get("workers_seeded", False)
+        self._load_more_state(own)
+        self._state_before = self._read_ahead = None
+        if state.get(_FINISHED) and self.num_workers:
+            return  # no worker is left that could go on: the next pass is a new one
+        if self._reads:
+            super(DataLoaderAdapter, self).load_state_dict(_with_position(state))  # type: ignore[misc]
+
+
+_FINISHED = "_iterator_finished"
+_SAMPLER = "_sampler_iter_state"
+_SAMPLER_COUNT = "_sampler_iter_yielded"
+_COUNT = "_num_yielded"
+
+
+def _stepped_back(state: dict[str, Any], batches: int) -> dict[str, Any]:
+    """Take back batches of a state of one process that consists of its position only."""
+    position = state[_SAMPLER]
+    return {
+        **state,
+        _SAMPLER_COUNT: state[_SAMPLER_COUNT] - batches,
+        _COUNT: state[_COUNT] - batches,
+        _SAMPLER: {**position, "yielded": position["yielded"] - batches},
+        _FINISHED: False,
+    }
+
+
+def _with_position(state: dict[str, Any]) -> dict[str, Any]:
+    """Add the position in the sampler to a state that was saved without one, in one process or by workers."""
+    if "_snapshot" in state:
+        snapshot = state["_snapshot"]
+        return {**state, "_snapshot": {**snapshot, "_main_snapshot": _with_position(snapshot["_main_snapshot"])}}
+    if state.get(_SAMPLER) is None and _SAMPLER_COUNT in state:
+        return {**state, _SAMPLER: {"yielded": state[_SAMPLER_COUNT]}}
+    return state
+
+
+class ResumableSampler:
+    """A source of indices whose iterators can be saved and restored.
+
+    Args:
+        source: A batch sampler or sampler.
+        sampler: The sampler at its bottom, whose random numbers decide the order; None where it has none.
+    """
+
+    def __init__(self, source: Any, sampler: Any) -> None:
+        self.source = source
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        return ResumableIterator(self.source, self.sampler)
+
+
+class ResumableIterator(Iterator[Any]):
+    """An iterator over indices with a state: how many items it gave, and the random numbers it started from.
+
+    Args:
+        source: A batch sampler or sampler.
+        sampler: The sampler at its bottom; None where it has none.
+    """
+
+    def __init__(self, source: Any, sampler: Any) -> None:
+        self.source = source
+        self.sampler = sampler
+        self.yielded = 0
+        self.numbers: torch.Tensor | None = None
+        self.items: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self.items is None:
+            self.numbers = self._numbers_now()
+            self.items = iter(self.source)
+        item = next(self.items)
+        self.yielded += 1
+        return item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many items were given, and the state of the random numbers before the first one."""
+        return {"yielded": self.yielded, "numbers": self._numbers_now() if self.items is None else self.numbers}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the items that were given when the state was saved; the order is the same.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
+        self.yielded, self.numbers = state_dict["yielded"], state_dict.get("numbers")
+        generator = getattr(self.sampler, "generator", None)
+        if self.numbers is not None and generator is not None:
+            generator.set_state(self.numbers)
+        if self.yielded == 0:
+            return
+        if self.numbers is None or generator is not None:
+            self.items = self._started()
+            return
+        current = torch.get_rng_state()
+        torch.set_rng_state(self.numbers)
+        self.items = self._started()
+        torch.set_rng_state(current)
+
+    def _started(self) -> Iterator[Any]:
+        """Start behind the items given before, and draw the order at once."""
+        epoch = getattr(self.sampler, "epoch", 0)
+        items = iterate_from(self.source, self.yielded)
+        first = list(itertools.islice(items, 1))
+        if isinstance(self.sampler, SeedableRandomSampler):
+            self.sampler.set_epoch(epoch)  # behind the last item the sampler has gone to the next epoch
+        return itertools.chain(first, items)
+
+    def _numbers_now(self) -> torch.Tensor | None:
+        """Return the state of the generator that the sampler draws from; None where it depends on its epoch only."""
+        if self.sampler is None or isinstance(self.sampler, SequentialSampler | SeedableRandomSampler):
+            return None
+        generator = getattr(self.sampler, "generator", None)
+        return torch.get_rng_state() if generator is None else generator.get_state()

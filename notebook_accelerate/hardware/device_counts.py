@@ -1,0 +1,246 @@
+"""How many devices of each type this process may use, found out without creating a context on any.
+
+A notebook's kernel is forked from: a driver that was initialised in it does not work in the children. Everything
+here therefore reads device files, management libraries and environment variables, or asks a child process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from notebook_accelerate.hardware import nvml, torch_build, xla_environment
+from notebook_accelerate.hardware.devices import ROWS
+
+_PROBE_SECONDS = 60
+
+
+# Variables beyond the rows' own that change what is counted.
+_OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
+
+
+def count(device_type: str) -> int:
+    """Return how many devices of ``device_type`` this process can use; 0 without the software that drives them.
+
+    Args:
+        device_type: Name of the type, as in ``torch.device(...).type``; a machine has one "cpu".
+
+    Returns:
+        The number, found out once per setting of the variables that restrict it.
+    """
+    names = [*(name for row in ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
+    return 1 if device_type == "cpu" else _counted(device_type, tuple(os.environ.get(name) for name in names))
+
+
+@lru_cache(maxsize=64)
+def _counted(device_type: str, _variables: tuple[str | None, ...]) -> int:
+    return COUNTERS[device_type]()
+
+
+def _cuda() -> int:
+    build = torch_build.read()
+    if build.hip:
+        return _rocm()
+    if not build.cuda or not _nvidia_driver():
+        return 0
+    physical = nvml.count()
+    if physical is None:  # Jetson boards have a driver, but on older releases no management library
+        return _probe(_CUDA_PROBE)
+    return _visible_cuda(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
+
+
+def _nvidia_driver() -> bool:
+    files = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/nvhost-ctrl", "/dev/nvmap", "/dev/dxg")
+    return platform.system() == "Windows" or any(Path(name).exists() for name in files)
+
+
+def _visible_cuda(variable: str | None, physical: int) -> int:
+    """Apply CUDA_VISIBLE_DEVICES as the CUDA driver does: the list ends at the first entry that is no device.
+
+    Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
+    """
+    if variable is None:
+        return physical
+    entries = [entry.strip() for entry in variable.split(",")]
+    if entries[0].startswith("MIG-"):
+        return 1  # a process can use one MIG slice only
+    if entries[0].startswith("GPU-"):
+        return _visible_uuids(entries)
+    seen: list[int] = []
+    for entry in entries:
+        number = re.match(r"\d+", entry)
+        if number is None or int(number[0]) >= physical:
+            break
+        if int(number[0]) in seen:
+            return 0
+        seen.append(int(number[0]))
+    return len(seen)
+
+
+def _visible_uuids(entries: list[str]) -> int:
+    uuids = [gpu.uuid for gpu in nvml.gpus()]
+    seen: set[str] = set()
+    for entry in entries:
+        matches = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
+        if len(matches) != 1 or matches[0] in seen:
+            break
+        seen.add(matches[0])
+    return len(seen)
+
+
+def _rocm() -> int:
+    """Count the nodes of AMD's kernel driver that have a GPU; CPUs are nodes with gpu_id 0."""
+    ids = [_line(path) for path in _paths("/sys/class/kfd/kfd/topology/nodes/*/gpu_id")]
+    physical = sum(identifier not in {"", "0"} for identifier in ids)
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        if (value := os.environ.get(name)) is not None:
+            physical = _listed(value, physical)
+    return physical
+
+
+def _xpu() -> int:
+    if not torch_build.read().xpu or not _pci_vendor("0x8086", "/sys/class/drm/renderD*/device/vendor"):
+        return 0
+    return _probe("import torch; print(torch.xpu.device_count())")
+
+
+def _pci_vendor(vendor: str, pattern: str) -> bool:
+    return any(_line(path) == vendor for path in _paths(pattern))
+
+
+def _mps() -> int:
+    if platform.system() != "Darwin" or platform.machine() != "arm64":
+        return 0
+    return int(torch_build.read().installed)
+
+
+def _xla() -> int:
+    if not _installed("torch_xla"):
+        return 0
+    runtime = os.environ.get("PJRT_DEVICE", "").upper()
+    if runtime == "CPU":
+        return _number(os.environ.get("CPU_NUM_DEVICES")) or 1
+    if runtime and runtime != "TPU":
+        return _probe("import torch_xla.runtime as r; print(r.addressable_device_count())")
+    return _tpu_chips()
+
+
+def _tpu_chips() -> int:
+    google = _paths("/sys/class/accel/accel*/device/vendor")
+    chips = sum(_line(path) == "0x1ae0" for path in google)
+    if not chips and Path("/dev/vfio/vfio").exists() and os.environ.get("TPU_ACCELERATOR_TYPE"):
+        chips = len(_paths("/dev/vfio/[0-9]*"))
+    # In a container the devices may be out of sight; the type that Colab and Kaggle name is not.
+    chips = chips or xla_environment.chips_of_host(os.environ)
+    for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
+        if (value := os.environ.get(name)) is not None:
+            chips = _listed(value, chips)
+    return chips
+
+
+def _npu() -> int:
+    return _device_files("npu", "torch_npu", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def _mlu() -> int:
+    return _device_files("mlu", "torch_mlu", "/dev/cambricon_dev*", "MLU_VISIBLE_DEVICES")
+
+
+def _hpu() -> int:
+    return _device_files("hpu", "habana_frameworks.torch", "/dev/accel/accel[0-9]*", "HABANA_VISIBLE_MODULES")
+
+
+def _musa() -> int:
+    return _device_files("musa", "torch_musa", "", "MUSA_VISIBLE_DEVICES")
+
+
+def _sdaa() -> int:
+    return _device_files("sdaa", "torch_sdaa", "", "SDAA_VISIBLE_DEVICES")
+
+
+def _neuron() -> int:
+    devices = _paths("/dev/neuron[0-9]*")
+    if not devices or not _installed("torch_neuronx"):
+        return 0
+    if number := _number(os.environ.get("NEURON_RT_NUM_CORES")):
+        return number
+    sysfs = _paths("/sys/devices/virtual/neuron_device/neuron*/core_count")
+    cores = sum(_number(_line(path)) for path in sysfs)
+    return _listed(os.environ.get("NEURON_RT_VISIBLE_CORES"), cores or 2 * len(devices))
+
+
+def _device_files(device_type: str, extension: str, pattern: str, variable: str) -> int:
+    """Count a vendor's device files; where it has none of that name, a child process asks its library."""
+    if not _installed(extension.partition(".")[0]):
+        return 0
+    if pattern and (files := _paths(pattern)):
+        return _listed(os.environ.get(variable), len(files))
+    return _probe(f"import torch, {extension}; print(torch.{device_type}.device_count())")
+
+
+def _listed(value: str | None, physical: int) -> int:
+    """Return how many devices a list such as "0,2" or "0-3" leaves of ``physical``; None restricts nothing."""
+    if value is None or value.strip().lower() == "all":
+        return physical
+    seen: set[int] = set()
+    for entry in value.split(","):
+        first, _, last = entry.strip().partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            break
+        seen.update(range(int(first), int(last or first) + 1))
+    return sum(index < physical for index in seen)
+
+
+def _number(value: str | None) -> int:
+    return int(value) if value is not None and value.strip().isdigit() else 0
+
+
+def _paths(pattern: str) -> list[Path]:
+    return list(Path("/").glob(pattern.lstrip("/")))
+
+
+def _line(path: Path) -> str:
+    return path.read_text(encoding="ascii").strip()
+
+
+def _installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
+
+
+def _probe(code: str) -> int:
+    """Run ``code`` in a child, where initialising a driver does no harm, and return the number it prints."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return _number((done.stdout.strip().splitlines() or [""])[-1])
+
+
+_CUDA_PROBE = (
+    "import ctypes; d = ctypes.CDLL('libcuda.so.1'); n = ctypes.c_int(); "
+    "print(0 if d.cuInit(0) or d.cuDeviceGetCount(ctypes.byref(n)) else n.value)"
+)
+
+COUNTERS: dict[str, Callable[[], int]] = {
+    "xla": _xla,
+    "mlu": _mlu,
+    "sdaa": _sdaa,
+    "musa": _musa,
+    "npu": _npu,
+    "hpu": _hpu,
+    "neuron": _neuron,
+    "cuda": _cuda,
+    "xpu": _xpu,
+    "mps": _mps,
+}
+
+__all__ = ["COUNTERS", "count"]

@@ -1,0 +1,181 @@
+"""What runs in a Ray actor: the place of one rank, which is a child process of the actor's.
+
+An actor itself never loads the user's function: it hands the payload on as a file, starts the rank as any launch on
+that machine would, and relays between the rank and the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.hosts.remote.host import Host
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
+from notebook_accelerate.launch.hosts.remote.listener import call, introduce
+from notebook_accelerate.launch.plan import ports
+from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+from notebook_accelerate.launch.processes.spawn import SpawnBackend
+from notebook_accelerate.telemetry.pickling import anonymous_file
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""How Ray tells an actor which devices are its own."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+TUNNEL_BYTES = 1 << 20
+TUNNEL_SECONDS = 10.0
+"""How long a question for what has come waits for something to come."""
+
+
+class Place:
+    """The place of one rank."""
+
+    def __init__(self) -> None:
+        self._payload = -1
+        self._inner: socket.socket | None = None
+        self._outer: socket.socket | None = None
+        self._port_held = threading.Event()
+
+    # ---- before the rank
+
+    def hold_port(self) -> int:
+        """Take a free port for the process group's rendezvous, and hold it until the actor ends."""
+        port, _ = ports.reserve(os.getpid(), 0, fixed=False)
+        self._port_held.set()
+        return port
+
+    def receive(self, payload: Any) -> tuple[int, int]:
+        """Write the payload, an array in the node's object store, to a file; return this process and the descriptor."""
+        self._payload = anonymous_file()
+        with os.fdopen(os.dup(self._payload), "wb") as file:
+            file.write(memoryview(payload))
+        return os.getpid(), self._payload
+
+    def share(self, process: int, descriptor: int) -> bool:
+        """Open the file that another actor of this node has written; return whether that could be done."""
+        with suppress(OSError):  # another user's process, or one in another container
+            self._payload = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        return self._payload >= 0
+
+    def open_tunnel(self) -> None:
+        """Have the stream to the kernel go through calls of this actor instead of a connection."""
+        self._inner, self._outer = socket.socketpair()
+
+    # ---- the rank
+
+    def serve(self, address: str, port: int, secret: bytes, node: int, host: str, order: bytes) -> None:
+        """Start the rank and relay between it and the kernel until it has ended or the kernel has gone.
+
+        Args:
+            address: Where the kernel listens.
+            port: The same.
+            secret: The run's.
+            node: Index of this machine in the run.
+            host: Its name.
+            order: What the rank is told, pickled.
+        """
+        told: WorkerOrder = pickle.loads(order)
+        at_home(told)
+        hello = HelloEvent(node, host, {"rank": told.rank})
+        if self._inner is not None:
+            channel = introduce(self._inner, secret, hello)
+        else:
+            channel = call(address, port, secret, hello)
+        Host(channel).serve(PlacedBackend(self._payload), [told])
+
+    # ---- the tunnel
+
+    def push(self, data: bytes) -> None:
+        """Take what the kernel sends; ``b""`` is the end."""
+        assert self._outer is not None
+        with suppress(OSError):
+            if data:
+                self._outer.sendall(data)
+            else:
+                self._outer.shutdown(socket.SHUT_WR)
+
+    def pull(self) -> bytes | None:
+        """Return what goes to the kernel: ``b""`` at the end, None where nothing came for a while."""
+        assert self._outer is not None
+        # A timeout of the socket would be that of a push beside this too, and cut off what that sends.
+        waiter = select.poll()
+        waiter.register(self._outer, select.POLLIN)
+        if not waiter.poll(TUNNEL_SECONDS * 1000):
+            return None
+        try:
+            return self._outer.recv(TUNNEL_BYTES)
+        except OSError:
+            return b""
+
+
+class PlacedBackend(SpawnBackend):
+    """Starts a rank from a payload that was pickled elsewhere.
+
+    Args:
+        payload: Descriptor of its file; closed with this object.
+    """
+
+    def __init__(self, payload: int) -> None:
+        ProcessBackend.__init__(self, _elsewhere, ())
+        self._payload, self._sources = payload, {}
+
+    def complete(self, order: WorkerOrder) -> WorkerOrder:
+        """Add nothing: the kernel has filled the order in."""
+        return order
+
+
+def _elsewhere() -> None:
+    """Stand for the function, which this process never loads."""
+
+
+def at_home(order: WorkerOrder) -> None:
+    """Make an order fit this machine: what is this machine's own stays, what the kernel has is added where it exists.
+
+    The working directory is the kernel's where there is such a folder, unless a runtime environment brought one; the
+    import path is this machine's, followed by the kernel's folders that exist here.
+    """
+    environment = {name: value for name, value in os.environ.items() if not value.startswith("ray.util.")}
+    environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)
+    order.base_environment = environment
+    own = [entry for entry in sys.path if not entry.endswith("thirdparty_files")]
+    known = {os.path.realpath(entry) for entry in own}
+    theirs = [entry for entry in order.sys_path or () if os.path.realpath(entry) not in known]
+    order.sys_path = own + [entry for entry in theirs if Path(entry).exists()]
+    if order.cwd is not None and not Path(order.cwd).is_dir():
+        order.cwd = None
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has ``address``; "" where none can be told."""
+    import ipaddress
+
+    import psutil
+
+    wanted = ipaddress.ip_address(address)
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            own = ipaddress.ip_address(entry.address.partition("%")[0])
+            if own == wanted or (own.is_loopback and wanted.is_loopback):
+                return name
+    return ""
+
+
+def surroundings(address: str) -> dict[str, Any]:
+    """Return what the driver must know of this actor's machine: devices, and the interface of its address."""
+    devices = {name: os.environ[name] for name in DEVICE_VARIABLES if os.environ.get(name)}
+    interface = interface_of(address)
+    network = {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}
+    return {"devices": devices, "network": network}
+
+
+__all__ = ["Place", "PlacedBackend", "at_home", "surroundings"]

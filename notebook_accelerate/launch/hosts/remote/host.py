@@ -1,0 +1,148 @@
+"""A host: it has ranks on its machine for a kernel on another one, and relays between them and it."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.hosts.remote.host_protocol import DumpOrder, FarewellEvent
+from notebook_accelerate.launch.hosts.remote.relay import Relay
+from notebook_accelerate.launch.supervisor.rank_group import dispatch
+from notebook_accelerate.telemetry import Channel, Event
+from notebook_accelerate.telemetry.sampler import Sampler
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+ASK_SECONDS = 0.1
+"""How often ranks are looked at on systems that cannot tell when a process ends."""
+FAREWELL_SECONDS = 10.0
+"""How long the kernel may take to hear the last rank's end, before the host leaves by itself."""
+
+
+class Host(Relay):
+    """Serves one kernel: hears its orders on a thread of its own from now on.
+
+    Args:
+        channel: The stream to the kernel; closed at the end.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self._wake, self._waker = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda: self._wake.recv(4096))
+        # Orders are heard on a thread of their own: the other one may be waiting for the kernel to take something in.
+        self._listener = threading.Thread(target=self._listen, name="notebook-accelerate-host", daemon=True)
+        self._listener.start()
+
+    def serve(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
+        """Start the ranks and relay until all have ended; they are killed when the kernel leaves or is gone.
+
+        Args:
+            backend: Starts them.
+            orders: One for each rank.
+
+        Raises:
+            LaunchError: One could not be started; the kernel has been told.
+        """
+        try:
+            self._start(backend, orders)
+            sampler = Sampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
+            sampler.start()
+            try:
+                self._relay()
+            finally:
+                self._kill()
+                sampler.stop()
+            self._left.wait(FAREWELL_SECONDS)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the kernel."""
+        self._left.set()
+        self._channel.shut()
+        self._listener.join()
+        self._channel.close()
+        self._selector.close()
+        self._wake.close()
+        self._waker.close()
+
+    def _start(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
+        try:
+            backend.start_ranks(orders, self._begin)
+        except BaseException as error:
+            self._tell(FarewellEvent(f"{type(error).__name__}: {error}"))
+            self._kill()
+            raise
+        finally:
+            backend.close()
+
+    def _begin(self, process: RankProcess) -> None:
+        self.started(process)
+        process.connect(self._selector, self)
+
+    def _relay(self) -> None:
+        while self._ranks and not self._left.is_set():
+            asked = [rank for rank, process in self._ranks.items() if process.must_be_asked]
+            dispatch(self._selector, ASK_SECONDS if asked else None)
+            for rank in asked:
+                self.take_end(rank)
+
+    # ---- from the ranks: Hearing
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """See ``Hearing.take_frames``; what the rank wrote before it said something goes before."""
+        if process := self._ranks.get(rank):
+            process.drain(self, channel=False)
+        super().take_frames(rank, data)
+
+    def take_end(self, rank: int) -> None:
+        """See ``Hearing.take_end``."""
+        process = self._ranks.get(rank)
+        end = None if process is None else process.poll()
+        if process is None or end is None:
+            return
+        process.drain(self, channel=True)
+        process.disconnect(self._selector)
+        process.close()
+        self.ended(rank, end)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._channel.send(event)
+        except ChannelClosedError:
+            self._leave()
+
+    # ---- from the kernel
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._waker.send(b"!")
+
+    def _on_dump(self, process: RankProcess, event: DumpOrder) -> None:
+        process.open_dump(event.path)
+
+    _orders: ClassVar[Mapping[type[Event], Callable[[Any, RankProcess, Any], None]]] = {
+        **Relay._orders,
+        DumpOrder: _on_dump,
+    }
+
+    def _kill(self) -> None:
+        for process in self._ranks.values():
+            process.send_signal(signal.SIGKILL, group=True)
+            process.send_signal(signal.SIGKILL)
+            process.await_end(5.0)
+            process.disconnect(self._selector)
+            process.close()
+        self._ranks.clear()
+
+
+__all__ = ["Host"]

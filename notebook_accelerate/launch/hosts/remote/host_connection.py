@@ -1,0 +1,285 @@
+"""The kernel's end of the stream to one host, and the ranks behind it."""
+
+from __future__ import annotations
+
+import itertools
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from notebook_accelerate.debug.native_stacks import SECONDS as NATIVE_SECONDS
+from notebook_accelerate.debug.process_inspection import DUMP_SECONDS, Look
+from notebook_accelerate.errors import ChannelClosedError, LaunchError
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    AsideEvent,
+    ClockEvent,
+    DumpOrder,
+    EndedEvent,
+    FarewellEvent,
+    FramesEvent,
+    LookAnswer,
+    LookOrder,
+    OutputEvent,
+    SignalOrder,
+    StartedEvent,
+)
+from notebook_accelerate.launch.processes.rank_process import Exit, Hearing, RankProcess
+from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
+
+CLOCK_ROUNDS = 5
+CLOCK_SECONDS = 2.0
+
+
+class NodeLink:
+    """One host and its ranks.
+
+    Args:
+        channel: The stream to it.
+        node: Index of its machine in the run.
+        host: Name of its machine.
+    """
+
+    def __init__(self, channel: Channel, node: int, host: str) -> None:
+        self.channel, self.node, self.host = channel, node, host
+        self.clock_offset = 0.0
+        """Seconds to add to the host's time to get this machine's; 0 where the difference cannot be told from delay."""
+        self.lost = ""
+        self.ranks: dict[int, RemoteRank] = {}
+        self._looks: dict[int, LookAnswer] = {}
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self._selector: selectors.BaseSelector | None = None
+        self._early: list[Stamped] = []
+
+    @property
+    def name(self) -> str:
+        """The machine, as messages call it."""
+        return f"node {self.node} ({self.host})"
+
+    def measure_clock(self) -> None:
+        """Ask the host for its time and keep the difference.
+
+        The quickest of a few answers has the smallest error, half its round trip (as NTP does, RFC 5905).
+        """
+        best = (CLOCK_SECONDS, 0.0)
+        for number in range(CLOCK_ROUNDS):
+            asked = time.time()
+            self.channel.send(ClockEvent(number))
+            answer = self._await(partial(_answers, number), CLOCK_SECONDS)
+            if answer is not None:
+                took = time.time() - asked
+                best = min(best, (took, asked + took / 2 - answer.time))
+        self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
+
+    def await_started(self, timeout: float) -> RemoteRank:
+        """Wait for the next rank that the host has started.
+
+        Raises:
+            LaunchError: The host says why it could not be started, is gone, or says nothing for ``timeout`` seconds.
+        """
+        try:
+            found = self._await(lambda event: isinstance(event, (StartedEvent, FarewellEvent)), timeout)
+        except ChannelClosedError as error:
+            raise LaunchError(f"{self.name} was lost while its ranks started: {error}") from None
+        if found is None:
+            raise LaunchError(f"{self.name} did not start its ranks within {timeout:g} s")
+        if isinstance(found.event, FarewellEvent):
+            raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
+        assert isinstance(found.event, StartedEvent)
+        return self.new_rank(found.event)
+
+    def new_rank(self, event: StartedEvent) -> RemoteRank:
+        """Return the rank that the host has started."""
+        return RemoteRank(self, event.rank, event.pid, event.local_rank)
+
+    def _await(self, wanted: Callable[[Event], bool], timeout: float) -> Stamped | None:
+        """Return the next event that is ``wanted``, None when none comes; what else comes is kept for later."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for place, stamped in enumerate(self._early):
+                if wanted(stamped.event):
+                    return self._early.pop(place)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self._early += self.channel.receive(left)
+
+    def send(self, event: Event) -> None:
+        """Send something to the host; it being gone is noticed where it is heard."""
+        with suppress(ChannelClosedError):
+            self.channel.send(event)
+
+    # ---- on the thread of the selector
+
+    def connect(self, selector: selectors.BaseSelector, hearing: Hearing, rank: int) -> None:
+        """Register the link, once for all its ranks, and tell what has come of this one already."""
+        if self._selector is None:
+            self._selector = selector
+            selector.register(self.channel, selectors.EVENT_READ, partial(self._read, hearing))
+        early, self._early = self._early, []
+        for stamped in early:
+            if getattr(stamped.event, "rank", rank) == rank:
+                self.take(stamped.event, hearing)
+            else:
+                self._early.append(stamped)
+
+    def _read(self, hearing: Hearing) -> bool:
+        try:
+            messages = self.channel.receive_available()
+        except ChannelClosedError as error:
+            self.lose(f"{self.name} was lost: {error}", hearing)
+            return False
+        for _, event in messages:
+            self.take(event, hearing)
+        return True
+
+    def take(self, event: Event, hearing: Hearing) -> None:
+        """Take in one event of the host."""
+        if isinstance(event, FarewellEvent):
+            self.lose(f"{self.name} has left: {event.reason}" if event.reason else "", hearing)
+        elif isinstance(event, LookAnswer):
+            with self._changed:
+                self._looks[event.number] = event
+                self._changed.notify_all()
+        elif isinstance(event, OutputEvent) and event.rank in self.ranks:
+            hearing.take_output(event.rank, event.stream, event.payload)
+        elif isinstance(event, FramesEvent) and event.rank in self.ranks:
+            hearing.take_frames(event.rank, event.payload)
+        elif isinstance(event, AsideEvent) and event.rank in self.ranks:
+            hearing.take_aside(event.rank, event.payload)
+        elif isinstance(event, EndedEvent) and event.rank in self.ranks:
+            self.ranks[event.rank].ended = Exit(event.code, event.signal, event.max_rss)
+            hearing.take_end(event.rank)
+
+    def lose(self, reason: str, hearing: Hearing) -> None:
+        """The host is gone, and its ranks with it."""
+        self.disconnect()
+        with self._changed:
+            self.lost = reason or f"{self.name} has left"
+            self._changed.notify_all()
+        for rank, process in list(self.ranks.items()):
+            if process.ended is None:
+                process.ended = Exit(lost=self.lost)
+                hearing.take_end(rank)
+
+    def disconnect(self) -> None:
+        """Take back the registration."""
+        if self._selector is not None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(self.channel)
+        self._selector = None
+
+    def drain(self, hearing: Hearing) -> None:
+        """Take in what is there."""
+        while not self.lost and self.channel.readable() and self._read(hearing):
+            pass
+
+    def forget(self, rank: int) -> None:
+        """A rank is done with; the link closes behind the last one."""
+        self.ranks.pop(rank, None)
+        if not self.ranks:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the host, which ends what ranks it has."""
+        self.send(FarewellEvent())
+        self.disconnect()
+        self.channel.close()
+
+    # ---- any thread
+
+    def look(self, rank: int) -> Look:
+        """Have the host look at a rank."""
+        number = next(self._numbers)
+        self.send(LookOrder(rank, number))
+        deadline = time.monotonic() + DUMP_SECONDS + NATIVE_SECONDS + 1.0
+        with self._changed:
+            while number not in self._looks and not self.lost and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            answer = self._looks.pop(number, None)
+        return Look(answer.dump, tuple(answer.native)) if answer is not None else Look()
+
+
+def _answers(number: int, event: Event) -> bool:
+    return isinstance(event, ClockEvent) and event.number == number
+
+
+class _Way:
+    """The way down to one rank, through its host."""
+
+    def __init__(self, link: NodeLink, rank: int) -> None:
+        self._link, self._rank = link, rank
+
+    def send(self, *events: Event) -> None:
+        now = time.time()
+        self._link.channel.send(FramesEvent(self._rank, encode([Stamped(now, event) for event in events])))
+
+
+class RemoteRank(RankProcess):
+    """A rank behind a link.
+
+    Args:
+        link: The link to its host.
+        rank: Global index.
+        pid: Its process there.
+        local_rank: Index on its machine.
+    """
+
+    def __init__(self, link: NodeLink, rank: int, pid: int, local_rank: int) -> None:
+        super().__init__(rank, pid, local_rank=local_rank, node=link.node, host=link.host)
+        self._link = link
+        self.channel = _Way(link, rank)
+        self.ended: Exit | None = None
+        link.ranks[rank] = self
+
+    def poll(self) -> Exit | None:
+        """See ``RankProcess.poll``."""
+        return self.ended
+
+    def send_signal(self, number: int, *, group: bool = False) -> None:
+        """See ``RankProcess.send_signal``."""
+        self._link.send(SignalOrder(self.rank, number, group))
+
+    def connect(self, selector: selectors.BaseSelector, hearing: Hearing) -> None:
+        """See ``RankProcess.connect``."""
+        self._link.connect(selector, hearing, self.rank)
+
+    def drain(self, hearing: Hearing, *, channel: bool) -> None:
+        """Do nothing: what the rank wrote before comes before on the same stream."""
+
+    def disconnect(self, selector: selectors.BaseSelector) -> None:
+        """Do nothing: the link is the other ranks' too, and goes with the last one."""
+
+    def dated(self, messages: list[Stamped]) -> list[Stamped]:
+        """See ``RankProcess.dated``."""
+        offset = self._link.clock_offset
+        if not offset:
+            return messages
+        for _, event in messages:
+            event.shift(offset)
+        return [Stamped(stamp + offset, event) for stamp, event in messages]
+
+    def await_end(self, timeout: float) -> None:
+        """Do not wait: the host kills and reaps its ranks when the link closes."""
+
+    def open_dump(self, path: str) -> None:
+        """See ``RankProcess.open_dump``."""
+        self._link.send(DumpOrder(self.rank, path))
+
+    def pass_on(self, data: bytes) -> None:
+        """See ``RankProcess.pass_on``."""
+        self._link.send(FramesEvent(self.rank, data))
+
+    def look(self) -> Look:
+        """See ``RankProcess.look``."""
+        return self._link.look(self.rank)
+
+    def close(self) -> None:
+        """See ``RankProcess.close``; the host ends what the rank left running."""
+        self._link.forget(self.rank)
+
+
+__all__ = ["NodeLink", "RemoteRank"]

@@ -1,0 +1,119 @@
+"""What a process with ranks tells a kernel elsewhere of them, and what it does for that kernel."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.hosts.remote.host_protocol import (
+    AsideEvent,
+    ClockEvent,
+    EndedEvent,
+    FarewellEvent,
+    FramesEvent,
+    LookAnswer,
+    LookOrder,
+    OutputEvent,
+    SignalOrder,
+    StartedEvent,
+)
+from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.processes.rank_process import Exit, RankProcess
+    from notebook_accelerate.telemetry.store import Record
+
+
+class Relay(ABC):
+    """One end of the stream between ranks and a kernel that does not have them; the other one is a ``NodeLink``.
+
+    Args:
+        channel: The stream; owned from now on.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._ranks: dict[int, RankProcess] = {}
+        self._left = threading.Event()
+
+    @abstractmethod
+    def _tell(self, event: Event) -> None:
+        """Send something to the kernel; it being gone is no error. Safe from any thread."""
+
+    def _leave(self) -> None:
+        """The kernel has left, or is gone."""
+        self._left.set()
+
+    # ---- of the ranks
+
+    def started(self, process: RankProcess) -> None:
+        """A rank has started."""
+        self._ranks[process.rank] = process
+        self._tell(StartedEvent(process.rank, process.pid, process.local_rank))
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """A rank has written something."""
+        self._tell(OutputEvent(rank, stream, data))
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """A rank has said something."""
+        self._tell(FramesEvent(rank, data))
+
+    def take_aside(self, rank: int, data: bytes) -> None:
+        """Something is said in a rank's name."""
+        self._tell(AsideEvent(rank, data))
+
+    def sampled(self, records: list[Record]) -> None:
+        """Something was measured of ranks."""
+        for record in records:
+            self.take_aside(record.rank, encode([Stamped(record.time, record.event)]))
+
+    def ended(self, rank: int, end: Exit) -> None:
+        """A rank has ended."""
+        self._ranks.pop(rank, None)
+        self._tell(EndedEvent(rank, end.code, end.signal, end.max_rss))
+
+    # ---- from the kernel
+
+    def _listen(self) -> None:
+        try:
+            while not self._left.is_set():
+                for _, event in self._channel.receive():
+                    self._obey(event)
+        except ChannelClosedError:
+            self._leave()
+
+    def _obey(self, event: Event) -> None:
+        if isinstance(event, FarewellEvent):
+            self._leave()
+        elif isinstance(event, ClockEvent):
+            self._tell(event)
+        elif (order := self._orders.get(type(event))) is not None:
+            process = self._ranks.get(event.rank)  # type: ignore[attr-defined]
+            if process is not None:
+                order(self, process, event)
+
+    def _on_signal(self, process: RankProcess, event: SignalOrder) -> None:
+        process.send_signal(event.number, group=event.group)
+
+    def _on_frames(self, process: RankProcess, event: FramesEvent) -> None:
+        process.pass_on(event.payload)
+
+    def _on_look(self, process: RankProcess, event: LookOrder) -> None:
+        def look() -> None:
+            seen = process.look()
+            self._tell(LookAnswer(event.rank, event.number, seen.dump, list(seen.native)))
+
+        threading.Thread(target=look, name="notebook-accelerate-look", daemon=True).start()
+
+    _orders: ClassVar[Mapping[type[Event], Callable[[Any, RankProcess, Any], None]]] = {
+        SignalOrder: _on_signal,
+        FramesEvent: _on_frames,
+        LookOrder: _on_look,
+    }
+
+
+__all__ = ["Relay"]

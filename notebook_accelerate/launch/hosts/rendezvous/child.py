@@ -1,0 +1,242 @@
+"""The child process of a kernel that meets the other notebooks: everything that waits, listens or keeps alive is here.
+
+It is one loop over the kernel's orders and the state of the meeting: ``joining`` until all have come, ``watch`` while
+their ranks run, and then the farewell. It ends with the run, and soon after its kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NoReturn
+
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
+from notebook_accelerate.launch.hosts.rendezvous.directory import ForgedError
+from notebook_accelerate.launch.hosts.rendezvous.joining import BrokenError, Joining
+from notebook_accelerate.launch.hosts.rendezvous.keep_alive import Watch
+from notebook_accelerate.launch.hosts.rendezvous.participant import Seat
+from notebook_accelerate.telemetry import Channel, Event
+
+TICK = 0.1
+"""Seconds between two looks at the store."""
+LINGER = 3.0
+"""Seconds that a store outlives the kernel that died beside it, so that the others can read why."""
+PARTING = 0.6
+"""Seconds that a store waits for those who wait at it, or whose ranks run, to read why its notebook leaves."""
+FAREWELL = 5.0
+"""Seconds that a store waits for the others to have read the last word."""
+
+
+class Child:
+    """One notebook's part in a meeting.
+
+    Args:
+        channel: To the kernel.
+        order: Its first message.
+    """
+
+    def __init__(self, channel: Channel, order: say.MeetOrder) -> None:
+        self._channel = channel
+        self._seat = Seat(channel, order)
+        self._joining = Joining(self._seat)
+        self._watch: Watch | None = None
+        self._phase: Callable[[], None] = self._idle
+        self._orders: deque[Event] = deque()
+        self._aside = ThreadPoolExecutor(1)
+        self._over = False
+        self._broken = ""
+        self._leave_by = 0.0
+
+    def run(self, orders: Sequence[Event]) -> None:
+        """Serve until the kernel has no more use for this process, or is gone.
+
+        What asks the store runs on a thread beside: a machine that has gone without a word is waited for, for minutes.
+
+        Args:
+            orders: What has come already.
+        """
+        self._orders.extend(orders)
+        try:
+            while not self._over:
+                step, began = self._aside.submit(self._step), time.monotonic()
+                self._hear()
+                while not step.done() and not self._overdue(began):
+                    self._hear()
+                if step.done():
+                    step.result()
+        except ChannelClosedError:
+            self._bereaved()
+
+    def _hear(self) -> None:
+        self._orders.extend(event for _, event in self._channel.receive(TICK))
+
+    def _overdue(self, began: float) -> bool:
+        """See whether the store has not answered for so long that whoever hosts it is taken for lost."""
+        limit = stores.keep_alive(self._seat.order)[1]
+        if self._seat.connection is None or self._seat.hosting or time.monotonic() - began < limit:
+            return False
+        self._aside = ThreadPoolExecutor(1)  # the other thread may wait for minutes, and then has nothing to say
+        self._store_failed(TimeoutError(f"it did not answer for {limit:g} s"))
+        return True
+
+    def _step(self) -> None:
+        """Do what the kernel has ordered, then what the phase asks for."""
+        try:
+            while self._orders:
+                self._obey(self._orders.popleft())
+            if not self._over:
+                self._phase()
+        except BrokenError as error:
+            self._break(error.kind, str(error))
+        except ForgedError as error:
+            self._break("secret", str(error))
+        except (RuntimeError, OSError, ValueError, RendezvousError) as error:  # what torch raises when a store has gone
+            self._store_failed(error)
+
+    # ---- what the kernel says
+
+    def _obey(self, event: Event) -> None:
+        if isinstance(event, say.JoinOrder):
+            self._watch = None
+            self._phase = self._gathering
+            self._joining.begin(event.attempt)
+        elif isinstance(event, say.LeaveOrder):
+            self._leave(event.text or "it has left")
+        elif self._watch is not None:
+            with self._store_errors():
+                self._pass_on(event, self._watch)
+
+    def _pass_on(self, event: Event, watch: Watch) -> None:
+        if isinstance(event, say.NewsOrder):
+            watch.tell("news", {"kind": event.kind, "text": event.text, "failures": event.failures})
+        elif isinstance(event, say.StandOrder):
+            watch.tell("stand", {"standing": event.standing, "text": event.text})
+        elif isinstance(event, say.EndOrder):
+            watch.tell_end(
+                {"outcome": event.outcome, "text": event.text, "failures": event.failures, "final": event.final}
+            )
+        elif isinstance(event, say.DoorEvent):
+            watch.open_door({"address": event.address, "port": event.port})
+
+    def _leave(self, why: str) -> None:
+        self._go(why)
+        if self._seat.hosting:
+            time.sleep(PARTING)
+        self._over = True
+
+    @contextlib.contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            self._store_failed(error)
+
+    # ---- phases
+
+    def _idle(self) -> None:
+        """Wait for an order."""
+
+    def _gathering(self) -> None:
+        """Wait until all have come."""
+        members = self._joining.step()
+        if members:
+            self._watch = Watch(self._seat, members)
+            self._phase = self._running
+
+    def _running(self) -> None:
+        """Look after the others while the ranks run."""
+        assert self._watch is not None
+        decision = self._watch.step()
+        if decision is not None:
+            self._channel.send(decision)
+            self._joining.end_attempt()
+            self._decided(decision.action, orphaned=self._watch.orphaned)
+
+    def _decided(self, action: str, *, orphaned: bool) -> None:
+        seat = self._seat
+        if action == "restart" and seat.node.name in seat.left:
+            self._phase = self._idle
+            return
+        self._leave_by = time.monotonic() + FAREWELL
+        self._phase = self._leaving
+        if orphaned:
+            self._over = True
+        elif seat.hosting:
+            seat.directory.post("closed", {})
+        else:
+            seat.round.count("byes", 1)
+
+    def _leaving(self) -> None:
+        """Host the store until the others have read the last word."""
+        seat = self._seat
+        if not seat.hosting or seat.round.count("byes") >= len(seat.left) - 1 or time.monotonic() > self._leave_by:
+            self._over = True
+
+    # ---- what goes wrong
+
+    def _break(self, kind: str, text: str) -> None:
+        self._channel.send(say.BrokenEvent(kind, text))
+        self._broken = kind
+        self._go(text)
+        self._phase = self._idle
+
+    def _store_failed(self, error: Exception) -> None:
+        if self._phase == self._leaving:
+            self._over = True
+        elif self._watch is not None:
+            self._watch.store_gone()
+        else:
+            text = f"the notebook that hosts the rendezvous at {self._seat.where} left before all had joined"
+            detail = str(error).partition("\n")[0][:200]
+            self._channel.send(say.BrokenEvent("connection", f"{text} ({type(error).__name__}: {detail})"))
+            self._phase = self._idle
+
+    def _bereaved(self) -> None:
+        """Tell the others that this kernel is gone, as far as the store still answers."""
+        leaving = self._phase == self._leaving
+        wait([self._aside.submit(self._wait_for_byes if leaving else self._say_farewell)], 2 * FAREWELL)
+
+    def _say_farewell(self) -> None:
+        self._go("its kernel ended")
+        if self._seat.hosting:
+            time.sleep(LINGER)
+
+    def _wait_for_byes(self) -> None:
+        while not self._over:
+            self._step()
+            time.sleep(TICK)
+
+    def _go(self, why: str) -> None:
+        """Tell the others not to wait for this notebook any longer."""
+        if self._seat.connection is None or (self._watch is not None and self._watch.orphaned):
+            return
+        with contextlib.suppress(RuntimeError, OSError, ValueError):
+            if self._watch is not None:
+                self._watch.leave(why)
+            else:
+                self._joining.leave(why, self._broken)
+
+
+def main(descriptor: int) -> NoReturn:
+    """Be the child process.
+
+    Args:
+        descriptor: Its end of the socket pair with the kernel.
+    """
+    # torch would open a store of its own for the ranks, on every interface: they use the one at the meeting point.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    channel = Channel(socket.socket(fileno=descriptor))
+    with contextlib.suppress(ChannelClosedError):
+        first, *more = [event for _, event in channel.receive()]
+        assert isinstance(first, say.MeetOrder)
+        Child(channel, first).run(more)
+    os._exit(0)  # torch's waiting threads have nothing more to say

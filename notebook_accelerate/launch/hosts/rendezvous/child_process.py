@@ -1,0 +1,110 @@
+"""The process behind a meeting: forked from the server process that has torch, or else a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+from contextlib import suppress
+from typing import Protocol
+
+from notebook_accelerate.config.environ import inheritable
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.processes.pickled_orders import interpreter_command
+from notebook_accelerate.launch.processes.rank_process import Ends
+from notebook_accelerate.launch.processes.zygote import AIDE, running_zygote
+
+TARGET = "notebook_accelerate.launch.hosts.rendezvous.child:main"
+
+
+class Aide(Protocol):
+    """A started process."""
+
+    pid: int
+
+    def ended(self, seconds: float) -> bool:
+        """Wait up to so many seconds for its end, reap it, and return whether it has ended."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class ForkedAide:
+    """A child of the server process, which tells of its end.
+
+    Args:
+        pid: Its process id.
+        status: Where the server writes.
+    """
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid, self._status = pid, status
+
+    def ended(self, seconds: float) -> bool:
+        """See ``Aide.ended``."""
+        waiter = select.poll()
+        waiter.register(self._status, select.POLLIN)
+        return bool(waiter.poll(seconds * 1000))
+
+    def close(self) -> None:
+        """See ``Aide.close``."""
+        Ends.kernel_side.discard(self._status)
+        os.close(self._status)
+
+
+class FreshAide:
+    """A child of this kernel: an interpreter that imports torch first, for seconds.
+
+    Args:
+        channel: The descriptor it talks through.
+        log: Where its output goes.
+    """
+
+    def __init__(self, channel: int, log: int) -> None:
+        module, _, name = TARGET.partition(":")
+        self._process = subprocess.Popen(
+            interpreter_command(f"from {module} import {name}; {name}({channel})"),
+            pass_fds=[channel],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**inheritable(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        self.pid = self._process.pid
+
+    def ended(self, seconds: float) -> bool:
+        """See ``Aide.ended``."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """See ``Aide.close``."""
+        self._process.poll()
+
+
+def start(channel: int, log: int) -> Aide:
+    """Start the process.
+
+    Args:
+        channel: The descriptor it talks through.
+        log: The descriptor of a file for its output.
+    """
+    server = running_zygote()
+    if server is None:
+        return FreshAide(channel, log)
+    reader, writer = os.pipe()
+    try:
+        with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - in the place of a rank's function
+            pid = server.fork(TARGET.encode(), [channel, log, log, nothing.fileno(), writer], AIDE)
+    except LaunchError:
+        os.close(reader)
+        return FreshAide(channel, log)
+    finally:
+        os.close(writer)
+    Ends.kernel_side.add(reader)
+    return ForkedAide(pid, reader)
+
+
+__all__ = ["Aide", "ForkedAide", "FreshAide", "start"]

@@ -1,0 +1,95 @@
+"""What the first notebook says to whoever is to run the cell in the others."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import SECRET_VARIABLE, shared_secret
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
+
+WARM = "warm_rank"
+"""Name of the function that warm ranks run."""
+_PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
+
+
+def invitation(config: LaunchConfig, function: str) -> list[str]:
+    """Return the cell line for the other notebooks, and what there is to know of it.
+
+    Args:
+        config: This notebook's.
+        function: Name of the training function.
+    """
+    lines = [f"in the other notebooks: {cell_line(config, function)}"]
+    if config.rdzv_backend == "static" and config.num_nodes > 2:
+        lines[0] += f" (and node_rank=2 to {config.num_nodes - 1})" if config.num_nodes > 3 else " (and node_rank=2)"
+    address = config.meeting_point[0]
+    if _is_loopback(address):
+        own = _own_address()
+        example = f": {'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'}={own!r}" if own else ""
+        lines.append(f"{address} is this machine itself; notebooks on other machines need its address{example}")
+    if not shared_secret(config):
+        lines.append(
+            "every notebook shows its own ranks; for the ranks of all in this one, pass the same "
+            f"rdzv_conf={{'secret': '...'}} everywhere (or set {SECRET_VARIABLE})"
+        )
+    return lines
+
+
+def cell_line(config: LaunchConfig, function: str) -> str:
+    """Return the call that another notebook makes; a secret is not written into it."""
+    given = config.non_default()
+    if function == WARM:
+        return _start_line(config)
+    address, port = config.meeting_point
+    values = {"num_processes": config.num_processes, "num_nodes": config.num_nodes}
+    call = [function, "args", *(f"{name}={value}" for name, value in values.items() if value is not None)]
+    if config.rdzv_backend == "static":
+        call.append("node_rank=1")
+    else:
+        call.append(f"rdzv_backend={config.rdzv_backend!r}")
+    if not config.rdzv_endpoint:
+        call += [f"master_addr={address!r}", f"use_port={port}"]
+    call += [f"{name}={given[name]!r}" for name in _PASSED_ON if name in given]
+    settings = [f"{name!r}: {value!r}" for name, value in (config.rdzv_conf or {}).items() if name != "secret"]
+    if (config.rdzv_conf or {}).get("secret"):
+        settings.append("'secret': <the same>")
+    if settings:
+        call.append(f"rdzv_conf={{{', '.join(settings)}}}")
+    return f"notebook_launcher({', '.join(call)})"
+
+
+def _start_line(config: LaunchConfig) -> str:
+    """Return the line magic with which another notebook starts its warm ranks."""
+    place = " --node-rank 1" if config.rdzv_backend == "static" else ""
+    if config.non_default().keys() & {"rdzv_conf", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes"}:
+        return f"%rank_start -c config{place}, where config is the same LaunchConfig"
+    address, port = config.meeting_point
+    ranks = "" if config.num_processes is None else f" -n {config.num_processes}"
+    backend = "" if place else f" --rdzv-backend {config.rdzv_backend}"
+    precision = "" if config.mixed_precision == "no" else f" -p {config.mixed_precision}"
+    where = f" --master-addr {address} --port {port}"
+    return f"%rank_start{ranks}{precision} --num-nodes {config.num_nodes}{place}{backend}{where}"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _own_address() -> str:
+    """Return the address under which this machine would talk to others; "" when it has none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+__all__ = ["cell_line", "invitation"]

@@ -1,0 +1,455 @@
+"""A launch in several notebooks: this one's part of gathering, of telling the others, and of the common end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from notebook_accelerate.errors import LaunchError, RunStoppedError, RunTimeoutError, WorkerError
+from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
+from notebook_accelerate.launch.hosts.remote.listener import Door, call
+from notebook_accelerate.launch.hosts.rendezvous import membership as rules
+from notebook_accelerate.launch.hosts.rendezvous import peer_failures
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous.join_instructions import invitation
+from notebook_accelerate.launch.hosts.rendezvous.membership import Node
+from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import Standstill
+from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS, GuestLink, Together, receive
+from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import Tap
+from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import Meeting, shared_secret
+from notebook_accelerate.launch.hosts.rendezvous.wait_for_peers import Lobby
+from notebook_accelerate.launch.plan.planner import joined
+from notebook_accelerate.launch.state import error_messages, failures
+from notebook_accelerate.launch.supervisor.rank_group import dispatch
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
+from notebook_accelerate.telemetry import Event, RankFailure
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.output.rank_output import Publisher
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.processes.rank_process import ProcessBackend
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+    from notebook_accelerate.telemetry.store import Record
+
+PATIENCE = 1.0
+"""Seconds that the others may take to end after this notebook before it says that it waits for them."""
+GOODBYE_SECONDS = 2.0
+_Event = TypeVar("_Event", bound=Event)
+
+
+class Party:
+    """The notebooks of one run, as one of them sees them.
+
+    Args:
+        run: This notebook's.
+        plan: What was planned before anybody was met.
+        publisher: Where progress is shown.
+        wake: Becomes readable when a stop was requested.
+        calls: Returns what other threads want done since the last call.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: LaunchPlan,
+        publisher: Publisher,
+        wake: socket.socket,
+        calls: Callable[[], list[GroupCall]],
+    ) -> None:
+        self._run, self._plan, self._publisher = run, plan, publisher
+        self._wake, self._calls = wake, calls
+        self._meeting = Meeting(run.config, plan)
+        self._heard: list[Event] = []
+        self._group: Group | None = None
+        self._over = False
+        self._joining: StopReason | None = None
+        self.attempt = 0
+        self.nodes: list[Node] = []
+        self.index = plan.node
+        self.reason = ""
+        self.stopped = ""
+        self.trouble = "it was stopped"
+        """Why this notebook leaves the others before the common end, if it does."""
+        self._odd: list[dict[str, Any]] = []
+        self._own_stop: StopReason | None = None
+        self._secret = shared_secret(run.config).encode()
+        self._standstill = Standstill(run, self._meeting, self._say, lambda: bool(self._links))
+        self._lobby = Lobby(publisher, self._standstill)
+        self.told: tuple[RankFailure, ...] = ()
+        """What failed in another notebook, which keeps its ranks for the debugger as this one does."""
+        self._links: dict[int, GuestLink] = {}
+        self._tap: Tap | None = None
+
+    # ---- before
+
+    def gather(self, attempt: int) -> LaunchPlan | None:
+        """Wait for the others and return this notebook's plan; None when it was stopped meanwhile.
+
+        Raises:
+            LaunchError: The others did not come, or cannot be one run with this notebook.
+        """
+        self._meeting.send(say.JoinOrder(attempt))
+        met = self._await(say.MetEvent)
+        if met is None:
+            return None
+        self.nodes, self.index = [Node.from_dict(node) for node in met.nodes], met.index
+        self._standstill.meet(self.nodes, self.index)
+        self.attempt = met.attempt
+        interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else met.interface
+        name = f"{self._run.config.rdzv_id}-{self.nodes[0].name}"
+        processes = [node.processes for node in self.nodes]
+        self._plan = joined(self._plan, processes, met.index, (met.address, met.port), interface, name)
+        self._say(self._who_is_where())
+        self._link(met)
+        if self._stopped_waiting():
+            return None
+        whole = len(self._links) == len(self.nodes) - 1
+        self._run._planned(self._plan, whole=whole and bool(self._links))
+        return self._plan
+
+    def _link(self, met: say.MetEvent) -> None:
+        """Link the other notebooks to the first, where they share a secret, unless stopped meanwhile."""
+        if not self._secret or len(self.nodes) == 1:
+            return
+        if met.index == 0:
+            self._receive(met.own_address)
+            return
+        heard = self._await(say.DoorEvent, seconds=VISIT_SECONDS)
+        if heard is None or self._stopped_waiting():
+            return
+        hello = HelloEvent(met.index, self.nodes[met.index].host, {"name": self.nodes[met.index].name})
+        try:
+            self._tap = Tap(call(heard.address, heard.port, self._secret, hello), self._note)
+        except (OSError, LaunchError) as error:
+            self._note(f"the first notebook does not show the ranks of this one: {heard.address}:{heard.port}: {error}")
+
+    def _receive(self, address: str) -> None:
+        """Have the others call, and listen no longer than that takes."""
+        try:
+            door = Door(address, self._secret, report=self._note)
+        except OSError as error:
+            self._note(f"this notebook shows its own ranks only: it cannot listen on {address}: {error}")
+            return
+        try:
+            self._meeting.send(say.DoorEvent(address, door.port))
+            self._links = receive(door, self.nodes, self._stops_meanwhile)
+        finally:
+            door.close()
+        silent = [rules.title(i, node.host) for i, node in enumerate(self.nodes) if i and i not in self._links]
+        if silent and self._lobby.stop_reason is None:
+            for link in self._links.values():
+                link.channel.close()
+            self._links = {}
+            self._note(
+                f"this notebook shows its own ranks only: {', '.join(silent)} did not call {address}:{door.port}"
+            )
+
+    def _stops_meanwhile(self) -> bool:
+        self._take_calls()
+        return self._lobby.stop_reason is not None
+
+    def _note(self, text: str) -> None:
+        self._run.notes.append(text)
+        self._say(f"⚠ {text}", "stderr")
+
+    def backend(self, own: ProcessBackend) -> ProcessBackend:
+        """Return what starts this notebook's ranks, and brings those of the others where this one shows them."""
+        links = [(link, self.nodes[index].processes) for index, link in sorted(self._links.items())]
+        return Together(own, self.index, links)
+
+    def keep(self, records: list[Record]) -> None:
+        """Keep what was measured of this notebook's ranks."""
+        self._run.store.add(records)
+        if self._tap is not None:
+            self._tap.sampled(records)
+
+    def _who_is_where(self) -> str:
+        parts = []
+        for index, node in enumerate(self.nodes):
+            own = rules.ranks_of(self.nodes, index)
+            ranks = f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]}-{own[-1]}"
+            parts.append(f"{ranks} on {rules.title(index, node.host)}{', here' if index == self.index else ''}")
+        if len(parts) > 8:
+            parts[7:] = [f"… {parts[-1]}"]
+        return f"all {len(self.nodes)} notebooks have joined: {'; '.join(parts)}"
+
+    # ---- meanwhile
+
+    def attend(self, group: Group) -> None:
+        """Hear the others while ``group`` runs, and tell them when it stops."""
+        self._group = group
+        self.stopped, self._own_stop = "", None
+        self._standstill.begin(group.stopwatch)
+        self._joining = None
+        group.listen(self._meeting.channel, self._take_news)
+        group.on_step = partial(self._step, group)
+        group.ending.on_stopping = self._tell_others
+        group.ending.on_letting_go = self._tell_of_letting_go
+        group.ears.tap = self._tap
+        for link in self._links.values():
+            link.stopping, link.react = lambda: group.ending.stopping, partial(self._react, group=group)
+
+    def _tell_others(self, reason: StopReason | None) -> None:
+        """This notebook's ranks are being stopped: because of ``reason``, or because one of them failed."""
+        if reason is not None:
+            self._own_stop = reason
+            if self._tap is not None:
+                self._tap.stopping(self.index, "stopped", reason.text)
+            self._meeting.send(say.NewsOrder("stopped", reason.text))
+        elif self._group is not None:
+            found = failures.ordered(self._group.ending.failures)
+            # Of a peer that has gone, whoever has lost it tells: this rank only followed.
+            if not failures.looks_like_lost_peer(found[0]):
+                told = peer_failures.as_told(found, self.index)
+                self._meeting.send(say.NewsOrder("failed", error_messages.headline(found), told))
+
+    def _tell_of_letting_go(self) -> None:
+        self._meeting.send(say.NewsOrder("released", "the ranks that were kept after the failure have been let go"))
+
+    def _step(self, group: Group) -> None:
+        heard, self._heard = self._heard, []
+        self._take(heard, group)  # what came together with a word that was waited for
+        self._standstill.tell()
+        self._standstill.announce()
+        self._make_room(group)
+
+    def _make_room(self, group: Group) -> None:
+        """Stop for a late notebook, but take nobody's debugger away for it."""
+        busy = self._standstill.stopwatch.standing or group.ending.failures or group.ending.held
+        if self._joining is None or busy or not group.ending.follow(self._joining):
+            return
+        self._say(self._joining.text)
+        if self._tap is not None:
+            self._tap.stopping(self.index, "joining", self._joining.text)
+
+    def _take_news(self) -> None:
+        assert self._group is not None
+        self._take(self._hear(), self._group)
+
+    def _take(self, events: list[Event], group: Group) -> None:
+        for event in events:
+            if isinstance(event, say.NewsEvent):
+                self._react(event, group)
+            elif isinstance(event, say.StandEvent):
+                self._standstill.hear(event)
+            else:
+                self._heard.append(event)
+
+    def _hear(self) -> list[Event]:
+        try:
+            return self._meeting.heard()
+        except LaunchError as error:
+            if self._group is None:
+                raise
+            self._group.unlisten(self._meeting.channel)
+            self._over = True
+            return [say.NewsEvent("lost", self.index, str(error))]
+
+    def _react(self, news: say.NewsEvent, group: Group) -> None:
+        if news.kind == "joining":
+            self._joining = self._joining or StopReason(WorkerError, news.text)
+            self._make_room(group)
+            return
+        if news.kind == "stopped":
+            self.stopped = self.stopped or news.text
+        error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
+        hold = news.kind == "failed" and self._run.config.debug
+        if hold and not self.told:
+            rank = rules.first_rank(self.nodes, news.node)
+            told = peer_failures.from_told(news.failures) or [RankFailure(rank, "exception", time.time(), news.text)]
+            self.told = tuple(failures.ordered(told))
+        if group.ending.follow(StopReason(error, news.text), hold=hold):
+            self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
+
+    # ---- after
+
+    def conclude(self, group: Group) -> bool:
+        """Tell the others how this notebook's ranks ended, hear how theirs did, and say whether all start again."""
+        run, self._group = self._run, None
+        self._standstill.tell()
+        self._unlink()
+        if self._over:  # without the child there is nobody to ask
+            run.failures = run.failures or peer_failures.of_lost(
+                self.nodes, {str(self.index): "its rendezvous process ended"}
+            )
+            return False
+        made_room = self._joining is not None and all(map(failures.looks_like_lost_peer, run.failures))
+        made_room = made_room and bool(run.failures or group.ending.reason)
+        if made_room:
+            run.failures = ()
+        stopped = self._own_stop is not None
+        followed = (made_room or group.ending.reason is not None) and not stopped
+        outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"
+        text = self._own_stop.text if self._own_stop else error_messages.headline(run.failures) if run.failures else ""
+        own = [failure for failure in run.failures if failure.rank in self._own_ranks or failure.kind == "lost"]
+        told = peer_failures.as_told(own, self.index)
+        # A run whose ranks were kept after its failure has ended for the user long ago.
+        end = say.EndOrder(outcome, text, told, final=run.ended is not None)
+        self._meeting.send(end)
+        decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
+        if decision is None:  # stopped, after all ranks here had ended: nobody is to start again for it
+            self._meeting.send(replace(end, outcome="stopped", text=self.why_stopped.text))
+            decision = self._await(say.DecisionEvent, stoppable=False)
+        assert decision is not None
+        return self._settle(decision)
+
+    def _settle(self, decision: say.DecisionEvent) -> bool:
+        run = self._run
+        if run.ended is not None:
+            return False
+        told = peer_failures.from_told(each for end in decision.ends.values() for each in end.get("failures", ()))
+        lost = peer_failures.of_lost(self.nodes, decision.lost)
+        run.failures = peer_failures.of_all(run.failures, self._own_ranks, told, lost)
+        self.reason = error_messages.headline(run.failures) if run.failures and not lost else decision.reason
+        self._odd = [end for end in decision.ends.values() if end.get("outcome") != "succeeded"]
+        ends = [end for end in decision.ends.values() if end.get("outcome") == "stopped"]
+        if ends and not self.stopped and self._own_stop is None:
+            self.stopped = decision.reason
+        return decision.action == "restart"
+
+    def verdict(self) -> tuple[str, WorkerError | None]:
+        """Return the run's status and error, the same in every notebook."""
+        run = self._run
+        if run.ended is not None:
+            return run.status, run.error
+        if self._own_stop is not None or self.stopped:
+            run._end_attempt("stopped")
+            kind, text = (
+                (self._own_stop.error, self._own_stop.text) if self._own_stop else (RunStoppedError, self.stopped)
+            )
+            return "stopped", kind(f"run {run.id} ended after {run.elapsed:.1f} s: {text}", run)
+        if run.failures:
+            run._end_attempt(error_messages.headline(run.failures))
+            return "failed", error_messages.worker_error(run)
+        if self._odd:
+            text = f"run {run.id} failed: {self.reason or 'not all notebooks succeeded'}"
+            run._end_attempt(text)
+            return "failed", WorkerError(text, run)
+        run._end_attempt("succeeded")
+        return "succeeded", None
+
+    def _unlink(self) -> None:
+        if self._tap is not None:
+            self._tap.close()
+            self._tap = None
+        for link in self._links.values():
+            link.disconnect()
+            link.channel.close()
+        self._links = {}
+
+    @property
+    def _own_ranks(self) -> range:
+        return rules.ranks_of(self.nodes, self.index)
+
+    @property
+    def why_stopped(self) -> StopReason:
+        """Why this notebook stopped waiting for the others."""
+        return self._own_stop or USER_STOP
+
+    def close(self) -> None:
+        """End the child process; the others are told if they still wait for this notebook."""
+        self._unlink()
+        self._meeting.close(leaving="" if self._over else self.trouble)
+
+    # ---- waiting
+
+    def _await(
+        self,
+        wanted: type[_Event],
+        *,
+        stoppable: bool = True,
+        saying: Callable[[], str] | None = None,
+        seconds: float | None = None,
+    ) -> _Event | None:
+        """Return the next event of a kind; None when the run is stopped before it comes, or it takes too long."""
+        since, said = time.monotonic(), saying is None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._meeting.channel, selectors.EVENT_READ, lambda: self._heard.extend(self._hear()))
+            selector.register(self._wake, selectors.EVENT_READ, self._take_calls)
+            while True:
+                event = self._take_until(wanted)
+                if event is not None:
+                    self._over = isinstance(event, say.DecisionEvent) and event.action == "end"
+                    return event
+                if stoppable and self._stopped_waiting():
+                    return None
+                if seconds is not None and time.monotonic() - since > seconds:
+                    return None
+                if saying is not None and not said and time.monotonic() - since > PATIENCE:
+                    said = True
+                    self._say(saying())
+                dispatch(selector, 0.2)
+                self._publisher.flush()
+
+    def _take_until(self, wanted: type[_Event]) -> _Event | None:
+        """Take in what has been heard up to the first event of a kind, and return that; what came after it is kept.
+
+        So is what is told of the attempt at hand while its door is waited for: `_step` takes it once there are ranks.
+        """
+        found, kept = None, []
+        while self._heard and found is None:
+            event = self._heard.pop(0)
+            if isinstance(event, wanted):
+                found = event
+            elif wanted is say.DoorEvent and isinstance(event, (say.NewsEvent, say.StandEvent)):
+                kept.append(event)
+            elif isinstance(event, say.WaitingEvent):
+                self._on_waiting(event)
+            elif isinstance(event, say.NoteEvent):
+                self._note(event.text)
+            elif isinstance(event, say.StandEvent):
+                self._standstill.hear(event)
+            elif isinstance(event, say.NewsEvent) and event.kind == "stopped" and not self.stopped:
+                self.stopped = event.text
+                self._say(event.text)
+            elif isinstance(event, say.BrokenEvent):
+                raise LaunchError(event.text)
+        self._heard[:0] = kept
+        return found
+
+    def _on_waiting(self, event: say.WaitingEvent) -> None:
+        if event.first:
+            for line in invitation(self._run.config, self._run.function_name):
+                self._run.notes.append(line)
+                self._say(f"  {line}")
+        self._say(event.text)
+
+    def _take_calls(self) -> None:
+        with suppress(BlockingIOError):
+            self._wake.recv(4096)
+        for wish in self._calls():
+            wish(self._lobby)  # type: ignore[arg-type]  # the part of a group that makes sense without ranks
+
+    def _stopped_waiting(self) -> bool:
+        """See whether this notebook is to wait no longer, and if so tell the others."""
+        run, lobby = self._run, self._lobby
+        if self._own_stop is not None and self._own_stop is lobby.stop_reason:
+            return True
+        limit = run.config.timeout
+        if limit is not None and self._standstill.stopwatch.now() > run.started + limit:
+            lobby.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
+        if lobby.stop_reason is None:
+            return False
+        self._own_stop = lobby.stop_reason
+        run._set_status("stopping")
+        self._meeting.send(say.NewsOrder("stopped", lobby.stop_reason.text))
+        return True
+
+    def _waits_for_others(self) -> str:
+        others = [rules.title(index, node.host) for index, node in enumerate(self.nodes) if index != self.index]
+        return f"the ranks of this notebook have ended; waiting for {', '.join(others[:8])}"
+
+    def _say(self, text: str, stream: str = "stdout") -> None:
+        self._publisher.line(stream, text)
+        self._publisher.flush(force=True)
+
+
+__all__ = ["Party"]

@@ -1,0 +1,96 @@
+"""The cells of another notebook, by the names that this one gives them."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest
+from notebook_accelerate.telemetry.debug_protocol import CellReply, StacksReply
+from notebook_accelerate.telemetry.payload import cell_sources, install_sources
+from notebook_accelerate.telemetry.tracebacks import cell_name
+
+
+@dataclass(slots=True)
+class CellsEvent(Event):
+    """Cells that a notebook has run: by the name of each one's file, what it is called there, and its source."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    cells: dict[str, list[str]] = field(default_factory=dict)
+
+
+def own_cells() -> dict[str, list[str]]:
+    """Return this notebook's cells, as `CellsEvent` has them."""
+    return {filename: [cell_name(filename), source] for filename, source in cell_sources().items()}
+
+
+class ForeignCells:
+    """Puts the names and the source lines of another notebook's cells into what its ranks say.
+
+    Args:
+        where: Put behind the names of cells, as " of node 1".
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._names: dict[str, str] = {}
+
+    def learn(self, cells: Mapping[str, list[str]]) -> None:
+        """Take in cells as `CellsEvent` has them; their lines are found by their names from now on."""
+        for filename, (name, source) in cells.items():
+            self._names[filename] = named = f"{name}{self._where}"
+            install_sources({named: source})
+
+    def forget(self) -> None:
+        """Leave nothing of them in this process."""
+        for name in self._names.values():
+            linecache.cache.pop(name, None)
+        self._names.clear()
+
+    def named(self, event: Event) -> Event:
+        """Return what a rank has said with the names that cells have here."""
+        handler = _HANDLERS.get(type(event))
+        if handler is not None:
+            handler(self, event)
+        return event
+
+    def in_text(self, text: str) -> str:
+        """Return ``text`` with the names of cells in the place of those of their files."""
+        for filename, name in list(self._names.items()):  # another thread adds to them
+            if filename in text:
+                text = text.replace(filename, name)
+        return text
+
+    def _in_frames(self, frames: tuple[FrameInfo, ...]) -> tuple[FrameInfo, ...]:
+        return tuple(self._in_frame(frame) if frame.filename in self._names else frame for frame in frames)
+
+    def _in_frame(self, frame: FrameInfo) -> FrameInfo:
+        name = self._names[frame.filename]
+        return frame._replace(filename=name, source=frame.source or linecache.getline(name, frame.lineno).strip())
+
+    def _in_chain(self, chain: tuple[ExceptionInfo, ...]) -> tuple[ExceptionInfo, ...]:
+        return tuple(
+            info._replace(message=self.in_text(info.message), frames=self._in_frames(info.frames)) for info in chain
+        )
+
+    def _in_stacks(self, event: StacksReply) -> None:
+        event.threads = {name: self._in_frames(frames) for name, frames in event.threads.items()}
+
+    def _in_failure(self, event: FailureEvent | CellReply) -> None:
+        event.chain = self._in_chain(event.chain)
+
+    def _in_question(self, event: InputRequest) -> None:
+        event.shown = self.in_text(event.shown)
+
+
+_HANDLERS: dict[type[Event], Callable[[ForeignCells, Any], None]] = {
+    StacksReply: ForeignCells._in_stacks,
+    FailureEvent: ForeignCells._in_failure,
+    CellReply: ForeignCells._in_failure,
+    InputRequest: ForeignCells._in_question,
+}
+
+__all__ = ["CellsEvent", "ForeignCells", "own_cells"]

@@ -1,0 +1,81 @@
+"""Failures as the notebooks of a run tell one another of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from notebook_accelerate.launch.hosts.rendezvous import membership as rules
+from notebook_accelerate.launch.hosts.rendezvous.membership import Node
+from notebook_accelerate.launch.state import failures
+from notebook_accelerate.telemetry import RankFailure, tracebacks
+from notebook_accelerate.telemetry.failure import to_chain
+
+
+def as_told(found: Iterable[RankFailure], index: int) -> list[dict[str, Any]]:
+    """Return what JSON can say of failures of node ``index``: the exception objects stay in their own notebook."""
+    return [
+        {
+            "rank": failure.rank, "kind": failure.kind, "time": failure.time, "message": failure.message,
+            "chain": tracebacks.with_named_cells(failure.chain, f" of node {index}"), "signal": failure.signal,
+        }
+        for failure in found
+    ]  # fmt: skip
+
+
+def from_told(told: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
+    """Return the failures that `as_told` told of; those of another version are left out."""
+    found = []
+    for each in told:
+        with suppress(KeyError, TypeError, ValueError):
+            found.append(
+                RankFailure(
+                    int(each["rank"]), str(each["kind"]), float(each["time"]), str(each["message"]),
+                    to_chain(each["chain"]), signal=each.get("signal"),
+                )
+            )  # fmt: skip
+    return found
+
+
+def of_lost(nodes: Sequence[Node], lost: Mapping[str, str]) -> tuple[RankFailure, ...]:
+    """Return a failure for each rank of the nodes that were lost.
+
+    Args:
+        nodes: All, in order.
+        lost: Why a node was lost, by its index.
+    """
+    found = []
+    for index, why in sorted((int(index), why) for index, why in lost.items()):
+        text = rules.lost_text(index, nodes[index].host, why)
+        found += [RankFailure(rank, "lost", time.time(), text) for rank in rules.ranks_of(nodes, index)]
+    return tuple(found)
+
+
+def of_all(
+    here: Iterable[RankFailure],
+    own_ranks: Collection[int],
+    told: Iterable[RankFailure],
+    lost: Sequence[RankFailure],
+) -> tuple[RankFailure, ...]:
+    """Return every rank's failure, the first ones first: what follows a lost node is its consequence.
+
+    Args:
+        here: What this notebook has seen; these have their exceptions.
+        own_ranks: The ranks that it starts.
+        told: What all notebooks told; these have the names of the others' cells.
+        lost: The ranks that were lost.
+    """
+    by_rank = {failure.rank: failure for failure in told}
+    for failure in here:
+        keeps = failure.rank in own_ranks or failure.rank not in by_rank
+        chain = failure.chain if keeps else by_rank[failure.rank].chain
+        by_rank[failure.rank] = replace(failure, chain=chain)
+    gone = {failure.rank for failure in lost}
+    rest = failures.ordered([failure for rank, failure in by_rank.items() if rank not in gone])
+    return (*lost, *(replace(failure, consequence=True) if lost else failure for failure in rest))
+
+
+__all__ = ["as_told", "from_told", "of_all", "of_lost"]

@@ -1,0 +1,113 @@
+"""Time that stands still in all notebooks while one of them waits for its user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.launch.hosts.rendezvous import membership as rules
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous.membership import Node
+from notebook_accelerate.launch.supervisor.pausable_clock import Elsewhere, Stopwatch
+from notebook_accelerate.telemetry.rank_names import rank_names
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import Meeting
+    from notebook_accelerate.launch.run import Run
+
+STOPPED, ASKING = "stopped at a breakpoint", "waiting for input"
+
+
+class Standstill:
+    """What this notebook tells the others of its waiting for the user, and hears of theirs.
+
+    Args:
+        run: This notebook's.
+        meeting: Through it the others are told.
+        show: Shows a line, in "stdout" or "stderr".
+        shows_all: Whether this notebook shows the ranks of the others at this moment.
+
+    Attributes:
+        stopwatch: The attempt's.
+    """
+
+    def __init__(
+        self, run: Run, meeting: Meeting, show: Callable[[str, str], None], shows_all: Callable[[], bool]
+    ) -> None:
+        self._run, self._meeting, self._show, self._shows_all = run, meeting, show, shows_all
+        self.stopwatch = Stopwatch()
+        self._nodes: list[Node] = []
+        self._own_ranks = range(0)
+        self._told = (False, "")
+        self._said: dict[int, str] = {}
+        self._unsaid: dict[int, say.StandEvent] = {}
+
+    def meet(self, nodes: list[Node], index: int) -> None:
+        """Take in who has met; this notebook is ``nodes[index]``."""
+        self._nodes, self._own_ranks = nodes, rules.ranks_of(nodes, index)
+
+    def begin(self, stopwatch: Stopwatch) -> None:
+        """Start an attempt, in which nobody waits yet."""
+        self.stopwatch, self._told, self._said, self._unsaid = stopwatch, (False, ""), {}, {}
+        stopwatch.forget_elsewhere()
+
+    def tell(self) -> None:
+        """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
+        here = self.stopwatch.waiting_here()
+        told = (bool(here), self._where_it_waits(here))
+        if told != self._told:
+            self._told = told
+            self._meeting.send(say.StandOrder(*told))
+
+    def hear(self, event: say.StandEvent) -> None:
+        """Have time stand still here as long as it does in another notebook, and say where it is waited for."""
+        change = self.stopwatch.pause if event.standing else self.stopwatch.resume
+        change(Elsewhere(event.node))
+        told, self._said[event.node] = self._said.get(event.node, ""), event.text
+        if event.text != told:
+            self._unsaid[event.node] = event
+        self.announce()
+
+    def announce(self) -> None:
+        """Say where other notebooks are waited for, once what can be opened here has come: it takes another way."""
+        for event in list(self._unsaid.values()):
+            asks = any(kind in event.text for kind in (STOPPED, ASKING))
+            if asks and self._can_open() and not self._open_here(event):
+                continue
+            del self._unsaid[event.node]
+            asked_here = self._shows_all() and self._run._prompts_in_cell
+            if event.text and not asked_here:
+                name = rules.title(event.node, self._nodes[event.node].host)
+                self._show(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
+
+    def _where_it_waits(self, here: Iterable[object]) -> str:
+        stopped = self._own(self._run._board.debugged())
+        kinds = {
+            STOPPED: stopped,
+            ASKING: self._own(who for who in here if who not in stopped),
+            "paused": self._own(who[1] for who in here if isinstance(who, tuple)),
+        }
+        parts = [f"{rank_names(who)} {'is' if len(who) == 1 else 'are'} {how}" for how, who in kinds.items() if who]
+        return " and ".join(parts)
+
+    def _own(self, ranks: Iterable[object]) -> list[int]:
+        return sorted(rank for rank in ranks if isinstance(rank, int) and rank in self._own_ranks)
+
+    def _how_to_open(self, event: say.StandEvent) -> str:
+        open_here = self._open_here(event)
+        if not self._can_open() or not open_here:
+            return ", in its notebook"
+        return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
+
+    def _can_open(self) -> bool:
+        """Whether this notebook's user can come to ranks of the others, as soon as their questions have come."""
+        return self._shows_all() and not self._run.config.block
+
+    def _open_here(self, event: say.StandEvent) -> list[int]:
+        """Return the ranks of a notebook whose questions have come to this one."""
+        board = self._run._board
+        ranks = rules.ranks_of(self._nodes, event.node)
+        return [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
+
+
+__all__ = ["Standstill"]

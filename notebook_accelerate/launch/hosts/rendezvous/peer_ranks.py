@@ -1,0 +1,154 @@
+"""In the first notebook: the ranks of the others, heard through a link to each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.debug.process_inspection import Look
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink, RemoteRank
+from notebook_accelerate.launch.hosts.remote.host_protocol import StartedEvent
+from notebook_accelerate.launch.hosts.remote.listener import Door
+from notebook_accelerate.launch.hosts.rendezvous.peer_cells import CellsEvent, ForeignCells
+from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import LADDER
+from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import NewsEvent
+from notebook_accelerate.launch.processes.rank_process import Hearing, ProcessBackend, RankProcess
+from notebook_accelerate.telemetry import Channel, Event, Stamped
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.hosts.rendezvous.membership import Node
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+VISIT_SECONDS = 20.0
+"""How long the other notebooks may take to call."""
+START_SECONDS = 120.0
+
+
+class GuestRank(RemoteRank):
+    """A rank of another notebook, which stops it by itself and asks its own user."""
+
+    asks_here = False
+
+    def send_signal(self, number: int, *, group: bool = False) -> None:
+        """See ``RankProcess.send_signal``; when all stop, each notebook sends its own ranks the signals."""
+        link = self._link
+        assert isinstance(link, GuestLink)
+        if number not in LADDER or not link.stopping():
+            super().send_signal(number, group=group)
+
+    def dated(self, messages: list[Stamped]) -> list[Stamped]:
+        """See ``RankProcess.dated``; cells get the names that they have in this notebook."""
+        assert isinstance(self._link, GuestLink)
+        cells = self._link.cells
+        return [Stamped(stamp, cells.named(event)) for stamp, event in super().dated(messages)]
+
+
+class GuestLink(NodeLink):
+    """The link to another notebook.
+
+    Attributes:
+        stopping: Whether this notebook's group is being stopped.
+        cells: The other notebook's cells.
+        react: Called with what the other notebook tells.
+    """
+
+    stopping: Callable[[], bool] = staticmethod(lambda: False)
+    react: Callable[[NewsEvent], None] = staticmethod(lambda _: None)
+
+    def __init__(self, channel: Channel, node: int, host: str) -> None:
+        super().__init__(channel, node, host)
+        self.cells = ForeignCells(f" of node {node}")
+
+    def new_rank(self, event: StartedEvent) -> RemoteRank:
+        """See ``NodeLink.new_rank``."""
+        return GuestRank(self, event.rank, event.pid, event.local_rank)
+
+    def take(self, event: Event, hearing: Hearing) -> None:
+        """See ``NodeLink.take``."""
+        if isinstance(event, NewsEvent):
+            self.react(NewsEvent(event.kind, self.node, f"{self.name}: {event.text}"))
+        elif isinstance(event, CellsEvent):
+            self.cells.learn(event.cells)
+        else:
+            super().take(event, hearing)
+
+    def look(self, rank: int) -> Look:
+        """See ``NodeLink.look``."""
+        seen = super().look(rank)
+        return Look(self.cells.in_text(seen.dump), seen.native)
+
+    def disconnect(self) -> None:
+        """See ``NodeLink.disconnect``."""
+        super().disconnect()
+        self.cells.forget()
+
+
+class Together(ProcessBackend):
+    """Starts this notebook's ranks and waits for those of the others.
+
+    Args:
+        own: Starts this notebook's.
+        node: Index of this notebook.
+        links: To the others, with how many ranks each starts.
+    """
+
+    def __init__(self, own: ProcessBackend, node: int, links: Sequence[tuple[GuestLink, int]] = ()) -> None:
+        super().__init__(own.function, own.arguments)
+        self._own, self._node, self._links = own, node, links
+
+    def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
+        """See ``ProcessBackend.start_ranks``."""
+
+        def begun(process: RankProcess) -> None:
+            process.node = self._node
+            started(process)
+
+        self._own.start_ranks(orders, begun)
+        for link, count in self._links:
+            for _ in range(count):
+                started(link.await_started(START_SECONDS))
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """See ``ProcessBackend.start_rank``."""
+        return self._own.start_rank(order)
+
+    def close(self) -> None:
+        """See ``ProcessBackend.close``."""
+        self._own.close()
+
+
+def receive(door: Door, nodes: Sequence[Node], stopping: Callable[[], bool]) -> dict[int, GuestLink]:
+    """Wait for the calls of the other notebooks and return the link to each that called, by its index.
+
+    Args:
+        door: Where they call.
+        nodes: All, in order; this is the first.
+        stopping: Whether this notebook is to stop waiting.
+    """
+    links: dict[int, GuestLink] = {}
+    deadline = time.monotonic() + VISIT_SECONDS
+    gone: set[int] = set()
+    while len(links) + len(gone) < len(nodes) - 1 and time.monotonic() < deadline and not stopping():
+        visitor = door.next_visitor(0.05)
+        if visitor is None:
+            continue
+        index = visitor.hello.node
+        if (
+            not 0 < index < len(nodes)
+            or index in {*links, *gone}
+            or visitor.hello.facts.get("name") != nodes[index].name
+        ):
+            visitor.channel.close()
+            continue
+        link = GuestLink(visitor.channel, index, nodes[index].host)
+        try:
+            link.measure_clock()
+            links[index] = link
+        except ChannelClosedError:  # it has left again
+            gone.add(index)
+    return links
+
+
+__all__ = ["GuestLink", "GuestRank", "Together", "receive"]

@@ -1,0 +1,96 @@
+"""In the other notebooks: a copy of what their ranks say and do, sent to the first one."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+
+from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.hosts.remote.relay import Relay
+from notebook_accelerate.launch.hosts.rendezvous.peer_cells import CellsEvent, own_cells
+from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import NewsEvent
+from notebook_accelerate.telemetry import Channel, Event
+
+MAX_WAITING = 64 << 20
+"""Bytes that may wait for the first notebook: one that has stopped reading must not hold up this one's ranks."""
+FAREWELL_SECONDS = 5.0
+
+
+class Tap(Relay):
+    """The stream to the first notebook, for one attempt.
+
+    Args:
+        channel: To it; owned from now on.
+        note: Called with a line for the user, on a thread of the tap.
+    """
+
+    def __init__(self, channel: Channel, note: Callable[[str], None]) -> None:
+        super().__init__(channel)
+        self._note = note
+        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._bytes, self._counting = 0, threading.Lock()
+        self._cut = False
+        self._threads = [
+            threading.Thread(target=call, name="notebook-accelerate-tap", daemon=True)
+            for call in (self._send, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._cells: dict[str, list[str]] = {}
+        self.tell_cells()
+
+    # ---- from this notebook
+
+    def stopping(self, node: int, kind: str, text: str) -> None:
+        """This notebook stops its ranks; the first one hears it before it hears them end."""
+        self._tell(NewsEvent(kind, node, text))
+
+    def tell_cells(self) -> None:
+        """Tell of the cells that this notebook has run since it last told of them."""
+        new = {filename: cell for filename, cell in own_cells().items() if self._cells.get(filename) != cell}
+        if new:
+            self._cells |= new
+            self._tell(CellsEvent(new))
+
+    def close(self) -> None:
+        """Let the first notebook hear everything, then leave."""
+        self._waiting.put(None)
+        self._threads[0].join(FAREWELL_SECONDS)
+        self._left.wait(FAREWELL_SECONDS)
+        self._channel.shut()
+        self._threads[1].join()
+        self._channel.close()
+
+    # ---- to the first notebook
+
+    def _tell(self, event: Event) -> None:
+        self._count(len(getattr(event, "payload", b"")))
+        if self._cut or self._left.is_set():
+            return
+        if self._bytes > MAX_WAITING:
+            self._cut = True
+            self._note("the first notebook does not take in what the ranks of this one say; it shows them no longer")
+            self._channel.shut()
+            return
+        self._waiting.put(event)
+
+    def _send(self) -> None:
+        while (event := self._waiting.get()) is not None:
+            try:
+                self._channel.send(event)
+            except ChannelClosedError:
+                self._leave()
+                return
+            self._count(-len(getattr(event, "payload", b"")))
+
+    def _count(self, size: int) -> None:
+        with self._counting:  # the run, its sampler and the sending threads count
+            self._bytes += size
+
+
+LADDER = (signal.SIGINT, signal.SIGTERM)
+"""Signals with which every notebook stops its own ranks."""
+
+__all__ = ["LADDER", "Tap"]

@@ -1,0 +1,194 @@
+"""The store the notebooks meet at: hosted by one child process, found by the others; and torch's handlers on it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import psutil
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from notebook_accelerate.launch.hosts.rendezvous.directory import Seal, SealedBackend
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import MeetOrder
+
+JOIN_SECONDS = 600.0
+BACKLOG = 4096
+_Value = TypeVar("_Value")
+
+
+class Task(Generic[_Value]):
+    """A call on a thread of its own, because torch lets it wait and nobody can end it."""
+
+    def __init__(self, call: Callable[[], _Value]) -> None:
+        self._call = call
+        self._value: _Value | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except Exception as error:  # noqa: BLE001 - handed on
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return not self._thread.is_alive()
+
+    def result(self) -> _Value:
+        """Return what it returned, or raise what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+
+@dataclass
+class Connection:
+    """A store, and whether it lives in this process."""
+
+    store: Any
+    hosting: bool
+
+
+class PortTakenError(Exception):
+    """The port of the rendezvous is taken on the machine that must listen on it."""
+
+
+def join_seconds(order: MeetOrder) -> float:
+    """Return how long the others are waited for."""
+    settings = order.settings
+    return float(settings.get("join_timeout", settings.get("timeout", JOIN_SECONDS)))
+
+
+def keep_alive(order: MeetOrder) -> tuple[float, float]:
+    """Return the seconds between two signs of life, and those without one after which a node is lost."""
+    interval = float(order.settings.get("keep_alive_interval", 5))
+    return interval, interval * float(order.settings.get("keep_alive_max_attempt", 3))
+
+
+def connect(order: MeetOrder) -> Connection:
+    """Host the store or find it, waiting as long as the join timeout says.
+
+    Raises:
+        PortTakenError: This notebook must host it, and cannot.
+    """
+    listener = _listener(order)
+    if listener is not None:
+        store = host(order.address, listener, order)
+        return Connection(store, hosting=True)
+    store = TCPStore(
+        order.address, order.port, is_master=False, wait_for_workers=False, timeout=_span(join_seconds(order))
+    )
+    store.set_timeout(_span(max(1.0, keep_alive(order)[1])))
+    return Connection(store, hosting=False)
+
+
+def host(address: str, listener: socket.socket, order: MeetOrder) -> Any:
+    """Return a store that listens on ``listener``; torch by itself would listen on every interface."""
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach(),
+        timeout=_span(max(1.0, keep_alive(order)[1])),
+    )  # fmt: skip
+
+
+def _listener(order: MeetOrder) -> socket.socket | None:
+    """Return a socket that listens where the notebooks meet; None where another notebook has it."""
+    is_host = order.settings.get("is_host")
+    must = order.backend == "static" and order.node["node_rank"] == 0
+    if (order.backend == "static" and not must) or is_host is False:
+        return None
+    try:
+        return listen(order.address, order.port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and not must and not is_host:
+            return None
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(f"port {order.port} is taken on this machine; pass another everywhere") from None
+        if error.errno == errno.EADDRNOTAVAIL and (must or is_host):  # an address that a router turns into ours
+            return listen("", order.port)
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on one address of this machine alone; "" means all."""
+    flags = socket.AI_PASSIVE if not address else 0
+    family, kind, protocol, _, where = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)[
+        0
+    ]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def handler(order: MeetOrder, seal: Seal, run_id: str, least: int, most: int, *, hosting: bool) -> RendezvousHandler:
+    """Return torch's own handler for one rendezvous of at least ``least`` and at most ``most`` nodes."""
+    conf: dict[str, Any] = {k: int(float(v)) for k, v in order.settings.items() if k.endswith(("_timeout", "_attempt"))}
+    conf["join_timeout"] = int(join_seconds(order)) + 60  # the child's own, which says who is missing, comes first
+    conf["keep_alive_interval"] = max(1, int(keep_alive(order)[0]))
+    endpoint = f"[{order.address}]:{order.port}" if ":" in order.address else f"{order.address}:{order.port}"
+    # Machines may have the same name, and processes in containers the same number.
+    own = order.settings.get("local_addr") or f"{order.node['host']}-{order.node['name']}"
+    parameters = RendezvousParameters(order.backend, endpoint, run_id, least, most, own)
+    if order.backend == "static":
+        parameters.config.update(rank=order.node["node_rank"], timeout=conf["join_timeout"])
+        return get_rendezvous_handler(parameters)
+    parameters.config.update(conf, is_host=hosting, store_type="tcp")
+    backend, store = c10d_rendezvous_backend.create_backend(parameters)
+    return dynamic_rendezvous.create_handler(store, SealedBackend(backend, seal), parameters)
+
+
+def way_to(address: str, port: int) -> tuple[str, str]:
+    """Return the network interface through which this machine reaches an address, and its own address there.
+
+    Both are "" when they are not known.
+    """
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+            probe.connect(where)
+            own = probe.getsockname()[0]
+    except OSError:
+        return "", ""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == own for each in addresses):
+            return str(name), str(own)
+    return "", str(own)
+
+
+def _span(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+__all__ = [
+    "Connection",
+    "PortTakenError",
+    "Task",
+    "connect",
+    "handler",
+    "host",
+    "join_seconds",
+    "listen",
+    "way_to",
+]

@@ -1,0 +1,300 @@
+"""Decides how a launch will happen, from facts alone: no process is started, nothing is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from notebook_accelerate.config.cluster import RayCluster
+    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.hardware import HardwareInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFacts:
+    """What is known of the kernel at the moment of a launch.
+
+    Attributes:
+        fork_hazard: Why forking this kernel is not safe; "" when it is.
+        can_fork: Whether this platform can fork at all.
+        environment: The kernel's environment variables.
+    """
+
+    fork_hazard: str = ""
+    can_fork: bool = True
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What will happen.
+
+    Attributes:
+        start_method: inline, fork, zygote, spawn or ray.
+        reason: Why that one, as the run's header shows it.
+        num_processes: Ranks on this machine.
+        world_size: Ranks on all machines.
+        first_rank: Global index of this machine's first rank.
+        accelerator: Device type of the ranks ("cpu", "cuda", ...).
+        backend: Communication library of the process group ("gloo", "nccl", ...); "" for a single rank.
+        threads: CPU threads for each rank's operators; None leaves what the kernel has.
+        master_addr: Address of rank 0.
+        port: Port that was asked for; the launch may have to take another.
+        loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
+        node: Index of this notebook among those that run the cell together.
+        nodes: How many there are.
+        met: Whether the others have been met: before, what is said of all ranks is an assumption.
+        interface: Name of the network interface on which the ranks of several notebooks reach each other; "": unknown.
+        run_name: What all notebooks call the run; "" before they have met.
+        where: The cluster that the ranks run on, as the header calls it; "" for this machine.
+        devices: Devices of each process; several share each batch.
+    """
+
+    start_method: str
+    reason: str
+    num_processes: int
+    world_size: int
+    first_rank: int
+    accelerator: str
+    backend: str
+    threads: int | None
+    master_addr: str
+    port: int
+    loopback: str
+    node: int = 0
+    nodes: int = 1
+    met: bool = False
+    interface: str = ""
+    run_name: str = ""
+    where: str = ""
+    devices: int = 1
+
+    def sentence(self) -> str:
+        """Return the plan in one line."""
+        ranks = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        if self.world_size != self.num_processes:
+            ranks += f" of {self.world_size}"
+        place = self.where or self.accelerator
+        if self.devices > 1:
+            place += f", whose {self.devices} devices share each batch (SPMD)"
+        parts = [f"{ranks} on {place}", f"{self.start_method} ({self.reason})"]
+        if self.backend:
+            parts.append(self.backend)
+        return " · ".join(parts)
+
+
+def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> LaunchPlan:
+    """Return how ``config`` will be launched on ``hardware`` from a kernel with ``facts``.
+
+    Raises:
+        ValueError: The configuration asks for what this machine does not have.
+    """
+    if config.cluster is not None:
+        return _on_cluster(config, config.cluster)
+    accelerator, count = _accelerator(config, hardware)
+    num_processes = config.num_processes if config.num_processes is not None else max(count, 1)
+    devices = 1
+    if accelerator == "xla":
+        num_processes, devices = _xla_processes(config, count, facts)
+    if accelerator == "mps" and num_processes > 1:
+        accelerator, count = "cpu", 0  # one MPS device cannot be shared by ranks
+    if count and num_processes > count:
+        raise ValueError(
+            f"num_processes={num_processes}, but this machine has {count} {accelerator} device{'s' * (count > 1)}; "
+            f"pass num_processes={count}, or config=LaunchConfig(cpu=True) to train on the CPU"
+        )
+    world_size = num_processes * config.num_nodes
+    method, reason = _start_method(config, num_processes, facts, accelerator)
+    master_addr, port = config.meeting_point
+    return LaunchPlan(
+        start_method=method,
+        reason=reason,
+        num_processes=num_processes,
+        world_size=world_size,
+        first_rank=config.node_rank * num_processes,
+        accelerator=accelerator,
+        backend=_backend(accelerator) if world_size > 1 else "",
+        threads=None if method == "inline" else _threads(config, num_processes, hardware.cpu_count, facts),
+        master_addr=master_addr,
+        port=port,
+        loopback=(hardware.loopback or "") if config.num_nodes == 1 else "",
+        node=config.node_rank,
+        nodes=config.num_nodes,
+        devices=devices,
+    )
+
+
+def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tuple[int, int]:
+    """Return how many ranks there are on XLA devices, and how many devices each has.
+
+    torch_xla knows two numbers of processes: one, or one for each chip. A process that is alone has all devices of the
+    machine; several that have two devices each would leave one of them idle.
+
+    Raises:
+        ValueError: Another number was asked for.
+    """
+    from notebook_accelerate.hardware import xla_environment
+
+    layout = xla_environment.layout({**facts.environment, **(config.env or {})}, chips)
+    asked = layout.ranks if config.num_processes is None else config.num_processes
+    if asked not in {1, layout.ranks}:
+        allowed = "1" if layout.ranks == 1 else f"1 or {layout.ranks}"
+        why = (
+            f"its runtime puts {layout.devices} devices into one process"
+            if layout.devices > 1 or layout.processes == 1
+            else f"this machine has {layout.processes} chips, of which torch_xla takes one or all"
+        )
+        raise ValueError(
+            f"num_processes={asked} is not possible on XLA devices: {why}; pass num_processes={allowed}, "
+            "or config=LaunchConfig(cpu=True) to train on the CPU without XLA"
+        )
+    return asked, layout.processes * layout.devices if asked == 1 else 1
+
+
+def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
+    """Return the plan of ranks on a cluster, of whose machines nothing is known before they are reached."""
+    ranks = config.num_processes or 1
+    on_cpu = config.cpu or cluster.gpus == 0
+    asked = (config.env or {}).get("OMP_NUM_THREADS")
+    return LaunchPlan(
+        start_method="ray",
+        reason=f"as asked: on={config.on!r}" if isinstance(config.on, str) else "as asked: on=RayCluster(...)",
+        num_processes=ranks,
+        world_size=ranks,
+        first_rank=0,
+        accelerator="cpu" if on_cpu else "the cluster's devices",
+        backend="gloo" if on_cpu and ranks > 1 else "",
+        threads=int(asked) if asked and asked.isdigit() and int(asked) > 0 else max(1, int(cluster.cpus)),
+        master_addr="",  # of the first rank's node, once it has one
+        port=0,
+        loopback="",
+        where=cluster.where,
+    )
+
+
+def joined(
+    plan: LaunchPlan, processes: Sequence[int], index: int, store: tuple[str, int], interface: str, run_name: str
+) -> LaunchPlan:
+    """Return the plan of one of several notebooks that have met.
+
+    Args:
+        plan: What was planned before.
+        processes: How many ranks each notebook starts, in order.
+        index: Which of them this one is.
+        store: Address and port of the store that the ranks meet at.
+        interface: Name of the network interface between the notebooks; "" leaves the choice to the back end.
+        run_name: What all notebooks call the run.
+    """
+    return replace(
+        plan,
+        world_size=sum(processes),
+        first_rank=sum(processes[:index]),
+        backend=_backend(plan.accelerator) if sum(processes) > 1 else "",
+        master_addr=store[0],
+        port=store[1],
+        node=index,
+        nodes=len(processes),
+        met=True,
+        interface=interface,
+        run_name=run_name,
+    )
+
+
+def runs_inline(config: LaunchConfig, hardware: HardwareInfo) -> bool:
+    """Whether ``config`` is for the kernel's own process; that needs no look at whether the kernel can be forked."""
+    return plan(config, hardware, KernelFacts(environment={})).start_method == "inline"
+
+
+def _accelerator(config: LaunchConfig, hardware: HardwareInfo) -> tuple[str, int]:
+    if config.cpu or hardware.accelerator == "cpu":
+        return "cpu", 0
+    return hardware.accelerator, hardware.count
+
+
+def _backend(accelerator: str) -> str:
+    from notebook_accelerate.hardware import devices
+
+    return devices.row(accelerator).backend
+
+
+def _threads(config: LaunchConfig, num_processes: int, cpu_count: int, facts: KernelFacts) -> int:
+    asked = (config.env or {}).get("OMP_NUM_THREADS") or facts.environment.get("OMP_NUM_THREADS")
+    if asked and asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return max(1, cpu_count // num_processes)
+
+
+def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, accelerator: str) -> tuple[str, str]:
+    if config.start_method != "auto":
+        return _asked_method(config, num_processes, facts)
+    if accelerator == "xla" and facts.can_fork:
+        # A device belongs to the first process that starts a runtime on it: the kernel never does.
+        return "zygote", "XLA's runtime belongs to the rank, never to the kernel"
+    if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
+        return "inline", "one process: the kernel itself"
+    if not facts.can_fork:
+        return "spawn", "this platform cannot fork"
+    if facts.fork_hazard:
+        return "zygote", facts.fork_hazard
+    return "fork", "the kernel is safe to fork"
+
+
+def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) -> tuple[str, str]:
+    method = config.start_method
+    if method == "inline" and (num_processes > 1 or config.num_nodes > 1):
+        raise ValueError(f"start_method='inline' runs one process, {num_processes} were asked for; pass 'auto'")
+    if method == "inline" and (needed := _needs_process(config)):
+        raise ValueError(f"start_method='inline' cannot do {needed}; pass start_method='auto'")
+    if method in ("fork", "zygote") and not facts.can_fork:
+        raise ValueError(f"start_method={method!r} is not possible on this platform; pass 'spawn'")
+    if method == "fork" and facts.fork_hazard:
+        raise ValueError(f"start_method='fork' is not safe now: {facts.fork_hazard}; pass 'auto' or 'zygote'")
+    return method, "as asked"
+
+
+def _needs_process(config: LaunchConfig) -> str:
+    """Return the settings that need a process of its own, as the user wrote them; "" when none does."""
+    needed = [
+        name
+        for name in ("timeout", "hang_timeout", "max_restarts", "env", "debug")
+        if getattr(config, name) not in (None, 0, False)
+    ]
+    if not config.block:
+        needed.insert(0, "block=False")
+    return ", ".join(needed)
+
+
+def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
+    """Return the variables that torchrun would give to this rank, and those that pin it to this machine."""
+    rank = plan.first_rank + local_rank
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_WORLD_SIZE": str(plan.num_processes),
+        "GROUP_RANK": str(plan.node),
+        "GROUP_WORLD_SIZE": str(plan.nodes),
+        "NODE_RANK": str(plan.node),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(plan.world_size),
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(plan.port),
+    }
+    if plan.threads is not None:
+        env["OMP_NUM_THREADS"] = str(plan.threads)
+    if plan.met:  # as torchrun: the agent hosts the store
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        env["TORCHELASTIC_RUN_ID"] = plan.run_name
+    if plan.interface:
+        # gloo otherwise takes the interface of the host name, which need not reach the other notebooks
+        env["GLOO_SOCKET_IFNAME"] = plan.interface
+        env["TP_SOCKET_IFNAME"] = plan.interface
+    if plan.loopback:
+        # gloo otherwise takes the interface of the host name, which need not reach this machine's other ranks
+        env["GLOO_SOCKET_IFNAME"] = plan.loopback
+        env["TP_SOCKET_IFNAME"] = plan.loopback
+        env["NCCL_SOCKET_IFNAME"] = plan.loopback
+    return env

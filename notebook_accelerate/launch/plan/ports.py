@@ -1,0 +1,115 @@
+"""The port of the process group's rendezvous.
+
+Rank 0 listens on it only when the user's function makes the process group, which may be minutes after the launch.
+Until then the port must be neither another notebook's choice nor the system's for some outgoing connection, so on
+Linux the kernel holds two sockets that do not listen: one bound to the port, past which a listener that sets
+``SO_REUSEADDR``, as torch's store does, can still bind, and one bound to an abstract name made of the port, which
+every kernel of this network namespace asks for first. Both go with the process that holds them.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from notebook_accelerate.errors import PortInUseError
+from notebook_accelerate.launch.processes.rank_process import Ends
+
+
+@dataclass(frozen=True)
+class _Held:
+    port: int
+    sockets: tuple[socket.socket, ...] = ()
+
+    def close(self) -> None:
+        for held in self.sockets:
+            Ends.kernel_side.discard(held.fileno())
+            held.close()
+
+
+_lock = threading.Lock()
+_reserved: dict[int, _Held] = {}
+
+
+def reserve(run_id: int, asked: int, *, fixed: bool, here: bool = True) -> tuple[int, str]:
+    """Return a port for a run and a line that says so when it is not the one asked for.
+
+    Args:
+        run_id: The run that will use it.
+        asked: The port asked for; 0 means any.
+        fixed: Whether other machines have been told the port, so that no other will do.
+        here: Whether rank 0, which listens, is on this machine.
+
+    Raises:
+        PortInUseError: The port is fixed and taken.
+    """
+    with _lock:
+        port = asked
+        note = ""
+        held = _hold(port) if here and port else None
+        if fixed:
+            if here and held is None:
+                other = port + 1 if port < 65535 else port - 1
+                raise PortInUseError(
+                    f"port {port} is taken on this machine; pass another, use_port={other}, everywhere"
+                )
+        elif held is None:
+            held = _any_free()
+            note = f"port {asked} is taken, using {held.port}" if asked else ""
+        _reserved[run_id] = held or _Held(port)
+        return _reserved[run_id].port, note
+
+
+def release(run_id: int) -> None:
+    """Let go of a run's port."""
+    with _lock:
+        held = _reserved.pop(run_id, None)
+    if held is not None:
+        held.close()
+
+
+def _hold(port: int) -> _Held | None:
+    """Take a port for this process; None if a server, this kernel or another one has it."""
+    if any(held.port == port for held in _reserved.values()) or not _free(port):
+        return None
+    if sys.platform != "linux":  # elsewhere a bound socket keeps the listener out, and names of that kind are missing
+        return _Held(port)
+    with ExitStack() as undo:
+        name = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        bound = undo.enter_context(socket.socket())
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            name.bind(f"\0notebook_accelerate.port.{port}")
+            bound.bind(("127.0.0.1", port))
+        except OSError:
+            return None
+        undo.pop_all()
+    Ends.kernel_side |= {name.fileno(), bound.fileno()}
+    return _Held(port, (name, bound))
+
+
+def _free(port: int) -> bool:
+    # Both: a server on all interfaces holds loopback too, and one on loopback alone leaves the rest free.
+    return all(_can_bind(port, address) for address in ("127.0.0.1", ""))
+
+
+def _can_bind(port: int, address: str) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+def _any_free() -> _Held:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if (held := _hold(port)) is not None:
+            return held

@@ -1,0 +1,55 @@
+"""Ranks forked from the live kernel: they inherit everything by copy-on-write, and nothing is pickled."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.plan.fork_probe import fork_quietly
+from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
+from notebook_accelerate.launch.processes.zygote import running_zygote
+from notebook_accelerate.worker import entry
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+
+class ForkedRank(OwnChild):
+    """A rank whose process group the zygote, where there is one, ends with the kernel."""
+
+    def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
+        super().__init__(rank, pid, ends, exit_descriptor)
+        self._guardian = running_zygote()
+        if self._guardian is not None:
+            self._guardian.guard(pid)
+
+    def close(self) -> None:
+        """See ``RankProcess.close``."""
+        super().close()
+        if self._guardian is not None:
+            self._guardian.guard(self.pid)
+            self._guardian = None
+
+
+class ForkBackend(ProcessBackend):
+    """Forks from the calling thread, which must live as long as the ranks: the system ends them with it."""
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """See ``ProcessBackend.start_rank``."""
+        ends = Ends()
+        parent = os.getpid()
+        try:
+            pid = fork_quietly()
+        except OSError as error:
+            ends.close_rank_side()
+            ends.close_kernel_side()
+            raise LaunchError(f"rank {order.rank} could not be forked: {error}") from error
+        if pid == 0:
+            wiring = entry.Wiring(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
+            entry.main(order, wiring, lambda: (self.function, self.arguments), inherited=ends.kernel_side)
+        with suppress(OSError):  # the child does the same; whoever comes first
+            os.setpgid(pid, pid)
+        ends.close_rank_side()
+        return ForkedRank(order.rank, pid, ends, pidfd_of(pid))

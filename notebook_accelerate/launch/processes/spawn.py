@@ -1,0 +1,61 @@
+"""Ranks as fresh interpreters, for platforms where nothing can be forked: slow to start, safe everywhere."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from notebook_accelerate.config.environ import inheritable
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, interpreter_command, uninterrupted
+from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, RankProcess, pidfd_of
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+
+class SpawnBackend(PickledBackend):
+    """Starts one interpreter per rank."""
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """See ``ProcessBackend.start_rank``."""
+        ends = Ends()
+        channel = ends.rank_channel.fileno()
+        wires = (channel, ends.rank_stdout, ends.rank_stderr, self._payload)
+        call = (
+            "from notebook_accelerate.launch.processes.spawn import rank_main; "
+            f"rank_main({channel}, {ends.rank_stdout}, {ends.rank_stderr}, {self._payload}, {os.getpid()})"
+        )
+        try:
+            with uninterrupted():
+                process = subprocess.Popen(
+                    interpreter_command(call),
+                    pass_fds=wires,
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                    env=inheritable(),
+                )
+        except OSError as error:
+            ends.close_rank_side()
+            ends.close_kernel_side()
+            raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # the end of one that has died already is told by the supervisor
+            process.stdin.write(pickle.dumps(self.complete(order)))
+        process.returncode = 0  # reaped by the supervisor, which also wants its resource usage
+        ends.close_rank_side()
+        return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
+
+
+def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int) -> NoReturn:
+    """Be a rank in a fresh interpreter: the order comes on standard input."""
+    from notebook_accelerate.telemetry.payload import loader
+    from notebook_accelerate.worker import entry
+
+    entry.forget_interrupt(parent)
+    order = pickle.load(sys.stdin.buffer)  # not to the end: a rank forked meanwhile may hold the other end open
+    entry.main(order, entry.Wiring(channel, stdout, stderr, parent), loader(payload), inherited=None)

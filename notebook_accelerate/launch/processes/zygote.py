@@ -1,0 +1,200 @@
+"""Ranks forked from a clean server process that has torch imported and nothing initialised.
+
+The server outlives launches: it is started once, in the background, as soon as the launcher is imported in a kernel.
+It ends when the kernel ends (its control socket closes), or by ``shutdown()``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import tempfile
+import threading
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING
+
+from notebook_accelerate.config.environ import inheritable
+from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.processes.pickled_orders import (
+    PickledBackend,
+    interpreter_command,
+    last_words,
+    uninterrupted,
+)
+from notebook_accelerate.launch.processes.rank_process import Ends, Exit, LocalRank, RankProcess
+
+if TYPE_CHECKING:
+    from notebook_accelerate.telemetry.worker_order import WorkerOrder
+
+LENGTH = struct.Struct("!I")
+STATUS = struct.Struct("!qq")
+"""What the server writes when a rank has ended: its wait status, its peak resident memory in KiB."""
+GUARD = 1 << 31
+"""Set in a request's length: it is no length but a process group to end, or no longer to end, with the kernel."""
+AIDE = 1 << 30
+"""Set in a request's length: no rank is wanted, but a process that calls the function that the request names."""
+START_SECONDS = 120.0
+"""How long the server may take to import torch."""
+
+
+class Zygote:
+    """The kernel's hold on the server process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._control = ours
+        self._lock = threading.Lock()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the server
+        self._owner = os.getpid()
+        call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
+        with uninterrupted():
+            self._process = subprocess.Popen(
+                interpreter_command(call),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+                env=inheritable(),
+            )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Whether it runs and is this process's own."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def fork(self, order: bytes, descriptors: list[int], kind: int = 0) -> int:
+        """Have the server fork a rank and return the rank's process id.
+
+        Args:
+            order: The rank's, pickled; or with `AIDE` "module:function", to be called with the first descriptor.
+            descriptors: Channel, standard output and error, payload, and where the server writes how it ended.
+            kind: `AIDE` for a process that outlives the server, to say goodbye for a kernel that has died.
+
+        Raises:
+            LaunchError: The server is gone.
+        """
+        with self._lock:
+            try:
+                self._control.settimeout(START_SECONDS)
+                socket.send_fds(self._control, [LENGTH.pack(len(order) | kind)], descriptors)
+                self._control.sendall(order)
+                answer = self._control.recv(LENGTH.size, socket.MSG_WAITALL)
+            except OSError as error:
+                # Should it answer yet, that would be taken for the answer to the next request.
+                self._process.kill()
+                self._process.wait()
+                raise LaunchError(f"the server process did not answer: {error}{self.last_words()}") from error
+            if len(answer) < LENGTH.size:
+                raise LaunchError(f"the server process has ended{self.last_words()}")
+            return int(LENGTH.unpack(answer)[0])
+
+    def guard(self, pid: int) -> None:
+        """Have the server end the process group ``pid`` when this process dies; a second call takes that back.
+
+        The system ends a rank with its kernel, but not what the rank has started.
+        """
+        with self._lock, suppress(OSError):  # a server that is gone guards nobody
+            self._control.sendall(LENGTH.pack(GUARD | pid))
+
+    def last_words(self) -> str:
+        """Return the end of what the server printed, for an error message."""
+        return last_words(self._log)
+
+    def close(self) -> None:
+        """End the server and every rank it has; does nothing in a process that merely inherited it."""
+        if self._owner != os.getpid():
+            return
+        self._control.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # it is still importing torch
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+_lock = threading.Lock()
+_zygote: Zygote | None = None
+
+
+def ensure_zygote() -> Zygote:
+    """Return the server, starting it when there is none."""
+    global _zygote  # noqa: PLW0603 - one kernel, one server
+    with _lock:
+        if _zygote is None or not _zygote.alive():
+            if _zygote is not None:
+                _zygote.close()
+            _zygote = Zygote()
+        return _zygote
+
+
+def running_zygote() -> Zygote | None:
+    """Return the server, if there is one."""
+    return _zygote if _zygote is not None and _zygote.alive() else None
+
+
+def close_zygote() -> None:
+    """End the server, if there is one."""
+    global _zygote  # noqa: PLW0603 - the same
+    with _lock:
+        if (ended := _zygote) is not None:
+            _zygote = None  # first: an interrupt of its end must not leave it to the next launch
+            ended.close()
+
+
+class ZygoteRank(LocalRank):
+    """A rank whose parent is the server; the server reports its end."""
+
+    def poll(self) -> Exit | None:
+        """See ``RankProcess.poll``."""
+        assert self.exit_descriptor is not None
+        try:
+            data = os.read(self.exit_descriptor, STATUS.size)
+        except BlockingIOError:
+            return None
+        if len(data) < STATUS.size:  # the server died, and its ranks with it
+            return Exit(signal=9)
+        return Exit.from_status(*STATUS.unpack(data))
+
+    def close(self) -> None:
+        """See ``RankProcess.close``."""
+        if self.exit_descriptor is not None:
+            Ends.kernel_side.discard(self.exit_descriptor)
+        super().close()
+
+
+class ZygoteBackend(PickledBackend):
+    """Asks the server for each rank."""
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        """See ``ProcessBackend.start_rank``."""
+        ends = Ends()
+        status_reader, status_writer = os.pipe()
+        os.set_blocking(status_reader, False)
+        wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
+        try:
+            pid = ensure_zygote().fork(pickle.dumps(self.complete(order)), wires)
+        except LaunchError:
+            ends.close_kernel_side()
+            os.close(status_reader)
+            raise
+        finally:
+            ends.close_rank_side()
+            os.close(status_writer)
+        Ends.kernel_side.add(status_reader)
+        return ZygoteRank(order.rank, pid, ends, status_reader)
+
+
+def warm_up() -> None:
+    """Start the server in the background; a failure is told by the launch that needs it."""
+    with suppress(OSError):
+        ensure_zygote()

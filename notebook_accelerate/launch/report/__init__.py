@@ -1,0 +1,1 @@
+"""A run as static HTML, text and SVG."""

@@ -1,0 +1,249 @@
+"""What a user does to see into a run: the debugging methods of ``Run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.debug.diagnosis import Diagnosis
+from notebook_accelerate.debug.rank_requests import Desk
+from notebook_accelerate.debug.session import Session, Stacks
+from notebook_accelerate.launch.state.prompts import Board, Question
+from notebook_accelerate.telemetry import tracebacks
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.run import RankInfo
+    from notebook_accelerate.launch.supervisor.rank_group import Group
+    from notebook_accelerate.telemetry import RankFailure
+
+STOP_SECONDS = 5.0
+"""How long a rank may take to reach the debugger after it was told to stop."""
+
+
+class Cast(dict[int, str]):
+    """What the debuggers of several ranks answered to one command, side by side when shown."""
+
+    def __repr__(self) -> str:
+        blocks = []
+        for rank, text in self.items():
+            head = f"rank {rank} │ "
+            blocks.append(head + text.rstrip("\n").replace("\n", "\n" + " " * (len(head) - 2) + "│ "))
+        return "\n".join(blocks)
+
+
+def _stand_still(group: Group, rank: int) -> None:
+    group.stopwatch.pause(("paused", rank))
+
+
+def _go_on(group: Group, rank: int) -> None:
+    group.stopwatch.resume(("paused", rank))
+
+
+class Inspection:
+    """The debugging half of ``Run``."""
+
+    _post: Callable[[Callable[[Group], None]], None]
+
+    _prompts_in_cell = False
+    """Whether somebody else than ``wait`` and ``debug`` puts the ranks' questions before the user."""
+    _desk: Desk
+    _board: Board
+    failures: tuple[RankFailure, ...]
+    ended: float | None
+    diagnoses: list[Diagnosis]
+    """What automatic diagnoses found, the oldest first."""
+    warnings: list[str]
+    """The usual mistakes that were noticed, each once."""
+
+    @property
+    def ranks(self) -> tuple[RankInfo, ...]:
+        """The ranks of this machine, in order."""
+        raise NotImplementedError
+
+    def _session(self) -> Session:
+        return Session(self._desk, lambda: {info.rank: info.state for info in self.ranks}, tracebacks.place)
+
+    def diagnose(self) -> Diagnosis:
+        """Say, within about two seconds, where every rank is and why the run is stuck.
+
+        Returns:
+            The verdict in a sentence, and the ranks grouped by place; works for ranks that cannot answer, too.
+        """
+        found = self._session().diagnose()
+        if found.mistake and found.mistake not in self.warnings:
+            self.warnings.append(found.mistake)
+        return found
+
+    def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
+        """Return the main thread's frames by rank, outermost first.
+
+        Args:
+            ranks: Global indices; None means all.
+
+        Raises:
+            ValueError: No such rank.
+        """
+        return self._session().stacks(ranks)
+
+    def ask(
+        self, expression: str, ranks: Iterable[int] | None = None, frame: str | None = None, timeout: float = 5.0
+    ) -> dict[int, Any]:
+        """Evaluate an expression in live ranks, between two steps, without stopping them.
+
+        It is evaluated at the next step boundary (an optimizer step, or ``log``); when none comes within half a
+        second, at the main thread's next bytecode; when that does not come either, as the thread waits in native
+        code, from outside. A rank that holds the interpreter in native code can only be looked at.
+
+        Args:
+            expression: Python, as "model.head.weight.norm()".
+            ranks: Global indices; None means all.
+            frame: Name of a function on the stack, whose variables are meant; None means the launched function.
+            timeout: Seconds to wait for the answers.
+
+        Returns:
+            The value by rank; an ``AskError`` in the place of an answer that there is not.
+
+        Raises:
+            ValueError: Not an expression, or no such rank.
+        """
+        return self._session().ask(expression, ranks, frame, timeout)
+
+    def complete(self, text: str, rank: int = 0, frame: str | None = None, timeout: float = 3.0) -> list[str]:
+        """Complete the last name of an expression with what a rank's frame knows.
+
+        Args:
+            text: The beginning, as "model.head.wei".
+            rank: Global index.
+            frame: Name of a function on the stack; None means the launched function, or where the debugger stopped.
+            timeout: Seconds to wait for the answer.
+
+        Returns:
+            The completed texts; empty when there are none, or no answer.
+
+        Raises:
+            ValueError: No such rank.
+        """
+        return self._session().complete(text, rank, frame, timeout)
+
+    def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
+        """Have ranks wait at their next step boundary until ``resume``; return what each says.
+
+        The run's time limits stand still meanwhile.
+        """
+        wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
+        for rank in wanted:
+            self._post(partial(_stand_still, rank=rank))
+        said: dict[int, str] = {}
+        try:
+            said = self._session().pause(wanted, timeout)
+        finally:
+            for rank in wanted:
+                if said.get(rank) != "paused":
+                    self._post(partial(_go_on, rank=rank))
+        return said
+
+    def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
+        """Let paused ranks go on; return what each says."""
+        said = self._session().resume(ranks, timeout)
+        for rank in said:
+            self._post(partial(_go_on, rank=rank))
+        return said
+
+    def attach(self, rank: int = 0, timeout: float = 30.0) -> str:
+        """Start debugpy in a rank, for an editor to attach to.
+
+        Returns:
+            Its address on loopback, as "127.0.0.1:5678".
+        """
+        address = self._session().attach(rank, timeout)
+        print(f"debugpy of rank {rank} listens on {address}")  # noqa: T201 - the answer to a command typed in a cell
+        return address
+
+    def debug(self, rank: int | None = None) -> None:
+        """Talk to the debugger of a rank, in this cell, until it is continued or quit.
+
+        A rank that runs is stopped at its next bytecode; one that failed under ``debug=True`` opens at the failing
+        line. One that waits for ``input()`` is answered, wherever else it may be.
+
+        Args:
+            rank: Global index; None means the first rank that is stopped, else the first that failed, else rank 0.
+
+        Raises:
+            ValueError: No such rank, or it has ended.
+        """
+        chosen = self._rank_to_debug() if rank is None else rank
+        if chosen not in self._desk.open_ranks():
+            raise ValueError(f"rank={chosen} cannot be debugged: {self._state_of(chosen)}; there are {self._open()}")
+        if chosen not in self._board.debugged() and not self._board.asks(chosen):
+            self._session().break_into(chosen, STOP_SECONDS)
+            self._board.await_debugger(chosen, STOP_SECONDS)
+            if chosen not in self._board.debugged() and self.ended is None:
+                print(  # noqa: T201 - the answer to a command typed in a cell
+                    f"rank {chosen} has not come back to Python yet: {self.diagnose().line_of(chosen)}\n"
+                    f"It stops when it does; run.debug(rank={chosen}) then opens it."
+                )
+                return
+        while (question := self._board.take(rank=chosen)) is not None:
+            self._put_to_user(question, keep=True)
+
+    def _put_to_user(self, question: Question, *, keep: bool) -> None:
+        """Have a question answered that was taken from the board; an interrupt puts it back where it is to be kept."""
+        try:
+            prompt(question)
+        except KeyboardInterrupt:
+            if keep:
+                self._board.give_back(question)
+            raise
+
+    def cast(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> Cast:
+        """Give one debugger command to several stopped ranks and show the answers side by side.
+
+        Args:
+            command: As typed at the debugger's prompt, "p loss".
+            ranks: Global indices; None means all that are stopped.
+            timeout: Seconds to wait for the answers.
+
+        Raises:
+            ValueError: A rank is not stopped.
+        """
+        stopped = self._board.debugged()
+        wanted = stopped if ranks is None else list(ranks)
+        if not wanted or any(rank not in stopped for rank in wanted):
+            raise ValueError(f"ranks={wanted} are not all stopped at a breakpoint; stopped are {stopped}")
+        asked = [question for rank in wanted if (question := self._board.claim(rank)) is not None]
+        for question in asked:
+            question.answer(command)
+        answers = {question.rank: self._board.await_question(question.rank, timeout) for question in asked}
+        return Cast({rank: next_.request.shown if next_ else "(goes on)" for rank, next_ in answers.items()})
+
+    def _rank_to_debug(self) -> int:
+        there = self._desk.open_ranks()
+        failed = [failure.rank for failure in self.failures if failure.rank in there]
+        return next(iter([*self._board.debugged(), *failed, *there]), 0)
+
+    def _state_of(self, rank: int) -> str:
+        return next((f"it is {info.state}" for info in self.ranks if info.rank == rank), "there is no such rank")
+
+    def _open(self) -> list[int]:
+        return self._desk.open_ranks()
+
+
+def prompt(question: Question) -> None:
+    """Put a rank's question before the user of this cell and send the answer."""
+    label = f"[rank {question.rank}] "
+    if question.request.shown:
+        print(label + question.request.shown.rstrip("\n").replace("\n", "\n" + label))  # noqa: T201 - a dialogue
+    try:
+        if question.request.password:
+            import getpass
+
+            text: str | None = getpass.getpass(label + question.request.prompt)
+        else:
+            text = input(label + question.request.prompt)
+    except (EOFError, RuntimeError, NotImplementedError):  # the front end cannot prompt
+        text = None
+    if question.over:
+        print(f"{label}this was answered in another notebook")  # noqa: T201 - the same
+        return
+    question.answer(text)

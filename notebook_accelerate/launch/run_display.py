@@ -1,0 +1,133 @@
+"""How a run shows itself. The panels live in a higher room: they are named here, and loaded on first use."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.output.cell_outputs import Place, here
+from notebook_accelerate.launch.output.rank_output import parent_message, running_kernel
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.run import Run
+
+VIEWS = {
+    "panel": "notebook_accelerate.widgets.run_panel:RunPanel",
+    "debug": "notebook_accelerate.widgets.debug_panel:DebugPanel",
+}
+"""What a run can show, by name: module and class, called with the run."""
+
+STOP_GRACE = 5.0
+LIVE_AFTER_SECONDS = 0.3
+"""A blocking run that ends sooner leaves its report without having had a live panel: making one takes 40 ms."""
+
+
+class Viewed:
+    """What a run can do to be seen."""
+
+    _view: Any = None
+    _debug_view: Any = None
+    _place: Place | None = None
+    _launched_under: str = ""
+
+    def panel(self) -> Any:
+        """Return the run's live panel; as the last line of a cell it shows itself, in any cell, as often as wanted.
+
+        When the run ends, every place where the panel is shown keeps the static report; calling this again then opens
+        the panel on what the run left.
+
+        Raises:
+            ImportError: ipywidgets or anywidget is not installed.
+        """
+        if self._view is None or self._view.closed:
+            self._view = load("panel")(self)
+        return self._view
+
+    def debug_panel(self) -> Any:
+        """Return a panel that looks into the ranks: places, stacks, questions; as the last line of a cell it shows.
+
+        Raises:
+            ImportError: ipywidgets is not installed.
+        """
+        if self._debug_view is None or self._debug_view.closed:
+            self._debug_view = load("debug")(self)
+        return self._debug_view
+
+    def request_stop(self, grace: float = STOP_GRACE) -> None:
+        """Ask for the run's end and return at once; from any thread. A second call kills.
+
+        Args:
+            grace: Seconds the ranks have to end by themselves.
+        """
+        stopper = getattr(self, "_stopper", None)
+        if stopper is not None:
+            stopper(grace)
+
+    def _repr_html_(self) -> str | None:
+        if _cell() and _cell() == self._launched_under:  # its panel stands above already
+            return None
+        return str(self.report().html)  # type: ignore[attr-defined]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": repr(self)} if self._repr_html_() is None else self._static()
+
+    def _static(self) -> dict[str, str]:
+        bundle: dict[str, str] = self.report().bundle  # type: ignore[attr-defined]
+        return bundle
+
+    def _ipython_display_(self) -> None:
+        """Show the live panel while there is something to watch; otherwise leave it to the static form."""
+        live = getattr(self, "ended", None) is None and _cell() != self._launched_under
+        if not live or running_kernel() is None or not _try(lambda: self.panel().show()):
+            raise NotImplementedError  # IPython then asks for the MIME bundle
+
+
+def load(name: str) -> Any:
+    """Return the class of a view."""
+    module, _, attribute = VIEWS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def reserve(run: Run) -> None:
+    """Keep a place for the panel under the cell that launches now; nothing is shown yet."""
+    if run.config.panel is not False:
+        run._place = here()
+
+
+def hold(run: Run) -> None:
+    """Take the place, so that what the ranks write comes below the panel; from any thread."""
+    if run._place is not None:
+        run._place.show({"text/plain": ""})
+
+
+def show(run: Run) -> None:
+    """Show the panel in the run's place; a panel that fails never keeps a run from going on."""
+    if run._place is None:
+        return
+    if run.ended is None and not _try(lambda: run.panel().show(run._place)):
+        return
+    if run.ended is not None:  # it was faster than its panel
+        if run._view is not None:
+            run._view.close()
+        run._place.end(run._static())
+    run._launched_under = run._place.cell
+
+
+def _try(action: Any) -> bool:
+    try:
+        return action() is not None
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the panel, the run is not
+        text = f"the panel cannot be shown: {type(error).__name__}: {error}; print(run.report()) tells of the run"
+        warnings.warn(text, stacklevel=3)
+        return False
+
+
+def _cell() -> str:
+    """Return the id of the request that is executed now; "" outside a kernel."""
+    kernel = running_kernel()
+    header = (parent_message(kernel) or {}).get("header") if kernel is not None else None
+    return str((header or {}).get("msg_id", ""))
+
+
+__all__ = ["VIEWS", "Viewed", "hold", "load", "reserve", "show"]

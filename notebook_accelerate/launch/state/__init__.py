@@ -1,0 +1,1 @@
+"""What is known of a run: failures, prompts, and the words for both."""

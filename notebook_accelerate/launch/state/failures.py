@@ -1,0 +1,159 @@
+"""From what ranks said and how they ended to what went wrong first, in words."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from notebook_accelerate.errors import NotebookAccelerateError
+from notebook_accelerate.launch.processes.rank_process import Exit
+from notebook_accelerate.telemetry import FailureEvent, RankFailure, tracebacks
+from notebook_accelerate.telemetry.payload import is_cell, load_bytes
+from notebook_accelerate.telemetry.sampler import machine_memory
+
+_PEER_LOST = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|connectFullMesh|recvValue failed|"
+    r"failed to recv|caused pair closure|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
+)
+"""What torch says in a rank whose peer has gone."""
+
+
+def from_event(rank: int, event: FailureEvent) -> RankFailure:
+    """Return the failure that a rank told of itself."""
+    chain = tracebacks.name_cells_of(event.chain)
+    last = chain[-1]
+    exception, note = None, event.note
+    if event.payload:
+        try:
+            exception = load_bytes(event.payload)
+        except Exception as error:  # noqa: BLE001 - an exception class may refuse its own arguments
+            note = f"the exception cannot be brought back: {type(error).__name__}: {error}"
+    message = f"{last.type}: {last.message}".rstrip(": ")
+    if event.kind == "exit":
+        code = repr(exception.code) if isinstance(exception, SystemExit) else last.message
+        message = f"the function called sys.exit({code})"
+    if note and event.kind != "unpicklable":
+        message += f"  ({note})"
+    if not isinstance(exception, BaseException):
+        exception = None
+    if isinstance(exception, NotebookAccelerateError):  # a user's own keeps what it was given
+        exception.args = tuple(
+            tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
+        )
+    return RankFailure(rank, event.kind, event.time, message, chain, exception)
+
+
+def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:
+    """Return the failure of a rank that died without a word.
+
+    Args:
+        rank: Global index.
+        end: How its process ended.
+        oom_kills: How many processes of this control group the system's out-of-memory killer ended during the run.
+    """
+    now = time.time()
+    if end.lost:
+        return RankFailure(rank, "lost", now, end.lost)
+    if end.signal is None:
+        status = f"with exit status {end.code}" if end.code is not None else "with an unknown exit status"
+        message = f"its process ended {status} before the function returned (os._exit?)"
+        return RankFailure(rank, "exit", now, message)
+    name = _signal_name(end.signal)
+    message = f"killed by {name} (signal {end.signal}){_cause(end, oom_kills)}"
+    return RankFailure(rank, "signal", now, message, signal=end.signal)
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return "a signal"
+
+
+def _cause(end: Exit, oom_kills: int) -> str:
+    if end.signal == signal.SIGKILL:
+        total, available = machine_memory()
+        verdict = "the out-of-memory killer ended it" if oom_kills else "likely the out-of-memory killer"
+        held = f"it held {_gib(end.max_rss)} at its peak, " if end.max_rss else ""
+        return f": {verdict}; {held}the machine has {_gib(total)}, {_gib(available)} of it free now"
+    hints = {
+        signal.SIGSEGV: "a crash in native code; the Python stack is in its stderr",
+        signal.SIGBUS: "a crash in native code, or /dev/shm is full (DataLoader workers)",
+        signal.SIGABRT: "native code gave up; its stderr says why",
+        signal.SIGILL: "native code built for another processor",
+        signal.SIGFPE: "an arithmetic fault in native code",
+        signal.SIGTERM: "somebody ended it",
+    }
+    hint = hints.get(signal.Signals(end.signal)) if end.signal in set(signal.Signals) else None
+    return f": {hint}" if hint else ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def oom_kill_count() -> int:
+    """Return how many processes of this control group the system has killed for memory."""
+    with suppress(OSError, ValueError):
+        for line in Path("/sys/fs/cgroup/memory.events").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def ordered(failures: list[RankFailure]) -> list[RankFailure]:
+    """Return the failures with the first one first and those that only followed marked as consequences.
+
+    A rank whose peer has died often says so before the supervisor sees the death, so time alone does not decide: a
+    lost connection counts as a consequence whenever another rank failed in another way.
+    """
+    lost = {id(failure): looks_like_lost_peer(failure) for failure in failures}
+    by_time = sorted(failures, key=lambda failure: (lost[id(failure)], failure.time))
+    if not by_time:
+        return []
+    first = by_time[0]
+    return [first, *(replace(other, consequence=not _same(first, other)) for other in by_time[1:])]
+
+
+def looks_like_lost_peer(failure: RankFailure) -> bool:
+    """Whether a rank only says that its connection to another one broke."""
+    if failure.kind != "exception" or not failure.chain:
+        return False
+    last = failure.chain[-1]
+    by_type = last.type.rpartition(".")[2] in ("DistBackendError", "DistNetworkError", "DistStoreError")
+    by_message = last.type in ("RuntimeError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
+    return by_type or (by_message and _PEER_LOST.search(last.message) is not None)
+
+
+def _same(first: RankFailure, other: RankFailure) -> bool:
+    """Whether two ranks failed in the same way, so that neither is the other's consequence."""
+    if first.kind != other.kind:
+        return False
+    if first.chain and other.chain:
+        return first.chain[-1].type == other.chain[-1].type and places(first) == places(other)
+    return first.message == other.message and not first.chain
+
+
+def places(failure: RankFailure) -> tuple[tuple[str, int], ...]:
+    """Return where a failure happened: file and line of each frame of its last exception.
+
+    A cell has another file in every notebook that runs it: there the function stands for it.
+    """
+    frames = failure.chain[-1].frames if failure.chain else ()
+    return tuple((frame.function if is_cell(frame.filename) else frame.filename, frame.lineno) for frame in frames)
+
+
+def grouped(failures: list[RankFailure]) -> list[list[RankFailure]]:
+    """Return the failures in groups of the same traceback, in order of their first members."""
+    groups: list[list[RankFailure]] = []
+    for failure in failures:
+        for group in groups:
+            if group[0].consequence == failure.consequence and _same(group[0], failure):
+                group.append(failure)
+                break
+        else:
+            groups.append([failure])
+    return groups

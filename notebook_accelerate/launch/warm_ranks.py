@@ -1,0 +1,261 @@
+"""A persistent group of ranks that runs notebook cells and keeps its variables."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError
+from notebook_accelerate.launch.output.rank_output import running_kernel
+from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
+from notebook_accelerate.launch.run_debugging import prompt
+from notebook_accelerate.launch.start import start
+from notebook_accelerate.launch.state import error_messages
+from notebook_accelerate.launch.state.failures import ordered
+from notebook_accelerate.launch.supervisor.rank_group import Group
+from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
+from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
+from notebook_accelerate.telemetry.payload import install_sources
+from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
+from notebook_accelerate.telemetry.rank_names import rank_names
+from notebook_accelerate.worker import warm_cells
+
+LOOK_SECONDS = 0.05
+"""How often a waiting cell looks for questions of its ranks."""
+READY_SECONDS = 120.0
+"""How long ranks may take to come up, once the other notebooks have joined."""
+END_SECONDS = 10.0
+"""How long a group that ends may take to say why."""
+
+
+def warm_rank() -> None:
+    """What every warm rank runs."""
+    warm_cells.serve(tracebacks.chain_of, install_sources)
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What a cell left on the ranks it ran on.
+
+    Attributes:
+        shown: The ``repr`` of its last expression, by rank; "" where there is none.
+        fetched: The variables asked for, by rank.
+    """
+
+    shown: dict[int, str]
+    fetched: dict[int, dict[str, Any]]
+
+
+class WarmRanks:
+    """A group of ranks that lives between cells.
+
+    Args:
+        config: How to launch it; it never blocks.
+
+    Raises:
+        LaunchError: The group did not come up.
+    """
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config.changed(block=False, panel=False)
+        self._numbers = itertools.count(1)
+        self.run = self._start()
+
+    def _start(self) -> Run:
+        run = start(self._config, warm_rank)
+        run._prompts_in_cell = True
+        deadline = None
+        try:
+            while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
+                run.wait(LOOK_SECONDS)
+                if deadline is None and run.attempts:  # until then it waits for other notebooks
+                    deadline = time.monotonic() + READY_SECONDS
+        except KeyboardInterrupt:
+            run.stop(grace=1.0)
+            raise
+        if run.status != "running":
+            raise LaunchError(f"the warm ranks did not come up: {run.error or run.status}")
+        return run
+
+    @property
+    def alive(self) -> bool:
+        """Whether the group can run a cell."""
+        return self.run.status == "running"
+
+    @property
+    def size(self) -> int:
+        """How many ranks this notebook has started."""
+        assert self.run.plan is not None, "it is running"
+        return self.run.plan.num_processes
+
+    def restart(self) -> None:
+        """End the group and start it anew; its variables are gone."""
+        self.stop()
+        self.run = self._start()
+
+    def stop(self) -> None:
+        """End the group."""
+        self.run.stop(grace=1.0)
+
+    def execute(
+        self,
+        source: str,
+        filename: str,
+        ranks: Iterable[int] | None = None,
+        send: Mapping[str, Any] | None = None,
+        fetch: Iterable[str] = (),
+    ) -> CellResult:
+        """Run a cell on ranks and wait for its end, however long it takes.
+
+        Args:
+            source: The cell.
+            filename: What its tracebacks call it.
+            ranks: Global indices; None means all.
+            send: Variables to set first.
+            fetch: Names of variables to bring back.
+
+        Raises:
+            ValueError: No such rank.
+            WorkerError: The cell failed on a rank; the group lives on.
+            WorkerDiedError: A rank ended, and the group with it.
+            KeyboardInterrupt: The cell was interrupted; ``RunInterrupted`` when that ended the group.
+        """
+        wanted = self._wanted(ranks)
+        names = list(fetch)
+        payload = dump_bytes(dict(send), f"one of {', '.join(send)}") if send else b""
+        kernel = running_kernel()
+        if kernel is not None:
+            cell = kernel.get_parent()
+            self.run._post(lambda group: group.show_under(cell))
+        hand_out = self._send_apart if payload else self._send
+        waiting, pressed = hand_out(wanted, lambda number: CellRequest(number, source, filename, names, payload))
+        replies, interrupted = self._collect(waiting, pressed)
+        failed = [reply.chain[-1].type for reply in replies.values() if reply.chain]
+        if interrupted and self.alive and all(kind == "KeyboardInterrupt" for kind in failed):
+            raise CellInterrupt
+        return self._result(wanted, replies)
+
+    def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
+        """Send the cell; return the numbers of its requests, and whether an interrupt came meanwhile."""
+        return self.run._desk.send(wanted, make), False
+
+    def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
+        """Do the same on another thread: variables that are sent along take their time.
+
+        An interrupt of the thread that sends would end a frame half-way: the rank would wait for the rest for ever.
+        """
+        sent: dict[int, int] = {}
+        over = threading.Event()
+
+        def send() -> None:
+            try:
+                sent.update(self._send(wanted, make)[0])
+            finally:
+                over.set()
+
+        pressed = False
+        threading.Thread(target=send, name="notebook-accelerate-cell", daemon=True).start()
+        while not over.is_set():
+            try:
+                over.wait()
+            except KeyboardInterrupt:
+                if pressed:
+                    self._kill(wanted)
+                pressed = True
+        return sent, pressed
+
+    def _collect(self, waiting: dict[int, int], pressed: bool) -> tuple[dict[int, CellReply], bool]:
+        """Wait for the replies; an interrupt goes to the ranks, a second one ends the group."""
+        replies: dict[int, CellReply] = {}
+        interrupted: float | None = None
+        while len(replies) < len(waiting) and self.alive:
+            try:
+                if pressed:
+                    pressed = False
+                    raise KeyboardInterrupt
+                self._look(waiting, replies)
+            except KeyboardInterrupt:
+                busy = [rank for rank in waiting if rank not in replies]
+                if interrupted is not None:
+                    self._kill(busy)
+                interrupted = time.monotonic()
+                self.run._post(partial(_interrupt, ranks=busy))
+            if interrupted is not None and time.monotonic() - interrupted > DEFAULT_GRACE:
+                self._kill([rank for rank in waiting if rank not in replies])
+        return replies, interrupted is not None
+
+    def _kill(self, busy: list[int]) -> NoReturn:
+        """End the group, whose ranks ``busy`` do not come to their end."""
+        self.run.stop(grace=0.0)
+        raise GroupInterrupt(self.run, busy) from None
+
+    def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
+        question = self.run._board.take(LOOK_SECONDS / 10, among=waiting.keys() - replies.keys())
+        if question is not None:
+            prompt(question)
+        for rank, reply in self.run._desk.collect(waiting, LOOK_SECONDS).items():
+            assert isinstance(reply, CellReply), "a cell's request is answered by a cell's reply"
+            replies[rank] = reply
+
+    def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:
+        if not self.alive or any(rank not in replies for rank in wanted):  # one may have ended before it was asked
+            self.run.wait(END_SECONDS)
+            raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
+        found = [
+            RankFailure(rank, "exception", reply.time, _headline(chain), chain)
+            for rank, reply in replies.items()
+            if (chain := tracebacks.name_cells_of(reply.chain))
+        ]
+        if found:
+            raise CellError(self.run, tuple(ordered(found)))
+        fetched = {rank: load_bytes(reply.payload) for rank, reply in replies.items() if reply.payload}
+        return CellResult({rank: replies[rank].shown for rank in wanted}, fetched)
+
+    def _wanted(self, ranks: Iterable[int] | None) -> list[int]:
+        known = [info.rank for info in self.run.ranks]
+        wanted = known if ranks is None else list(ranks)
+        if unknown := [rank for rank in wanted if rank not in known]:
+            raise ValueError(f"ranks={unknown} are not ranks of this group; there are {known}")
+        return wanted
+
+
+def _interrupt(group: Group, ranks: Iterable[int]) -> None:
+    group.interrupt(ranks)
+
+
+def _headline(chain: tuple[ExceptionInfo, ...]) -> str:
+    last = chain[-1]
+    return f"{last.type}: {last.message}".rstrip(": ")
+
+
+class CellInterrupt(KeyboardInterrupt):
+    """The user interrupted a cell on warm ranks; the ranks and their variables are still there."""
+
+    def _render_traceback_(self) -> list[str]:
+        return ["KeyboardInterrupt: the cell was interrupted on its ranks; the ranks live on"]
+
+
+class GroupInterrupt(RunInterrupted):
+    """The user interrupted a cell on warm ranks, and some did not hear: the whole group had to be ended."""
+
+    def __init__(self, run: Run, busy: list[int]) -> None:
+        super().__init__(run)
+        who = rank_names(busy)
+        ended = "the warm ranks were ended, and their variables are gone; %%ranks starts new ones"
+        self.args = (f"{who} could not be interrupted: {ended}",)
+
+
+class CellError(WorkerError):
+    """A cell failed on warm ranks; the ranks and their variables are still there."""
+
+    def __init__(self, run: Run, found: tuple[RankFailure, ...]) -> None:
+        super().__init__(error_messages.headline(found), run, found)
+
+    def _render_traceback_(self) -> list[str]:
+        return [*error_messages.failure_lines(self.failures), "", f"WorkerError: {self}"]

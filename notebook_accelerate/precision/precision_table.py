@@ -1,0 +1,86 @@
+"""The precisions by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from notebook_accelerate.config import environ
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.hardware.feature_checks import is_torchao_available, is_transformer_engine_available
+from notebook_accelerate.precision.full_precision import Precision
+from notebook_accelerate.precision.torch_autocast import Bf16Precision, Fp16Precision
+
+PrecisionFactory = Callable[..., Precision]
+
+
+def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> Precision:
+    module, name = _FP8[_fp8_backend(device_type, fp8_recipe)]
+    factory = getattr(importlib.import_module(f"notebook_accelerate.precision.{module}"), name)
+    return factory(device_type, autocast_handler, scaler_handler, fp8_recipe)  # type: ignore[no-any-return]
+
+
+def _fp8_backend(device_type: str, recipe: Any) -> str:
+    """Choose the library: the recipe's, the one that was asked for, or the first that is installed."""
+    if isinstance(recipe, FP8RecipeKwargs):
+        return str(recipe.backend)
+    for kind, backend in ((AORecipeKwargs, "AO"), (TERecipeKwargs, "TE"), (MSAMPRecipeKwargs, "MSAMP")):
+        if isinstance(recipe, kind):
+            return backend
+    asked = environ.choice("ACCELERATE_FP8_BACKEND", [name.lower() for name in _FP8])
+    if asked is not None:
+        return asked.upper()
+    if device_type == "cuda" and is_transformer_engine_available():
+        return "TE"
+    if is_torchao_available():
+        return "AO"
+    raise ValueError(
+        "mixed_precision='fp8' needs a library that computes in fp8, and none is installed: pip install torchao "
+        "(any device; emulated on a CPU), or pip install 'transformer_engine[pytorch]' (NVIDIA GPUs); or pass "
+        "mixed_precision='bf16'"
+    )
+
+
+_FP8 = {
+    "AO": ("torchao_fp8", "AOPrecision"),
+    "TE": ("transformer_engine_fp8", "TEPrecision"),
+    "MSAMP": ("msamp_fp8", "MSAMPPrecision"),
+}
+"""Module and class for each library, by `FP8BackendType`."""
+
+PRECISIONS: dict[str, PrecisionFactory] = {"no": Precision, "bf16": Bf16Precision, "fp16": Fp16Precision, "fp8": _fp8}
+"""What makes a precision, by the name that `mixed_precision` takes."""
+
+
+def register_precision(name: str, factory: PrecisionFactory) -> None:
+    """Add a row, or replace one.
+
+    Args:
+        name: What `mixed_precision` takes.
+        factory: Called with device type, `AutocastKwargs` or None, `GradScalerKwargs` or None, fp8 recipe or None.
+    """
+    PRECISIONS[name] = factory
+
+
+def make_precision(
+    name: str, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
+) -> Precision:
+    """Make the precision of that name.
+
+    Args:
+        name: no, bf16, fp16, fp8, or one that was registered.
+        device_type: Type of the device that computes: cpu, cuda, ...
+        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        scaler_handler: `GradScalerKwargs`; None means torch's defaults.
+        fp8_recipe: `AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`; None: of the library that is there.
+
+    Returns:
+        The precision.
+
+    Raises:
+        ValueError: It is not known, or not available here.
+    """
+    if name not in PRECISIONS:
+        raise ValueError(f"mixed_precision={name!r} is not known; pass one of {', '.join(map(repr, PRECISIONS))}")
+    return PRECISIONS[name](device_type, autocast_handler, scaler_handler, fp8_recipe)

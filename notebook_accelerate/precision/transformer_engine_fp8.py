@@ -1,0 +1,205 @@
+"""fp8 by NVIDIA's Transformer Engine: its layers in the place of torch's, and its autocast around the forward.
+
+API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from notebook_accelerate.config.enums import FP8BackendType
+from notebook_accelerate.config.fp8_recipes import TERecipeKwargs
+from notebook_accelerate.precision.torch_autocast import Bf16Precision
+
+
+class TEPrecision(Bf16Precision):
+    """Autocast to bfloat16, and layers of Transformer Engine that compute in fp8.
+
+    Args:
+        device_type: Must be cuda.
+        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        scaler_handler: Not used: bfloat16 needs no scaler.
+        fp8_recipe: `TERecipeKwargs`, or `FP8RecipeKwargs`; None means defaults.
+
+    Raises:
+        ValueError: The device is no GPU.
+    """
+
+    name: ClassVar[str] = "fp8"
+    backend: ClassVar[FP8BackendType] = FP8BackendType.TE
+
+    def __init__(
+        self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
+    ) -> None:
+        if device_type != "cuda":
+            raise ValueError(
+                f"Transformer Engine computes in fp8 on NVIDIA GPUs, and this rank's device is {device_type}; pass "
+                "kwargs_handlers=[AORecipeKwargs()], which emulates fp8 elsewhere, or mixed_precision='bf16'"
+            )
+        super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or TERecipeKwargs())
+
+    def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
+        """Replace layers and run the model's forward in fp8, in place.
+
+        Args:
+            model: The model.
+            sharded: Not used.
+
+        Returns:
+            The model.
+        """
+        _replace_layers(model)
+        wrapped = super().wrap_model(model, sharded)
+        return apply_fp8_autowrap(wrapped, self.fp8_recipe)
+
+    def convert_layers(self, model: nn.Module) -> None:
+        """Replace layers, and have them compute in fp8, in place.
+
+        Args:
+            model: The model.
+        """
+        _replace_layers(model)
+        apply_fp8_autowrap(model, self.fp8_recipe)
+
+
+def _replace_layers(model: nn.Module) -> None:
+    if not has_transformer_engine_layers(model):
+        with torch.no_grad():
+            convert_model(model)
+
+
+def _te() -> Any:
+    try:
+        import transformer_engine.pytorch as te
+    except ImportError as error:
+        raise ImportError("Transformer Engine is not installed: pip install 'transformer_engine[pytorch]'") from error
+    return te
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Tell whether a model has layers of Transformer Engine.
+
+    Args:
+        model: The model.
+    """
+    return any(type(module).__module__.startswith("transformer_engine") for module in model.modules())
+
+
+def convert_model(
+    model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
+) -> None:
+    """Replace torch's linear layers and layer norms by Transformer Engine's, or the other way round, in place.
+
+    The new layers take the parameters over as they are, so an optimizer that has them keeps them.
+
+    Args:
+        model: The model.
+        to_transformer_engine: False: back to torch's.
+        _convert_linear: Whether linear layers are replaced; those whose dimensions are no multiples of 16 never are.
+        _convert_ln: Whether layer norms are replaced.
+
+    Raises:
+        ImportError: Transformer Engine is missing.
+    """
+    te = _te()
+    for name, child in model.named_children():
+        new = _replacement(te, child, to_transformer_engine, _convert_linear, _convert_ln)
+        if new is None:
+            convert_model(child, to_transformer_engine, _convert_linear, _convert_ln)
+            continue
+        for parameter_name, parameter in child.named_parameters(recurse=False):
+            setattr(new, parameter_name, parameter)
+        new.train(child.training)
+        setattr(model, name, new)
+
+
+def _replacement(te: Any, child: Any, to_te: bool, linear: bool, norm: bool) -> Any:
+    """Return an empty layer to stand in for a module, or None where it stays."""
+    source, target = (nn, te) if to_te else (te, nn)
+    if linear and type(child) is source.Linear:
+        weight = child.weight
+        if to_te and (weight.shape[0] % 16 or weight.shape[1] % 16):
+            return None
+        # torch leaves a missing bias None, Transformer Engine an empty tensor.
+        bias = child.bias is not None and child.bias.numel() > 0
+        place = {"params_dtype": weight.dtype} if to_te else {"dtype": weight.dtype}
+        return target.Linear(child.in_features, child.out_features, bias=bias, device=weight.device, **place)
+    if norm and type(child) is source.LayerNorm and child.weight is not None:
+        weight = child.weight
+        place = {"params_dtype": weight.dtype} if to_te else {"dtype": weight.dtype}
+        return target.LayerNorm(tuple(weight.shape), eps=child.eps, device=weight.device, **place)
+    return None
+
+
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """Return a forward that runs in fp8 while its module trains, and in evaluation where asked for.
+
+    Args:
+        model_forward: The module's bound forward.
+        fp8_recipe: A recipe of Transformer Engine.
+        use_during_eval: Whether evaluation runs in fp8 too.
+
+    Returns:
+        A function that takes the module, then what its forward takes.
+    """
+    te = _te()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with te.fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
+            return model_forward(*args, **kwargs)
+
+    return forward
+
+
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
+    """Run a model's forward in fp8 of Transformer Engine, in place.
+
+    Args:
+        model: The model, its layers replaced by `convert_model`.
+        fp8_recipe_handler: `TERecipeKwargs`; None means Transformer Engine's own defaults.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: Transformer Engine is missing.
+    """
+    use_during_eval = bool(getattr(fp8_recipe_handler, "use_autocast_during_eval", False))
+    forward = contextual_fp8_autocast(model.forward, _recipe(fp8_recipe_handler), use_during_eval)
+    model.forward = MethodType(forward, model)
+    return model
+
+
+def _recipe(handler: Any) -> Any:
+    """Build Transformer Engine's own recipe."""
+    _te()
+    from transformer_engine.common import recipe
+
+    if handler is None:
+        return recipe.DelayedScaling()
+    chosen = getattr(recipe.Format, handler.fp8_format)
+    if handler.use_mxfp8_block_scaling:
+        return recipe.MXFP8BlockScaling(margin=handler.margin, fp8_format=chosen)
+    return recipe.DelayedScaling(
+        margin=handler.margin,
+        fp8_format=chosen,
+        amax_history_len=handler.amax_history_len,
+        amax_compute_algo=handler.amax_compute_algo,
+        override_linear_precision=handler.override_linear_precision,
+    )
+
+
+__all__ = [
+    "TEPrecision",
+    "apply_fp8_autowrap",
+    "contextual_fp8_autocast",
+    "convert_model",
+    "has_transformer_engine_layers",
+]

@@ -1,0 +1,151 @@
+"""Who runs what: decorators and context managers that order the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from notebook_accelerate.state.warn_once import warn_once
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ProcessControl:
+    """Methods shared by `PartialState`, `AcceleratorState` and `Accelerator`: which ranks run a function, and when.
+
+    A class that mixes it in has num_processes, process_index, local_process_index and wait_for_everyone.
+    """
+
+    num_processes: int
+    process_index: int
+    local_process_index: int
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks have come here; every rank must call this."""
+        raise NotImplementedError
+
+    def main_process_first(self) -> Any:
+        """Let rank 0 run the block before the others; every rank must enter it.
+
+        Returns:
+            A context manager. The others start when rank 0 has left the block, also when it left by an exception.
+        """
+        return self._goes_first(self.is_main_process)
+
+    def local_main_process_first(self) -> Any:
+        """Let the first rank of each machine run the block before the others; every rank must enter it.
+
+        Returns:
+            A context manager.
+        """
+        return self._goes_first(self.is_local_main_process)
+
+    @contextmanager
+    def _goes_first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if first:
+                self.wait_for_everyone()
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Make `function` run on rank 0 only.
+
+        Args:
+            function: The function; None returns the decorator.
+
+        Returns:
+            The function; on other ranks it does nothing and returns None.
+        """
+        return _only_where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Make `function` run on the first rank of each machine only.
+
+        Args:
+            function: The function; None returns the decorator.
+
+        Returns:
+            The function; on other ranks it does nothing and returns None.
+        """
+        return _only_where(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Make `function` run on the last rank only.
+
+        Args:
+            function: The function.
+
+        Returns:
+            The function; on other ranks it does nothing and returns None.
+        """
+        return _only_where(lambda: self.is_last_process, function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Make `function` run on one rank only.
+
+        Args:
+            function: The function; None returns the decorator.
+            process_index: The rank; None means every rank.
+
+        Returns:
+            The function; on other ranks it does nothing and returns None.
+        """
+        return _only_where(lambda: process_index is None or self.process_index == process_index, function)
+
+    def on_local_process(
+        self,
+        function: Callable[..., Any] | None = None,
+        local_process_index: int | None = None,
+        local_process_idx: int | None = None,
+    ) -> Callable[..., Any]:
+        """Make `function` run on one rank of each machine only.
+
+        Args:
+            function: The function; None returns the decorator.
+            local_process_index: The rank's index on its machine; None means every rank.
+            local_process_idx: Deprecated name of local_process_index.
+
+        Returns:
+            The function; on other ranks it does nothing and returns None.
+        """
+        if local_process_idx is not None:
+            warn_once("on_local_process(local_process_idx=...) is deprecated: write local_process_index=")
+            local_process_index = local_process_idx
+        wanted = local_process_index
+        return _only_where(lambda: wanted is None or self.local_process_index == wanted, function)
+
+
+def _only_where(here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return `function` guarded by `here`, which is asked at each call: a decorated function may be forked."""
+    if function is None:
+        return functools.partial(_only_where, here)
+    if not callable(function):
+        raise ValueError(f"{function!r} is no function; decorate a function, as @state.on_main_process")
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if here() else None
+
+    return guarded

@@ -1,0 +1,231 @@
+"""What an `Accelerator` tells about itself: properties, read from the state and the settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from notebook_accelerate.config.enums import DistributedType, FP8BackendType
+from notebook_accelerate.config.training_config import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.precision import Precision
+from notebook_accelerate.state import AcceleratorState, GradientState
+from notebook_accelerate.state.process_control import ProcessControl
+from notebook_accelerate.strategies.handler_table import Handlers
+from notebook_accelerate.strategies.strategy import Strategy
+
+
+class AcceleratorViews(ProcessControl):
+    """The properties of `Accelerator`."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    strategy: Strategy
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    _device: torch.device
+    _precision: Precision
+    _handlers: Handlers
+    _optimizers: list[AcceleratedOptimizer]
+
+    # -- where this process stands ------------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of world."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:  # type: ignore[override]
+        """Number of ranks."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:  # type: ignore[override]
+        """This rank, from 0."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:  # type: ignore[override]
+        """This rank's index on its machine."""
+        return self.state.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several accelerators train by data parallelism."""
+        return self.use_distributed and self.distributed_type.value.startswith("MULTI_") and self._device.type != "cpu"
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of models prepared here: no, fp16, bf16 or fp8."""
+        return self._precision.name
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The parallel layout; None: data parallel only."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of ranks of the parallel layout; None without one."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP's second version."""
+        return self.state.is_fsdp2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeed plugin; None without one."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The wrapper of DeepSpeed's engine, once a model was prepared; None in other worlds."""
+        return getattr(self.strategy, "deepspeed_engine_wrapped", None)
+
+    @property
+    def fp8_backend(self) -> Any:
+        """The library that computes in fp8; `FP8BackendType.NO` in other precisions."""
+        return getattr(self._precision, "backend", FP8BackendType.NO)
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether models are sharded in a way that other parallel dimensions can be added to."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank has the weights that a saved model is written from."""
+        return self.strategy.should_save_model
+
+    def _mesh_rank(self, *names: str) -> int:
+        mesh = self.torch_device_mesh
+        if self.parallelism_config is None or mesh is None:
+            raise RuntimeError(
+                f"there is no {names[0]} dimension: this Accelerator has no parallel layout; pass "
+                "Accelerator(parallelism_config=ParallelismConfig(...))"
+            )
+        return next((int(mesh.get_local_rank(name)) for name in names if name in mesh.mesh_dim_names), 0)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place in its tensor-parallel group."""
+        return self._mesh_rank("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self._mesh_rank("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's place in its context-parallel group."""
+        return self._mesh_rank("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among the replicas of the data-parallel dimension."""
+        return self._mesh_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank's place among the shards of the data-parallel dimension."""
+        return self._mesh_rank("dp_shard")
+
+    # -- settings -----------------------------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the ranks share each batch of a loader."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads the data for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether ranks get equally many batches, by repeating samples at the end."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling is done by a sampler with its own seed."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders keep their place (torchdata's StatefulDataLoader)."""
+        return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of checkpoints."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = GradientAccumulationPlugin(num_steps=value).num_steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this batch completes a window: gradients are exchanged and optimizers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left its last step out because gradients held infinities."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    autocast_handler = property(lambda self: self._handlers.autocast, doc="The `AutocastKwargs` given, or None.")
+    ddp_handler = property(lambda self: self._handlers.ddp, doc="The `DistributedDataParallelKwargs` given, or None.")
+    scaler_handler = property(lambda self: self._handlers.scaler, doc="The `GradScalerKwargs` given, or None.")
+    init_handler = property(lambda self: self._handlers.init, doc="The `InitProcessGroupKwargs` given, or None.")
+    profile_handler = property(lambda self: self._handlers.profile, doc="The `ProfileKwargs` given, or None.")
+    fp8_recipe_handler = property(lambda self: self._handlers.fp8, doc="The fp8 recipe given, or None.")

@@ -1,0 +1,205 @@
+"""Data parallel: every rank has the whole model, gradients are averaged during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from notebook_accelerate.collectives import leaves_of
+from notebook_accelerate.state.process_group import keep_until_gone
+from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.model_placement import is_on_several_devices
+from notebook_accelerate.strategies.strategy import NOTHING, Strategy, even_batches_set
+from notebook_accelerate.strategies.unwrap import ddp_inside
+
+
+class DDPStrategy(Strategy):
+    """torch's DistributedDataParallel, on gloo, NCCL or whatever connects the devices."""
+
+    name: ClassVar[str] = "ddp"
+    _wraps: bool = False
+    """Whether a model of this Accelerator exchanges gradients."""
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap a model that has something to train.
+
+        Args:
+            model: The model, on its device and in its precision.
+
+        Returns:
+            The DDP module; the model itself where no parameter requires a gradient.
+
+        Raises:
+            ValueError: The model is spread over several devices.
+        """
+        if is_on_several_devices(model):
+            raise ValueError(
+                "a model that a device map spreads over several devices cannot be trained by several processes; start "
+                "one process, or load the model without device_map"
+            )
+        if ddp_inside(model) is not None or not any(p.requires_grad for p in model.parameters()):
+            return model
+        handler = self.setup.ddp_handler
+        device = self.setup.device
+        # Devices without an index (the CPU, and types of which a process has one) must not be named.
+        placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
+        wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
+        keep_until_gone(wrapped.process_group, wrapped.reducer, wrapped.logger)
+        self._wraps = True
+        if wrapped.find_unused_parameters and not wrapped.static_graph:
+            wrapped.register_forward_hook(_remember_outputs)
+        if handler is not None:
+            handler.register_comm_hook(wrapped)
+        return wrapped
+
+    def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not exchange gradients of some models.
+
+        Args:
+            models: Prepared models.
+
+        Returns:
+            A context manager.
+        """
+        wrapped = [found for model in models if (found := ddp_inside(model)) is not None]
+        if wrapped:
+            return Unsynchronised(wrapped)
+        if self._wraps:
+            warn_once(
+                "accumulate() was given no prepared model, so gradients are exchanged in every batch; pass what "
+                "prepare() returned: with accelerator.accumulate(model)"
+            )
+        return NOTHING
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Return a context in which backward does not exchange gradients of one model.
+
+        Args:
+            model: A prepared model, or any object with a method `no_sync`.
+
+        Returns:
+            A context manager.
+        """
+        wrapped = ddp_inside(model)
+        return super().no_sync(model) if wrapped is None else Unsynchronised([wrapped])
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Let ranks that have run out of batches answer the others' collectives; every rank must enter it.
+
+        Args:
+            joinables: Prepared models, and optimizers that exchange something (ZeroRedundancyOptimizer).
+            even_batches: Setting of the prepared loaders inside the context; None keeps it.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ValueError: Something cannot be joined.
+        """
+        if isinstance(joinables, torch.nn.Module):
+            raise ValueError("join_uneven_inputs takes a list: accelerator.join_uneven_inputs([model])")
+        joined = [_joinable(item) for item in joinables]
+        with even_batches_set(self.dataloaders, even_batches) as others:
+            if even_batches is not None and others:
+                warn_once("join_uneven_inputs(even_batches=...) does not reach loaders of iterable datasets")
+            with Join(joined, enable=True, throw_on_early_termination=False):
+                yield
+
+
+def _joinable(item: Any) -> Joinable:
+    for candidate in (item, ddp_inside(item), getattr(item, "optimizer", None)):
+        if isinstance(candidate, Joinable):
+            return candidate
+    raise ValueError(
+        f"{type(item).__name__} cannot be joined; pass prepared models: accelerator.join_uneven_inputs([model])"
+    )
+
+
+class Unsynchronised:
+    """A context in which backward of DDP models does not exchange gradients.
+
+    Does what `DistributedDataParallel.no_sync` does, for several models, at a tenth of a generator's cost. A static
+    graph has to be learnt in a backward that exchanges gradients, where torch otherwise fails an assertion; the
+    gradients of a window come out the same.
+
+    Args:
+        models: The DDP modules.
+    """
+
+    __slots__ = ("_before", "_models")
+
+    def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
+        self._models = models
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before = [model.require_backward_grad_sync for model in self._models]
+        for model in self._models:
+            model.require_backward_grad_sync = model.static_graph and not _has_learnt_graph(model)
+
+    def __exit__(self, *_: object) -> None:
+        for model, before in zip(self._models, self._before, strict=True):
+            model.require_backward_grad_sync = before
+
+
+def _has_learnt_graph(model: DistributedDataParallel) -> bool:
+    return getattr(model, "_static_graph_delay_allreduce_enqueued", True)
+
+
+_outputs: WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = WeakKeyDictionary()
+
+
+def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> None:
+    """Keep what leads to the graph of a forward that will not exchange gradients, without its memory."""
+    kept: list[torch.Tensor] = []
+    if torch.is_grad_enabled() and not model.require_backward_grad_sync:
+        dense = [tensor for tensor in leaves_of(output) if tensor.requires_grad and tensor.layout == torch.strided]
+        kept = [tensor.reshape(-1)[:0].clone() for tensor in dense]
+    _outputs[model] = kept
+
+
+@contextmanager
+def synchronised_backward(model: Any) -> Iterator[None]:
+    """Make the next backward exchange gradients although the forward ran under `no_sync`.
+
+    Args:
+        model: A prepared model; any other is left alone.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: Parameters may be unused, and the model's last forward did not run under `no_sync`.
+    """
+    wrapped = ddp_inside(model)
+    if wrapped is None:
+        yield
+        return
+    before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
+    wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
+    # What DDP's own forward does when gradients will be exchanged.
+    wrapped.reducer.prepare_for_backward(_outputs_to_search(wrapped))
+    try:
+        yield
+    finally:
+        wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = before
+
+
+def _outputs_to_search(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the outputs from which DDP finds the parameters that a backward will not reach; none where it need not."""
+    if not model.find_unused_parameters or model.static_graph:
+        return []
+    outputs = _outputs.get(model)
+    if not outputs:
+        raise ValueError(
+            "trigger_sync_in_backward with find_unused_parameters=True needs a forward of the prepared model under "
+            "accelerator.no_sync(model) before it, whose loss the backward is called for"
+        )
+    return outputs

@@ -1,0 +1,87 @@
+"""What a rank holds of a DeepSpeed engine: ZeRO's stages cut optimizer state, gradients, then parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from notebook_accelerate.strategies.sharding import shard_report
+from notebook_accelerate.strategies.sharding.shard_report import Tally
+from notebook_accelerate.telemetry.sharding_events import Held, Holdings
+
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.strategy import Strategy
+
+
+def of(strategy: Strategy) -> Holdings:
+    """Count an engine's parts.
+
+    Args:
+        strategy: The strategy, whose first model is its engine.
+    """
+    engine: Any = strategy.models[0]
+    stage = int(engine.zero_optimization_stage())
+    mesh = shard_report.mesh_of(strategy, "dp")
+    over = [name for name in mesh[0] if name not in {"tp", "pp"}] if stage else []
+    ranks = max(1, int(getattr(engine, "seq_dp_world_size", 0) or engine.dp_world_size))
+    parameters = list(shard_report.all_parameters(strategy.models))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = _tally(trained, over if stage > 1 else [], ranks)
+    return shard_report.summary(
+        strategy,
+        _tally(parameters, over if stage > 2 else [], ranks).held(
+            _device(engine.zero_offload_param()), "gathered layer by layer" if stage > 2 else ""
+        ),
+        gradients.held(_device(engine.zero_offload_optimizer()) if stage > 1 else ""),
+        _state(engine, _tally(trained, over, ranks), sum(map(_count, trained))),
+        variant=f"ZeRO-{stage}",
+        mesh=mesh,
+    )
+
+
+def _count(parameter: Any) -> int:
+    """Return a parameter's elements; stage 3 leaves none of them in the parameter itself."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _tally(parameters: Iterable[Any], over: list[str], ranks: int) -> Tally:
+    found = Tally()
+    for parameter in parameters:
+        whole = _count(parameter) * parameter.element_size()
+        found += shard_report.shared_out(whole, ranks if over else 1, over)
+    return found
+
+
+def _state(engine: Any, trained: Tally, elements: int) -> Held:
+    """Count the optimizer's state: its moments, and master weights where they are others than the model's."""
+    optimizer = engine.optimizer
+    offloaded = _device(engine.zero_offload_optimizer())
+    basic = getattr(optimizer, "optimizer", optimizer)
+    count = shard_report.moments_of_all([basic])
+    masters = _masters(optimizer, basic)
+    if count is None or not masters:
+        return trained.kept(count, offloaded)
+    own = {tensor.data_ptr() for tensor in getattr(optimizer, "fp16_partitioned_groups_flat", engine.parameters())}
+    kept = [tensor for tensor in masters if tensor.data_ptr() not in own]
+    size = masters[0].element_size()
+    here = sum(t.numel() for t in masters) * size * count + sum(t.numel() for t in kept) * size
+    whole = elements * size * (count + bool(kept))
+    return Held(whole, here, tuple(trained.sharded), offloaded, "with master weights" if kept else "")
+
+
+def _masters(optimizer: Any, basic: Any) -> list[torch.Tensor]:
+    """Return this rank's weights that are stepped; stage 3 gives them to its optimizer one by one, in the step."""
+    found = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    return list(found) if found else [parameter for group in basic.param_groups for parameter in group["params"]]
+
+
+def _device(offload: Any) -> str:
+    """Return where something is offloaded to; "" for None, and where it stays on the device."""
+    device = getattr(offload, "device", None)
+    name = str(getattr(device, "value", device) or "none")  # plain text or a member of an enum, by version
+    return "" if name == "none" else name
+
+
+__all__ = ["of"]

@@ -1,0 +1,1 @@
+"""Fully sharded data parallel, on both of torch's implementations."""

@@ -1,0 +1,67 @@
+"""`kwargs_handlers` of an `Accelerator`, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
+from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.kwargs_handlers import (
+    AutocastKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+
+_FP8 = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
+_FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | tuple[type[KwargsHandler], ...], str], ...] = (
+    (DistributedDataParallelKwargs, "ddp"),
+    (GradScalerKwargs, "scaler"),
+    (InitProcessGroupKwargs, "init"),
+    (AutocastKwargs, "autocast"),
+    (ProfileKwargs, "profile"),
+    (_FP8, "fp8"),
+)
+
+
+@dataclass(kw_only=True)
+class Handlers:
+    """At most one handler of each kind; None where none was given."""
+
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: Any = None
+
+
+def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Find out what each handler is for.
+
+    Args:
+        handlers: What `kwargs_handlers` was given.
+
+    Returns:
+        The handlers by kind.
+
+    Raises:
+        ValueError: Something is no handler, or there are two of a kind.
+    """
+    if isinstance(handlers, KwargsHandler):
+        raise ValueError(f"kwargs_handlers takes a list; write kwargs_handlers=[{type(handlers).__name__}(...)]")
+    found: dict[str, Any] = {}
+    for handler in handlers or ():
+        field = next((name for kind, name in _FIELD_OF_CLASS if isinstance(handler, kind)), None)
+        if field is None:
+            raise ValueError(
+                f"kwargs_handlers holds {handler!r}, which is none of AutocastKwargs, DistributedDataParallelKwargs, "
+                "FP8RecipeKwargs (or another recipe), GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs"
+            )
+        if field in found:
+            raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}; pass at most one of a kind")
+        found[field] = handler
+    return Handlers(**found)

@@ -1,0 +1,1 @@
+"""Megatron-LM: its engine trains, its own checkpoints are read and written."""

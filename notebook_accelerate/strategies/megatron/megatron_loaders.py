@@ -1,0 +1,198 @@
+"""Loaders for Megatron-LM: each batch is a window, whose micro-batches the schedule cuts out of it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from notebook_accelerate.strategies.megatron import megatron_setup
+
+
+class MegatronLMDummyScheduler:
+    """A stand-in for a learning rate schedule, which Megatron-LM makes and moves itself.
+
+    Args:
+        optimizer: The optimizer whose learning rate it is.
+        total_num_steps: Optimizer steps of the training, counted as if one rank read all batches.
+        warmup_num_steps: Those of them in which the learning rate rises from 0.
+        kwargs: More settings, kept as they are.
+    """
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs
+
+
+class MegatronLMDummyDataLoader:
+    """A stand-in for loaders of Megatron's indexed datasets; give `prepare` the same one three times.
+
+    It is replaced by the loaders of the training, validation and test split, in this order.
+
+    Args:
+        dataset_kwargs: Megatron's arguments: `data_path` (prefixes of indexed datasets), `split` ("949,50,1"),
+            `seq_length`, `micro_batch_size`, `seed`, `tokenizer`, `data_cache_path`.
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = dataset_kwargs
+        self.built: list[Any] = []
+
+    def set_megatron_data_args(self, plugin: Any = None) -> None:
+        """Add the arguments to those of a plugin.
+
+        Args:
+            plugin: A `MegatronLMPlugin`; None: that of the current state.
+        """
+        if plugin is None:
+            from notebook_accelerate.state import AcceleratorState
+
+            plugin = AcceleratorState().megatron_lm_plugin
+        plugin.megatron_lm_default_args |= self.dataset_args
+
+    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
+        """Return a function that makes the three datasets for numbers of samples of each.
+
+        Args:
+            accelerator: An object with the `state` of the world.
+        """
+        plugin = accelerator.state.megatron_lm_plugin
+        if plugin.custom_megatron_datasets_provider_function is not None:
+            return plugin.custom_megatron_datasets_provider_function
+
+        def provider(train_val_test_num_samples: list[int]) -> Any:
+            return _datasets(plugin.megatron_lm_default_args, train_val_test_num_samples)
+
+        return provider
+
+    def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
+        """Make endless iterators over the windows of the three splits; every rank must call this.
+
+        Args:
+            accelerator: An object with the `state` of the world.
+        """
+        loaders = self.build_loaders(accelerator)
+        return tuple(_endless(loader) if loader is not None else None for loader in loaders)  # type: ignore[return-value]
+
+    def build_loaders(self, accelerator: Any) -> list[DataLoader[Any] | None]:
+        """Make loaders of micro-batches of the three splits, once; every rank must call this.
+
+        Args:
+            accelerator: An object with the `state` of the world.
+
+        Raises:
+            ValueError: How much to train is not known.
+        """
+        if self.built:
+            return self.built
+        plugin = accelerator.state.megatron_lm_plugin
+        self.set_megatron_data_args(plugin)
+        size = int(self.dataset_args.get("micro_batch_size", 1))
+        plugin.set_training_args(size, megatron_setup.check_degrees(plugin, accelerator.state.num_processes))
+        samples = plugin.train_samples or (plugin.train_iters or 0) * plugin.global_batch_size
+        if not samples:
+            raise ValueError(
+                "Megatron's datasets are made for a number of samples; pass MegatronLMPlugin(train_iters=...) or "
+                "train_samples=..."
+            )
+        steps = samples // plugin.global_batch_size
+        evaluations = (steps // plugin.eval_interval + 1) * plugin.eval_iters
+        wanted = [samples, evaluations * plugin.global_batch_size, plugin.eval_iters * plugin.global_batch_size]
+        sets = self.get_train_valid_test_datasets_provider(accelerator)(wanted)
+        consumed = list(plugin.consumed_samples or [])
+        for index, dataset in enumerate(sets):
+            done = consumed[index] if index < len(consumed) else 0
+            self.built.append(None if dataset is None else _loader(dataset, size, done, wanted[index]))
+        return self.built
+
+
+def _loader(dataset: Any, size: int, consumed: int, wanted: int) -> DataLoader[Any]:
+    """Return a loader of micro-batches of the samples wanted, without those of an earlier run."""
+    end = min(wanted, len(dataset))
+    remaining = torch.utils.data.Subset(dataset, range(consumed % max(end, 1), end))
+    return DataLoader(remaining, batch_size=size, drop_last=True)
+
+
+def _endless(loader: DataLoader[Any]) -> Any:
+    while True:
+        yield from loader
+
+
+def _datasets(arguments: dict[str, Any], samples: list[int]) -> Any:
+    """Build Megatron's datasets for GPT, the first rank of each machine before the others."""
+    kind = arguments.get("model_type_name")
+    if kind != "gpt":
+        raise ValueError(
+            f"Megatron's datasets are built here for GPT, and the model is {kind!r}; pass MegatronLMPlugin("
+            "custom_megatron_datasets_provider_function=...), which returns the three datasets"
+        )
+    gpt: Any = import_module("megatron.core.datasets.gpt_dataset")
+    builder: Any = import_module("megatron.core.datasets.blended_megatron_dataset_builder")
+    paths = arguments.get("data_path") or []
+    paths = paths if isinstance(paths, (list, tuple)) else [paths]
+    config = gpt.GPTDatasetConfig(
+        random_seed=arguments.get("seed", 1234),
+        sequence_length=arguments["seq_length"],
+        blend=([str(path) for path in paths], None) if paths else None,
+        split=arguments.get("split", arguments.get("splits_string", "949,50,1")),
+        path_to_cache=arguments.get("data_cache_path"),
+        tokenizer=arguments.get("tokenizer"),
+        reset_position_ids=bool(arguments.get("reset_position_ids")),
+        reset_attention_mask=bool(arguments.get("reset_attention_mask")),
+        eod_mask_loss=bool(arguments.get("eod_mask_loss")),
+        create_attention_mask=False,
+    )
+    return builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, samples, lambda: True, config).build()
+
+
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "generator"),
+    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+
+
+def micro_batch_size_of(loader: Any, split_batches: bool, groups: int) -> int:
+    """Return the samples of a rank in one batch of a loader, which are a micro-batch.
+
+    Args:
+        loader: A DataLoader.
+        split_batches: Whether the ranks with data of their own share each batch.
+        groups: How many those are.
+
+    Raises:
+        ValueError: The loader does not tell.
+    """
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        raise ValueError(
+            f"Megatron-LM makes windows of micro-batches of a loader's batch_size, and this {type(loader).__name__} "
+            "has none; make it with DataLoader(dataset, batch_size=...)"
+        )
+    return size // groups if split_batches else int(size)
+
+
+def with_windows(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+    """Make a loader whose batches are windows of some batches of a given one.
+
+    Args:
+        loader: The loader.
+        count: Batches of a window.
+
+    Returns:
+        A new loader with the same settings; the loader itself where a window is one batch.
+    """
+    if count == 1:
+        return loader
+    settings = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        settings["sampler"] = loader.sampler
+    return type(loader)(loader.dataset, batch_size=(loader.batch_size or 1) * count, **settings)
+
+
+__all__ = ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "micro_batch_size_of", "with_windows"]

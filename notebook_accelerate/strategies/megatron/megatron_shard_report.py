@@ -1,0 +1,78 @@
+"""What a rank holds of a model of Megatron-LM: some layers of the model, of each layer a part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.strategies.megatron import megatron_setup
+from notebook_accelerate.strategies.sharding import shard_report
+from notebook_accelerate.strategies.sharding.shard_report import Tally
+from notebook_accelerate.telemetry.sharding_events import Held, Holdings
+
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.strategy import Strategy
+
+
+def of(strategy: Strategy) -> Holdings:
+    """Count an engine's parts.
+
+    Args:
+        strategy: The strategy, whose first model is its engine.
+    """
+    engine: Any = strategy.models[0]
+    groups, plugin = megatron_setup.load(), engine.plugin
+    axes = {
+        "pp": (plugin.pp_degree, groups.get_pipeline_model_parallel_rank()),
+        "dp": (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()),
+        "tp": (plugin.tp_degree, groups.get_tensor_model_parallel_rank()),
+    }
+    parameters = list(shard_report.all_parameters([engine]))
+    trained = _tally((p for p in parameters if p.requires_grad), plugin.tp_degree)
+    layers = sum(type(part).__name__.endswith("TransformerLayer") for part in engine.modules())
+    distributed = bool(plugin.use_distributed_optimizer) and axes["dp"][0] > 1
+    return shard_report.summary(
+        strategy,
+        _tally(parameters, plugin.tp_degree).held(),
+        _gradients(engine, trained),
+        _state(engine, trained, axes["dp"][0] if distributed else 1),
+        variant="distributed optimizer" if distributed else "",
+        mesh=shard_report.chosen(axes),
+        stages="pp" if plugin.pp_degree > 1 else "",
+        units=(layers, "layers of this stage" if plugin.pp_degree > 1 else "layers"),
+    )
+
+
+def _tally(parameters: Any, ranks: int) -> Tally:
+    found = Tally()
+    for parameter in parameters:
+        here = parameter.numel() * parameter.element_size()
+        split = ranks > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
+        found += Tally(here * ranks if split else here, here, frozenset({"tp"} if split else ()))
+    return found
+
+
+def _gradients(engine: Any, trained: Tally) -> Held:
+    """Count gradients by the buffers that they are summed in, often of another precision than the weights."""
+    buffers = [buffer for chunk in engine.module for buffer in getattr(chunk, "buffers", ())]
+    here = sum(buffer.grad_data.nbytes for buffer in buffers if hasattr(buffer, "grad_data"))
+    if not here or not trained.here:
+        return trained.held()
+    return Held(round(trained.whole * here / trained.here), here, tuple(trained.sharded))
+
+
+def _state(engine: Any, trained: Tally, shards: int) -> Held:
+    """Count the optimizer's state: its moments, and master weights where the model computes in another precision."""
+    optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    inner: list[Any] = [optimizer.optimizer for optimizer in optimizers]
+    count = shard_report.moments_of_all(inner)
+    sharded = (*trained.sharded, *(["dp"] if shards > 1 else []))
+    if count is None or not trained.here:
+        return Held(None, None, sharded)
+    stepped = sum(p.numel() * p.element_size() for one in inner for group in one.param_groups for p in group["params"])
+    weights = trained.here // shards
+    masters = stepped > 1.5 * weights or (shards > 1 and stepped > 0)
+    here = stepped * (count + masters)
+    return Held(round(here * shards * trained.whole / trained.here), here, sharded, "", "with master weights" * masters)
+
+
+__all__ = ["of"]

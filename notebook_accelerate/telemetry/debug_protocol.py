@@ -1,0 +1,270 @@
+"""What the kernel asks of a rank's agent and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from notebook_accelerate.errors import ExceptionInfo, FrameInfo
+from notebook_accelerate.telemetry.events import Event
+from notebook_accelerate.telemetry.failure import to_chain
+
+HEARTBEAT_SECONDS = 1.0
+"""Seconds between two heartbeats of a rank."""
+
+
+class Collective(NamedTuple):
+    """A collective operation as torch's flight recorder knows it.
+
+    Attributes:
+        group: Name of the process group.
+        number: Sequence number in that group, from 1.
+        operation: "all_reduce", "broadcast", ...
+        shapes: Shapes of the inputs.
+        dtypes: Element types of the inputs, as "f32".
+        since: When this rank entered it, in seconds since the epoch.
+    """
+
+    group: str
+    number: int
+    operation: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    since: float
+
+    def text(self) -> str:
+        """Return "all_reduce #4 (f32 [128])"."""
+        inputs = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=False))
+        name = f"{self.operation} #{self.number}"
+        return f"{name} ({inputs})" if inputs else name
+
+    def call(self) -> tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]:
+        """Return what must be the same on every rank."""
+        return self.operation, self.shapes, self.dtypes
+
+
+@dataclass(slots=True)
+class Request(Event):
+    """Something the kernel wants of a rank; the reply carries the same number."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    number: int
+
+
+@dataclass(slots=True)
+class Reply(Event):
+    """A rank's answer to the request of the same number."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    number: int
+
+
+@dataclass(slots=True)
+class StacksRequest(Request):
+    """Where are you?"""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
+class StacksReply(Reply):
+    """Where a rank is.
+
+    Attributes:
+        threads: By thread name, the frames, the outermost first; the main thread comes first.
+        moved: When the main thread was last seen to move, in seconds since the epoch.
+        waiting: The collectives that this rank has entered and not left.
+        last: By process group, the number of the last collective entered.
+        paused: Whether it waits for ``run.resume()`` or at a breakpoint.
+    """
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    threads: dict[str, tuple[FrameInfo, ...]]
+    moved: float
+    waiting: tuple[Collective, ...] = ()
+    last: dict[str, int] = field(default_factory=dict)
+    paused: str = ""
+
+    def __post_init__(self) -> None:
+        # JSON turns the tuples into lists.
+        self.threads = {name: tuple(FrameInfo(*frame) for frame in frames) for name, frames in self.threads.items()}
+        self.waiting = tuple(to_collective(row) for row in self.waiting)
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.moved += seconds
+        self.waiting = tuple(each._replace(since=each.since + seconds) for each in self.waiting)
+
+
+def to_collective(row: Any) -> Collective:
+    """Make a ``Collective`` again of what JSON made of one."""
+    group, number, operation, shapes, dtypes, since = row
+    return Collective(group, number, operation, tuple(tuple(shape) for shape in shapes), tuple(dtypes), since)
+
+
+@dataclass(slots=True)
+class AskRequest(Request):
+    """Evaluate an expression in a frame of the main thread, at the next step boundary."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    expression: str
+    frame: str = ""
+
+
+@dataclass(slots=True)
+class AskReply(Reply):
+    """The pickled value; an error's text in its place when there is one."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    error: str = ""
+    shown: str = ""
+    payload: bytes = b""
+
+
+@dataclass(slots=True)
+class CompleteRequest(Request):
+    """Which names of a frame of the main thread complete a text?"""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    text: str
+    frame: str = ""
+
+
+@dataclass(slots=True)
+class CompleteReply(Reply):
+    """The text with each of the names that complete it."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    matches: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PauseRequest(Request):
+    """Wait at the next step boundary."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
+class ResumeRequest(Request):
+    """Go on."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
+class BreakRequest(Request):
+    """Open the debugger at the main thread's next bytecode."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
+class AttachRequest(Request):
+    """Start debugpy."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
+class DoneReply(Reply):
+    """It is done; ``text`` says what there is to say."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    text: str = ""
+    error: str = ""
+
+
+@dataclass(slots=True)
+class HeartbeatEvent(Event):
+    """Once a second, from a rank's agent: when its main thread moved last, and the collective it waits in."""
+
+    droppable: ClassVar[bool] = True
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    moved: float
+    waiting: Collective | None = None
+
+    def __post_init__(self) -> None:
+        if self.waiting is not None:
+            self.waiting = to_collective(self.waiting)
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.moved += seconds
+        if self.waiting is not None:
+            self.waiting = self.waiting._replace(since=self.waiting.since + seconds)
+
+
+@dataclass(slots=True)
+class CheckEvent(Event):
+    """A small fact that the kernel compares over ranks, to find the usual mistakes.
+
+    Attributes:
+        check: "parameters", "batch", "loss", "gradients" or "mistake".
+        key: The step or batch that it is about, from 1.
+        values: What is compared.
+        text: The warning itself, where a rank alone can tell.
+    """
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    check: str
+    key: int
+    values: list[float] = field(default_factory=list)
+    text: str = ""
+
+
+@dataclass(slots=True)
+class DumpReadyEvent(Event):
+    """Where a rank's stacks appear when it gets SIGUSR1, readable on the same machine."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    path: str
+
+
+@dataclass(slots=True)
+class DebuggerLeftEvent(Event):
+    """The debugger has let the rank go."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(slots=True)
+class CellRequest(Request):
+    """Run a cell in a warm rank; ``payload`` holds variables to set first, ``fetch`` names those to send back."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    source: str
+    filename: str
+    fetch: list[str] = field(default_factory=list)
+    payload: bytes = b""
+
+
+@dataclass(slots=True)
+class CellReply(Reply):
+    """A cell has ended: the ``repr`` of its value, or the exceptions; ``payload`` holds what was fetched."""
+
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    shown: str = ""
+    chain: tuple[ExceptionInfo, ...] = ()
+    time: float = 0.0
+    payload: bytes = b""
+
+    def shift(self, seconds: float) -> None:
+        """See ``Event.shift``."""
+        self.time += seconds
+
+    def __post_init__(self) -> None:
+        self.chain = to_chain(self.chain)

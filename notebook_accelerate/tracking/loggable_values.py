@@ -1,0 +1,94 @@
+"""What may be logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from notebook_accelerate.state.warn_once import warn_once
+
+Kind = Literal["number", "text", "numbers"]
+
+
+class LogValueError(ValueError):
+    """A value cannot be logged: a mistake of the caller, which is raised and not taken for a tracker's failure."""
+
+
+def number_of(value: Any) -> float | int | None:
+    """Turn a value into a plain number.
+
+    Args:
+        value: An int, float, bool, numpy number, or a tensor or array of one element.
+
+    Returns:
+        The number; None where the value is none.
+    """
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "item"):
+        return None
+    size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+    if size != 1:
+        return None
+    found = value.item()
+    return found if isinstance(found, (int, float)) else None
+
+
+def kind_of(name: str, value: Any) -> tuple[Kind, Any]:
+    """Say what a value is: a number, a text, or a dictionary of numbers.
+
+    Args:
+        name: Its name, for the message.
+        value: The value.
+
+    Returns:
+        The kind, and the value as plain Python.
+
+    Raises:
+        LogValueError: It is nothing of that.
+    """
+    if (number := number_of(value)) is not None:
+        return "number", number
+    if isinstance(value, str):
+        return "text", value
+    if isinstance(value, Mapping):
+        numbers = {str(key): number_of(item) for key, item in value.items()}
+        if None not in numbers.values():
+            return "numbers", numbers
+    shape = getattr(value, "shape", None)
+    what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+    raise LogValueError(
+        f"log() got {name!r} = {what}. It takes numbers (also tensors of one element), texts, dictionaries of numbers: "
+        f'accelerator.log({{"{name}": {name.rpartition("/")[2]}.mean().item()}}).'
+    )
+
+
+def numbers_only(values: Mapping[str, Any], tracker: str) -> dict[str, float | int]:
+    """Return the numbers among values, dictionaries of numbers as ``name/key``; texts are left out with one warning.
+
+    Args:
+        values: What was logged.
+        tracker: Who takes numbers only.
+
+    Raises:
+        LogValueError: A value is neither number nor text.
+    """
+    found: dict[str, float | int] = {}
+    for name, value in values.items():
+        kind, plain = kind_of(name, value)
+        if kind == "number":
+            found[name] = plain
+        elif kind == "numbers":
+            found.update({f"{name}/{key}": item for key, item in plain.items()})
+        else:
+            warn_once(f"{tracker} records numbers: the text {name!r} is left out.")
+    return found
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn numpy numbers and tensors of one element into plain numbers, and leave everything else as it is.
+
+    Args:
+        values: What was logged.
+    """
+    return {name: value if (number := number_of(value)) is None else number for name, value in values.items()}

@@ -1,0 +1,71 @@
+"""Traces of torch's profiler: written whole or not at all, and told of in the run's report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate import telemetry
+from notebook_accelerate.config.constants import PROFILE_PATTERN_NAME
+from notebook_accelerate.config.profile_kwargs import ProfileKwargs
+from notebook_accelerate.state.warn_once import warn_once
+
+
+@contextmanager
+def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> Iterator[Any]:
+    """Profile the block; every rank must enter it.
+
+    Args:
+        settings: What is recorded, and into which folder the trace goes.
+        rank: This rank.
+        wait: Waits for all ranks.
+
+    Yields:
+        The profiler. With `output_trace_dir`, each rank leaves its trace there at the end, and waits for the others;
+        where the block ends by an exception, it leaves the trace and does not wait.
+    """
+    profiler = settings.build()
+    if settings.output_trace_dir is None:
+        with profiler:
+            yield profiler
+        return
+    target = Path(settings.output_trace_dir).absolute() / PROFILE_PATTERN_NAME.format(suffix=rank)
+    try:
+        with profiler:
+            yield profiler
+    except BaseException:
+        _keep_after_failure(profiler, target)
+        raise
+    _keep(profiler, target)
+    wait()
+
+
+def _keep(profiler: Any, target: Path) -> None:
+    """Write a trace beside its place and move it there: a rank that is killed meanwhile leaves no half of one."""
+    if getattr(profiler, "profiler", None) is None:
+        warn_once(
+            f"profile() has recorded nothing for {target.name}: its schedule never came to an active step. Call "
+            "profiler.step() once per step, or leave out schedule_option"
+        )
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        profiler.export_chrome_trace(str(part))
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    telemetry.emit(telemetry.TraceEvent(str(target), target.stat().st_size))
+
+
+def _keep_after_failure(profiler: Any, target: Path) -> None:
+    """Write what was recorded until the failure, which stays the error of the training."""
+    try:
+        _keep(profiler, target)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the training's own error matters more
+        warn_once(f"the profiler's trace {target} could not be written ({type(error).__name__}: {error})")
+
+
+__all__ = ["profiled"]

@@ -1,0 +1,159 @@
+"""The trackers by name: the built-in ones, those of entry points, those registered here."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from notebook_accelerate.config.enums import LoggerType
+from notebook_accelerate.hardware import feature_checks
+from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.tracking.aim import AimTracker
+from notebook_accelerate.tracking.clearml import ClearMLTracker
+from notebook_accelerate.tracking.comet import CometMLTracker
+from notebook_accelerate.tracking.dvclive import DVCLiveTracker
+from notebook_accelerate.tracking.mlflow import MLflowTracker
+from notebook_accelerate.tracking.swanlab import SwanLabTracker
+from notebook_accelerate.tracking.tensorboard import TensorBoardTracker
+from notebook_accelerate.tracking.tracker import GeneralTracker
+from notebook_accelerate.tracking.trackio import TrackioTracker
+from notebook_accelerate.tracking.wandb import WandBTracker
+
+ENTRY_POINTS = "notebook_accelerate.trackers"
+"""Entry point group in which other packages name their tracker classes."""
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class TrackerRow:
+    """One tracker that can be asked for by name."""
+
+    tracker_class: type[GeneralTracker]
+    is_available: Callable[[], bool] = _always
+    """Whether its package is installed."""
+    package: str = ""
+    """What pip installs."""
+
+
+TRACKERS: dict[str, TrackerRow] = {
+    "tensorboard": TrackerRow(TensorBoardTracker, feature_checks.is_tensorboard_available, "tensorboard"),
+    "wandb": TrackerRow(WandBTracker, feature_checks.is_wandb_available, "wandb"),
+    "comet_ml": TrackerRow(CometMLTracker, feature_checks.is_comet_ml_available, "comet-ml"),
+    "aim": TrackerRow(AimTracker, feature_checks.is_aim_available, "aim"),
+    "mlflow": TrackerRow(MLflowTracker, feature_checks.is_mlflow_available, "mlflow"),
+    "clearml": TrackerRow(ClearMLTracker, feature_checks.is_clearml_available, "clearml"),
+    "dvclive": TrackerRow(DVCLiveTracker, feature_checks.is_dvclive_available, "dvclive"),
+    "swanlab": TrackerRow(SwanLabTracker, feature_checks.is_swanlab_available, "swanlab"),
+    "trackio": TrackerRow(TrackioTracker, feature_checks.is_trackio_available, "trackio"),
+}
+"""Built-in trackers, and those that were registered, by name."""
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let a tracker be asked for by its name: ``Accelerator(log_with="name")``.
+
+    Args:
+        tracker_class: A subclass of `GeneralTracker` with a `name`. One of the same name is replaced, with a warning.
+
+    Raises:
+        ValueError: It is no such class.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str) or not name or name == LoggerType.ALL.value:
+        raise ValueError(f'{tracker_class.__name__} needs a name of its own: class attribute name = "my_tracker"')
+    if name in TRACKERS and TRACKERS[name].tracker_class is not tracker_class:
+        warnings.warn(f"Tracker {name!r} is replaced by {tracker_class.__name__}.", stacklevel=2)
+    TRACKERS[name] = TrackerRow(tracker_class)
+
+
+def row_of(name: str) -> TrackerRow | None:
+    """Return the row of a tracker; entry points of other packages are looked up when no row has the name.
+
+    Args:
+        name: The tracker's name.
+    """
+    if name not in TRACKERS:
+        for point in metadata.entry_points(group=ENTRY_POINTS, name=name):
+            TRACKERS[name] = TrackerRow(point.load())
+    return TRACKERS.get(name)
+
+
+def known_trackers() -> list[str]:
+    """List the names that can be asked for."""
+    return sorted({*TRACKERS, *(point.name for point in metadata.entry_points(group=ENTRY_POINTS))})
+
+
+def get_available_trackers() -> list[LoggerType | str]:
+    """List the trackers whose packages are installed.
+
+    Returns:
+        Members of `LoggerType`; names of the registered ones.
+    """
+    return [_public_name(name) for name in TRACKERS if TRACKERS[name].is_available()]
+
+
+def _public_name(name: str) -> LoggerType | str:
+    return LoggerType(name) if name in LoggerType.list() else name
+
+
+def filter_trackers(
+    log_with: str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None,
+    logging_dir: str | os.PathLike[str] | None = None,
+) -> list[LoggerType | str | GeneralTracker]:
+    """Check which trackers were asked for.
+
+    Args:
+        log_with: Names, members of `LoggerType`, instances of trackers, or "all" for every one that is installed.
+        logging_dir: Where trackers that need a folder write.
+
+    Returns:
+        The trackers, each once. One whose package is not installed is left out, with a warning.
+
+    Raises:
+        ValueError: A name is unknown, or a tracker needs a `logging_dir`.
+    """
+    wanted = list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
+    found: list[LoggerType | str | GeneralTracker] = []
+    for item in wanted:
+        if item is None:
+            continue
+        if isinstance(item, GeneralTracker):
+            found.append(item)
+        elif item == LoggerType.ALL.value:
+            found += [name for name in get_available_trackers() if logging_dir is not None or not _needs_folder(name)]
+        elif _check_name(item, logging_dir):
+            found.append(_public_name(str(item)))
+    return [item for position, item in enumerate(found) if item not in found[:position]]
+
+
+def _needs_folder(name: Any) -> bool:
+    row = row_of(str(name))
+    return row is not None and row.tracker_class.requires_logging_directory
+
+
+def _check_name(name: Any, logging_dir: Any) -> bool:
+    """Refuse an unknown name, and say once which package is missing."""
+    row = row_of(str(name)) if isinstance(name, str) else None
+    if row is None:
+        raise ValueError(
+            f"Unsupported logging capability: {name}. Choose between {', '.join(['all', *known_trackers()])}, pass an "
+            "instance of your own GeneralTracker, or register its class with register_tracker_class."
+        )
+    if not row.is_available():
+        warn_once(f"log_with={str(name)!r} is left out: its package is not installed. Run: pip install {row.package}")
+        return False
+    if row.tracker_class.requires_logging_directory and logging_dir is None:
+        raise ValueError(
+            f"Logging with `{name}` requires a `logging_dir` to be passed in: "
+            f'Accelerator(log_with="{name}", project_dir="runs")'
+        )
+    return True

@@ -1,0 +1,1 @@
+"""The rank's side of a launch: entry, agent, console, breakpoints and stacks."""

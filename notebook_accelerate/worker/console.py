@@ -1,0 +1,174 @@
+"""Standard streams, input, breakpoints and rich display of a rank."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import functools
+import getpass
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.telemetry import DisplayEvent, emit
+from notebook_accelerate.worker import breakpoints
+
+if TYPE_CHECKING:
+    from notebook_accelerate.worker.agent import Agent
+
+
+class Console:
+    """Puts a rank's streams, ``input``, ``breakpoint`` and ``display`` on the way to the notebook."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def install(self) -> None:
+        """Replace what the interpreter, and IPython where it is loaded, would use."""
+        streams = {"stdin": StandardInput(self._agent), "stdout": _stream(1), "stderr": _stream(2)}
+        for name, stream in streams.items():
+            _divert(getattr(sys, name), stream)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        builtins.input = self._input
+        getpass.getpass = self._getpass
+        breakpoints.install(self._agent)
+        install_display()
+        plain_progress_bars()
+
+    def flush(self) -> None:
+        """Hand everything written so far to the pipes."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # closed by the function, or the kernel is gone
+                continue
+
+    def _input(self, prompt: object = "", /) -> str:
+        self.flush()
+        return self._agent.ask(str(prompt))
+
+    def _getpass(self, prompt: str = "Password: ", stream: object = None) -> str:
+        self.flush()
+        return self._agent.ask(prompt, password=True)
+
+
+def _divert(old: Any, new: Any) -> None:
+    """Let whoever kept the kernel's stream (a logging handler, a default argument) write to the rank's.
+
+    In a forked rank ipykernel's own would open a socket for each write and publish it without a label.
+    """
+    if type(old).__module__.startswith("ipykernel") and hasattr(old, "write"):
+        old.write, old.flush = new.write, new.flush
+
+
+def _stream(descriptor: int) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+class StandardInput(io.TextIOBase):
+    """Standard input whose lines the user types in the notebook."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def readable(self) -> bool:  # noqa: D102 - io's interface
+        return True
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]  # noqa: D102 - io's interface
+        sys.stdout.flush()
+        try:
+            return self._agent.ask("") + "\n"
+        except EOFError:
+            return ""
+
+
+# ---- rich display
+
+
+def install_display() -> None:
+    """Send what ``IPython.display.display`` shows to the kernel, which owns the front end.
+
+    In a forked kernel IPython's publisher is there and would write to a session that refuses messages from a fork;
+    elsewhere there is no shell at all and ``display`` would only print.
+    """
+    ipython: Any = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is not None:
+        shell.display_pub.publish = publish
+        # Libraries look at this to choose widgets, which only the kernel can own.
+        shell.config.pop("IPKernelApp", None)
+        return
+    # IPython 7, which Colab has, keeps them in the older module.
+    functions: Any = sys.modules.get("IPython.core.display_functions") or sys.modules.get("IPython.core.display")
+    if functions is not None:
+        _install_bare_display(functions)
+
+
+def publish(
+    data: dict[str, Any],
+    metadata: dict[str, Any] | None = None,
+    *_: object,
+    transient: dict[str, Any] | None = None,
+    update: bool = False,
+    **__: object,
+) -> None:
+    """Take the place of IPython's ``DisplayPublisher.publish``."""
+    clean = {kind: _text(value) for kind, value in data.items()}
+    emit(DisplayEvent(clean, metadata or {}, (transient or {}).get("display_id"), update))
+
+
+def _text(value: object) -> object:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+@functools.cache
+def _bare_formatter() -> Any:
+    """Return what turns an object into MIME bundles; made at the first display, for it takes longer than a fork."""
+    from IPython.core.formatters import DisplayFormatter
+
+    formatter: Any = DisplayFormatter()
+    formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _figure_png)
+    return formatter
+
+
+def _install_bare_display(functions: Any) -> None:
+    def display(*objects: object, display_id: object = None, update: bool = False, **_: object) -> object:
+        identity = _display_identity(functions, display_id)
+        for value in objects:
+            data, metadata = _bare_formatter().format(value)
+            publish(data, metadata, transient={"display_id": identity}, update=update)
+        return functions.DisplayHandle(identity) if identity and not update else None
+
+    functions.display = display
+    functions.publish_display_data = publish
+    public: Any = sys.modules.get("IPython.display")
+    if public is not None:
+        public.display, public.publish_display_data = display, publish
+
+
+def _display_identity(functions: Any, display_id: object) -> str | None:
+    if display_id is True:
+        return str(functions._new_id())
+    return None if display_id is None else str(display_id)
+
+
+def _figure_png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight")
+    return buffer.getvalue()
+
+
+def plain_progress_bars() -> None:
+    """Make an already imported ``tqdm.notebook`` write text: its widgets would need a front end of their own."""
+    notebook: Any = sys.modules.get("tqdm.notebook")
+    standard: Any = sys.modules.get("tqdm.std")
+    if notebook is None or standard is None:
+        return
+    kind = notebook.tqdm_notebook
+    for name in ("__init__", "__iter__", "display", "update", "close", "clear", "reset", "status_printer", "colour"):
+        if name in vars(kind) and hasattr(standard.tqdm, name):
+            setattr(kind, name, vars(standard.tqdm).get(name) or getattr(standard.tqdm, name))

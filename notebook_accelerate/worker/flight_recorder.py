@@ -1,0 +1,61 @@
+"""Reads torch's flight recorder in a rank: which collectives it has entered and not left.
+
+gloo and NCCL both fill it once TORCH_FR_BUFFER_SIZE is set before the first operation.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from notebook_accelerate.telemetry.debug_protocol import Collective
+
+_DTYPES = {
+    "Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Long": "i64", "Int": "i32", "Short": "i16",
+    "Char": "i8", "Byte": "u8", "Bool": "bool",
+}  # fmt: skip
+
+
+def read() -> tuple[tuple[Collective, ...], dict[str, int]]:
+    """Return the open collectives of this rank and, by process group, the number of the last one entered."""
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    if c10d is None or not _has_group():
+        return (), {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            return _parse(json.loads(dump(True, False)))
+    return (), {}
+
+
+def _has_group() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    # A rank may be asked while it imports torch: the module is there then, and its functions are not.
+    initialised = getattr(distributed, "is_initialized", None)
+    return bool(initialised is not None and distributed.is_available() and initialised())
+
+
+def _parse(trace: dict[str, Any]) -> tuple[tuple[Collective, ...], dict[str, int]]:
+    waiting: list[Collective] = []
+    last: dict[str, int] = {}
+    for entry in trace.get("entries", []):
+        if entry.get("is_p2p"):
+            continue
+        group = entry["process_group"][1] or entry["process_group"][0]
+        number = int(entry["collective_seq_id"])
+        last[group] = max(number, last.get(group, 0))
+        if not entry.get("retired") and entry.get("state") != "completed":
+            waiting.append(_collective(entry, group, number))
+    return tuple(waiting), last
+
+
+def _collective(entry: dict[str, Any], group: str, number: int) -> Collective:
+    return Collective(
+        group=group,
+        number=number,
+        operation=str(entry["profiling_name"]).rpartition(":")[2],
+        shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+        dtypes=tuple(_DTYPES.get(dtype, dtype.lower()) for dtype in entry["input_dtypes"]),
+        since=entry["time_created_ns"] / 1e9,
+    )

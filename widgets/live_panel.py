@@ -1,0 +1,172 @@
+"""What all panels over a run share: they render while it lasts, and leave their static form when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.output.cell_outputs import Place, here
+from notebook_accelerate.widgets.panel_output import Shown
+from notebook_accelerate.widgets.render_schedule import Binding, ticker
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch import Run
+
+
+class LivePanel(ABC):
+    """A live view of a run.
+
+    While the run lasts, every place it is displayed at shows the same widget. When the run ends, each place keeps the
+    panel's static form, so that the saved notebook needs neither kernel nor widgets.
+
+    Args:
+        run: The run to watch.
+        clock: Seconds since the epoch; a fake one in tests.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
+        self.run = run
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._shown = Shown(self._static, self._name, clock)
+        self.closed = False
+        self._lives = run.ended is None
+        self._shown_at = float("-inf")
+        self.widget: Any = self._build()
+        self.binding = Binding([run.store], self._tick, self._broke, clock)
+        self.binding.tick()
+        run._before_done(self._ended)
+
+    # ---- what each panel says
+
+    @abstractmethod
+    def _build(self) -> Any:
+        """Make the widget."""
+
+    @abstractmethod
+    def _render(self, now: float) -> None:
+        """Bring the widget up to date."""
+
+    @abstractmethod
+    def _say(self, text: str) -> None:
+        """Show a sentence in place of what cannot be shown."""
+
+    @property
+    @abstractmethod
+    def html(self) -> str:
+        """The panel as static HTML."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The panel as plain text."""
+
+    def _name(self) -> str:
+        return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
+
+    def _tick(self, now: float) -> None:
+        self._render(now)
+        self._shown.update(now)
+
+    # ---- being displayed
+
+    def show(self, place: Place | None = None) -> Place | None:
+        """Show the panel.
+
+        Args:
+            place: Where; None: under the cell that runs now.
+
+        Returns:
+            The place; None where there is no notebook.
+        """
+        where = place or here()
+        if where is None:
+            return None
+        self.binding.touch()
+        self.binding.tick()
+        close_retired()
+        with self._lock:
+            if self.closed:
+                where.show(self._static())
+            else:
+                self._shown.add(where, self.widget)
+                self._shown_at = time.monotonic()
+        if not self.closed and self.run.ended is None:
+            ticker.add(self.binding)
+        if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
+            self.close()
+        return where
+
+    def _ipython_display_(self) -> None:
+        if self.show() is None:
+            print(self.text)  # noqa: T201 - a terminal's IPython: printing is displaying
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self._static()
+
+    def _static(self) -> dict[str, Any]:
+        return {"text/html": self.html, "text/plain": self.text}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of run {self.run.id}: {self.run.status}>"
+
+    # ---- the end
+
+    def _broke(self, error: Exception) -> None:
+        self._say(
+            f"This panel stopped updating ({type(error).__name__}: {error}). The run goes on: see print(run.report())."
+        )
+
+    def _ended(self, _: Run) -> None:
+        """Leave the static form; on the supervisor's thread, which must not hear of any problem."""
+        with suppress(Exception):
+            if self._shown:
+                self.close()
+
+    def close(self) -> None:
+        """Stop updating; every place where the panel is displayed keeps its static form."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            ticker.remove(self.binding)
+            self._shown.end()
+            with _retiring:
+                _retired.append((self._shown_at + DRAWING_SECONDS, self.widget))
+            close_retired()
+
+
+DRAWING_SECONDS = 120.0
+"""A front end may still be drawing a view that was shown less long ago, and would miss models that are gone."""
+_retired: list[tuple[float, Any]] = []
+_retiring = threading.Lock()
+
+
+def close_retired(now: float | None = None) -> None:
+    """Let go of the widgets of closed panels that nobody can be drawing any more: when panels are shown or closed.
+
+    Args:
+        now: Seconds on the monotonic clock; None: now.
+    """
+    moment = time.monotonic() if now is None else now
+    with _retiring:
+        due = [widget for until, widget in _retired if until <= moment]
+        _retired[:] = [entry for entry in _retired if entry[0] > moment]
+    for widget in due:
+        _close_all(widget)
+
+
+def _close_all(widget: Any) -> None:
+    """Let go of a widget and all below it, in the kernel and in the browser; layouts and styles are models too."""
+    for child in getattr(widget, "children", ()):
+        _close_all(child)
+    for part in (getattr(widget, "layout", None), getattr(widget, "style", None), widget):
+        if part is not None and hasattr(part, "close"):
+            part.close()
+
+
+__all__ = ["LivePanel", "close_retired"]

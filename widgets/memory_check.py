@@ -1,0 +1,173 @@
+"""Whether a training fits the memory of the machine, estimated before it is launched."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.hardware import nvml
+
+if TYPE_CHECKING:
+    from notebook_accelerate.hardware import HardwareInfo
+    from notebook_accelerate.launch import LaunchPlan
+    from notebook_accelerate.widgets.training_options import TrainingOptions
+
+_ESTIMATE = "notebook_accelerate.big_modeling.estimate"
+"""Where memory is estimated; loaded on first use, for it is the workers' side and needs torch."""
+
+
+class Fit:
+    """Compares what a model's training needs with what there is, for every launch that is looked at.
+
+    Args:
+        model: What `estimate_memory` takes: a model, a function that makes one, or a configuration of transformers.
+        memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
+    """
+
+    def __init__(self, model: Any, memory: Mapping[str, Any] | None = None) -> None:
+        self._model, self._options = model, dict(memory or {})
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def warning(self, plan: LaunchPlan, training: TrainingOptions, machine: HardwareInfo) -> str:
+        """Return a sentence that says what does not fit; "" where it fits, or where the devices' memory is not known.
+
+        Args:
+            plan: The launch.
+            training: The training's options.
+            machine: The hardware.
+        """
+        available, where = _available(plan, machine)
+        if available is None:
+            return ""
+        try:
+            estimate = self._estimate(
+                sharing_of(training, plan.world_size, plan.num_processes), plan.world_size, training.batch_size or 1
+            )
+        except Exception as error:  # noqa: BLE001 - the model's own code; the launch can be configured all the same
+            return f"The model's memory could not be estimated ({type(error).__name__}: {error})."
+        own, main = estimate.training_total, estimate.main_memory_total
+        if where:
+            return self._too_much(estimate, own, where, available) or self._in_main_memory(main, plan, machine)
+        together = f"{convert_bytes((own + main) * plan.num_processes)} for {plan.num_processes} on this machine"
+        return self._too_much(estimate, own + main, together, available // plan.num_processes, available)
+
+    @staticmethod
+    def _too_much(estimate: Any, needed: int, where: str, limit: int, available: int | None = None) -> str:
+        if needed <= limit:
+            return ""
+        parts = {**estimate.training}
+        for part, size in estimate.main_memory.items():
+            parts[part] += size if available is not None else 0
+        largest = max(parts, key=lambda part: parts[part])
+        return (
+            f"This will not fit: training needs about {convert_bytes(needed)} per process ({largest} most of it), "
+            f"{where}; there are {convert_bytes(available or limit)}."
+        )
+
+    @staticmethod
+    def _in_main_memory(each: int, plan: LaunchPlan, machine: HardwareInfo) -> str:
+        needed = each * plan.num_processes
+        if needed <= machine.memory_bytes:
+            return ""
+        return (
+            f"This will not fit: what is offloaded takes about {convert_bytes(needed)} of main memory; there are "
+            f"{convert_bytes(machine.memory_bytes)}."
+        )
+
+    def _estimate(self, sharing: dict[str, Any], ranks: int, batch: int) -> Any:
+        key = (repr(sharing), ranks, batch)
+        if key not in self._known:
+            estimate = importlib.import_module(_ESTIMATE).estimate_memory
+            given = {**sharing, "num_processes": ranks, "batch_size": batch, **self._options}
+            self._known[key] = estimate(self._model, **given)
+        return self._known[key]
+
+
+def sharing_of(training: TrainingOptions, ranks: int, local: int | None = None) -> dict[str, Any]:
+    """Return how ranks share the model, as arguments of `estimate_memory`.
+
+    Args:
+        training: The training's options.
+        ranks: Processes on all machines.
+        local: Processes on this machine; None: all of them.
+
+    Returns:
+        "strategy", and where they say more than it "degrees" and "offload".
+    """
+    degrees = _degrees(training)
+    offload: dict[str, str] = {}
+    if training.megatron_lm_plugin is not None:
+        strategy, offload = _megatron(training.megatron_lm_plugin)
+    elif training.deepspeed_plugin is not None:
+        strategy, offload = _deepspeed(training.deepspeed_plugin, ranks)
+    elif training.fsdp_plugin is not None:
+        strategy, offload = _fsdp(training.fsdp_plugin, ranks)
+        if _HYBRID in _named(training.fsdp_plugin):
+            degrees["dp_replicate"] = ranks // (local or ranks)
+    elif degrees.keys() & {"dp_shard", "cp"}:
+        strategy = "fsdp"
+    else:
+        strategy = next((name for name in ("tp", "pp") if name in degrees), _plain(ranks))
+    found = {"strategy": strategy, "degrees": {name: size for name, size in degrees.items() if size > 1}}
+    return {name: value for name, value in {**found, "offload": offload}.items() if value}
+
+
+_HYBRID = "HYBRID"
+
+
+def _plain(ranks: int) -> str:
+    return "ddp" if ranks > 1 else "single"
+
+
+def _degrees(training: TrainingOptions) -> dict[str, int]:
+    if (plugin := training.megatron_lm_plugin) is not None:
+        given = {"tp": plugin.tp_degree, "pp": plugin.pp_degree, "cp": plugin.context_parallel_size}
+        return {name: int(degree) for name, degree in given.items() if degree}
+    if (config := training.parallelism_config) is not None:
+        return {name: int(getattr(config, f"{name}_size")) for name in config.active_mesh_dims}
+    return {"tp": training.torch_tp_plugin.tp_size} if training.torch_tp_plugin is not None else {}
+
+
+def _megatron(plugin: Any) -> tuple[str, dict[str, str]]:
+    strategy = "megatron_distributed_optimizer" if plugin.use_distributed_optimizer else "megatron"
+    return strategy, {"optimizer": "cpu"} if plugin.optimizer_cpu_offload else {}
+
+
+def _deepspeed(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
+    """Return the stage, and what is offloaded; with the optimizer go the gradients that it takes."""
+    stage = int(plugin.zero_stage or 0)
+    places = {"cpu": "cpu", "nvme": "disk"}
+    offload = {}
+    if (place := places.get(str(plugin.offload_optimizer_device))) and stage:
+        offload = {"optimizer": place, **({"gradients": "cpu"} if stage > 1 else {})}
+    if (place := places.get(str(plugin.offload_param_device))) and stage == 3:
+        offload["weights"] = place
+    return (f"zero{stage}" if stage else _plain(ranks)), offload
+
+
+def _fsdp(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
+    offload = dict.fromkeys(("weights", "gradients", "optimizer"), "cpu") if plugin.offloads else {}
+    named = _named(plugin)
+    if "NO_SHARD" in named:
+        return _plain(ranks), offload
+    keeps = "SHARD_GRAD_OP" in named or f"{_HYBRID}_SHARD_ZERO2" in named
+    keeps = keeps or (plugin.fsdp_version == 2 and plugin.reshard_after_forward is False)
+    return ("shard_grad_op" if keeps else "fsdp"), offload
+
+
+def _named(plugin: Any) -> str:
+    return f"{plugin.sharding_strategy} {plugin.reshard_after_forward}".upper() if plugin is not None else ""
+
+
+def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str]:
+    """Return the bytes there are, and where each process has so much for itself; "" where they share it."""
+    if plan.accelerator in ("cpu", "mps"):
+        return machine.memory_bytes, ""
+    if plan.accelerator == "cuda" and (gpus := nvml.gpus()):
+        return min(gpu.memory_bytes for gpu in gpus), "on a GPU of its own"
+    return None, ""
+
+
+__all__ = ["Fit", "sharing_of"]
