@@ -11,7 +11,7 @@ from typing import Any
 PACKAGE = __name__.rpartition(".")[0]
 
 
-class _Door(ModuleType):
+class _LazyModule(ModuleType):
     """A door with a name that one of its submodules has too: the name stays what the door says it is."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -37,7 +37,7 @@ def attach(
     home_of = {name: home for home, names in homes.items() for name in names}
     inner = frozenset(submodules)
     if inner & home_of.keys():
-        sys.modules[module_name].__class__ = _Door
+        sys.modules[module_name].__class__ = _LazyModule
 
     def load(name: str) -> Any:
         if name in home_of:

@@ -37,7 +37,7 @@ from notebook_accelerate.strategies.model_placement import is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.telemetry import step_time
-from notebook_accelerate.worker.sanity_facts import Checks
+from notebook_accelerate.worker.sanity_facts import SanityFacts
 
 Hook = Callable[..., None]
 
@@ -161,7 +161,7 @@ class Accelerator(AcceleratorViews):
         self._optimizers = self.strategy.optimizers
         self._schedulers = self.strategy.schedulers
         self._dataloaders = self.strategy.dataloaders
-        self._checks = Checks(
+        self._checks = SanityFacts(
             several=self.state.num_processes > 1 and self.strategy.checkpoint_layout == "whole",
             compiled=self.state.dynamo_plugin is not None and self.state.dynamo_plugin.backend != DynamoBackend.NO,
         )

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
-from notebook_accelerate.widgets.form_draft import Draft, code_of
+from notebook_accelerate.widgets.form_draft import FormDraft, code_of
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -73,7 +73,7 @@ def _classes(value: Any) -> set[type[Any]]:
     if isinstance(value, timedelta):
         return {timedelta}
     if is_dataclass(value) and not isinstance(value, type | Enum):
-        return {type(value)} | _classes(Draft(type(value), value).changed())
+        return {type(value)} | _classes(FormDraft(type(value), value).changed())
     return set()
 
 

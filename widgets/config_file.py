@@ -158,13 +158,13 @@ def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
 
 def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
     """Return the names of settings that differ from their defaults and that such a file cannot hold."""
-    from notebook_accelerate.widgets.form_draft import Draft
+    from notebook_accelerate.widgets.form_draft import FormDraft
 
     names = [name for name in launch.non_default() if name not in _IN_FILE]
     kept = _variables(cluster)
     if "env" in names and not set(launch.env or {}) - set(kept):
         names.remove("env")
-    changed = Draft(TrainingOptions, training).changed()
+    changed = FormDraft(TrainingOptions, training).changed()
     return [*names, *(name for name in changed if name not in {"batch_size", "dynamo_plugin"})]
 
 

@@ -29,8 +29,8 @@ from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
 from notebook_accelerate.widgets.form_draft import Checked
 from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
-from notebook_accelerate.widgets.memory_check import Fit
-from notebook_accelerate.widgets.panel_output import Shown
+from notebook_accelerate.widgets.memory_check import MemoryCheck
+from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.plan_summary import alert, chips, described, details, notice, sentence
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
@@ -71,12 +71,12 @@ class ConfigPanel:
         self._facts_asked = 0.0
         self._facts_known: KernelFacts | None = None
         self._function, self._arguments = function, tuple(args)
-        self._fit = Fit(model, memory) if model is not None else None
+        self._fit = MemoryCheck(model, memory) if model is not None else None
         self._lock = threading.RLock()
         self._cluster: Any = None
         self._own_files: set[Path] = set()
         self._parent: Any = None
-        self._shown = Shown(self._static, lambda: "Settings of a launch")
+        self._shown = PanelOutput(self._static, lambda: "Settings of a launch")
         self._unshown: dict[str, Any] = {}
         config = config or LaunchConfig(block=False)
         self.launch_form = Form(

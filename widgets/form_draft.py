@@ -25,7 +25,7 @@ class Checked:
     """What is wrong, by field, dotted for nested ones; under "" what no field is to blame for."""
 
 
-class Draft:
+class FormDraft:
     """The entries of a form over a dataclass, without the form.
 
     Args:
@@ -46,7 +46,7 @@ class Draft:
         self.cls = cls
         self.fields = fields_of(cls, choices, names)
         self.entries: dict[str, Any] = {}
-        self._nested: dict[str, Draft] = {}
+        self._nested: dict[str, FormDraft] = {}
         self.load(value)
 
     def load(self, value: Any) -> None:
@@ -87,12 +87,12 @@ class Draft:
         """Return one field by name."""
         return next(entry for entry in self.fields if entry.name == name)
 
-    def nested(self, name: str) -> Draft:
+    def nested(self, name: str) -> FormDraft:
         """Return the draft of a nested dataclass, made when it is first asked for."""
         if name not in self._nested:
             nested = self.field(name).nested
             assert nested is not None, f"{name} is not a nested dataclass"
-            self._nested[name] = Draft(nested, choices=CHOICES.get(nested.__name__))
+            self._nested[name] = FormDraft(nested, choices=CHOICES.get(nested.__name__))
         return self._nested[name]
 
     def check(self) -> Checked:
@@ -208,7 +208,7 @@ def _blamed(message: str, given: Mapping[str, Any]) -> str:
 def code_of(value: Any) -> str:
     """Return the expression that makes ``value``: dataclasses with what differs from their defaults, enums by value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        draft = Draft(type(value), value)
+        draft = FormDraft(type(value), value)
         inner = ", ".join(f"{name}={code_of(entry)}" for name, entry in draft.changed().items())
         return f"{type(value).__name__}({inner})"
     if hasattr(value, "total_seconds"):
@@ -222,4 +222,4 @@ def code_of(value: Any) -> str:
     return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else repr(plain)
 
 
-__all__ = ["CHOICES", "Checked", "Draft", "code_of"]
+__all__ = ["CHOICES", "Checked", "FormDraft", "code_of"]

@@ -12,7 +12,7 @@ import ipywidgets
 
 from notebook_accelerate.widgets.assets import asset
 from notebook_accelerate.widgets.fields import KINDS, Field, summary, text_of
-from notebook_accelerate.widgets.form_draft import Checked, Draft
+from notebook_accelerate.widgets.form_draft import Checked, FormDraft
 
 _LABEL = {"description_width": "17em"}
 _INPUT = "36em"
@@ -44,18 +44,18 @@ class Form:
         names: Iterable[str] | None = None,
         on_change: Callable[[Checked], None] | None = None,
     ) -> None:
-        self._begin(Draft(cls, value, choices=choices, names=names), title, groups, on_change)
+        self._begin(FormDraft(cls, value, choices=choices, names=names), title, groups, on_change)
         self.widget.children = (style_sheet(), *self.widget.children)
 
     @classmethod
-    def over(cls, draft: Draft, on_change: Callable[[Checked], None] | None = None) -> Form:
+    def over(cls, draft: FormDraft, on_change: Callable[[Checked], None] | None = None) -> Form:
         """Return a form over entries that somebody else holds, such as those of a nested dataclass."""
         form = cls.__new__(cls)
         form._begin(draft, "", None, on_change)
         return form
 
     def _begin(
-        self, draft: Draft, title: str, groups: Groups | None, on_change: Callable[[Checked], None] | None
+        self, draft: FormDraft, title: str, groups: Groups | None, on_change: Callable[[Checked], None] | None
     ) -> None:
         self.draft, self.title = draft, title
         self._on_change = on_change

@@ -11,7 +11,7 @@ from notebook_accelerate.launch.report.node_summary import MANY, SHOWN_NODES, SH
 from notebook_accelerate.widgets.run_summary import few_names, size
 
 if TYPE_CHECKING:
-    from notebook_accelerate.widgets.run_summary import Now, RankNow
+    from notebook_accelerate.widgets.run_summary import RankNow, RunSnapshot
 
 QUIET_SECONDS = 2.0
 """A rank that was heard of less long ago was heard of just now: a number would only flicker."""
@@ -110,7 +110,7 @@ def node_row(ranks: Sequence[RankNow], *, gpu: bool, several: bool) -> Row:
     return Row(f"n{ranks[0].node}", node_name(ranks, several=several), kind, badge, states(ranks), tuple(cells))
 
 
-def parts(now: Now, wanted: Callable[[str], bool] = lambda _: True) -> list[Part]:
+def parts(now: RunSnapshot, wanted: Callable[[str], bool] = lambda _: True) -> list[Part]:
     """Return the parts of the table of many ranks: nodes, ranks that stand out, and all others behind folds.
 
     Args:
@@ -144,7 +144,7 @@ def standing_out(ranks: Iterable[RankNow]) -> list[RankNow]:
     return sorted(found, key=lambda r: (r.state != "failed", not r.silent, -r.behind, -(r.own_seconds or 0.0), r.rank))
 
 
-def many(now: Now) -> bool:
+def many(now: RunSnapshot) -> bool:
     """Whether there are more ranks than a table shows one by one."""
     return len(now.ranks) > MANY
 

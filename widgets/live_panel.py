@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.cell_outputs import Place, here
-from notebook_accelerate.widgets.panel_output import Shown
-from notebook_accelerate.widgets.render_schedule import Binding, ticker
+from notebook_accelerate.launch.output.cell_outputs import CellOutput, here
+from notebook_accelerate.widgets.panel_output import PanelOutput
+from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -32,12 +32,12 @@ class LivePanel(ABC):
         self.run = run
         self._clock = clock
         self._lock = threading.RLock()
-        self._shown = Shown(self._static, self._name, clock)
+        self._shown = PanelOutput(self._static, self._name, clock)
         self.closed = False
         self._lives = run.ended is None
         self._shown_at = float("-inf")
         self.widget: Any = self._build()
-        self.binding = Binding([run.store], self._tick, self._broke, clock)
+        self.binding = RenderSchedule([run.store], self._tick, self._broke, clock)
         self.binding.tick()
         run._before_done(self._ended)
 
@@ -74,7 +74,7 @@ class LivePanel(ABC):
 
     # ---- being displayed
 
-    def show(self, place: Place | None = None) -> Place | None:
+    def show(self, place: CellOutput | None = None) -> CellOutput | None:
         """Show the panel.
 
         Args:

@@ -18,7 +18,7 @@ _ESTIMATE = "notebook_accelerate.big_modeling.estimate"
 """Where memory is estimated; loaded on first use, for it is the workers' side and needs torch."""
 
 
-class Fit:
+class MemoryCheck:
     """Compares what a model's training needs with what there is, for every launch that is looked at.
 
     Args:
@@ -170,4 +170,4 @@ def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str
     return None, ""
 
 
-__all__ = ["Fit", "sharing_of"]
+__all__ = ["MemoryCheck", "sharing_of"]

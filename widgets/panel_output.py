@@ -18,7 +18,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
-from notebook_accelerate.launch.output.cell_outputs import Place, forget, leave_at_exit
+from notebook_accelerate.launch.output.cell_outputs import CellOutput, forget, leave_at_exit
 from notebook_accelerate.widgets.assets import asset
 from notebook_accelerate.widgets.render_schedule import live_bundle
 
@@ -30,7 +30,7 @@ LEAVE_SECONDS = 60.0
 """The static form beside a live view is made anew soon after the beginning, and every so many seconds."""
 
 
-class Shown:
+class PanelOutput:
     """The places where one view is shown live.
 
     Args:
@@ -44,7 +44,7 @@ class Shown:
     ) -> None:
         self._static, self._name, self._clock = static, name, clock
         self._lock = threading.RLock()
-        self._places: list[Place] = []
+        self._places: list[CellOutput] = []
         self._born = 0.0
         self._due = float("inf")
         _all.add(self)
@@ -52,7 +52,7 @@ class Shown:
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def add(self, place: Place, widget: Any) -> None:
+    def add(self, place: CellOutput, widget: Any) -> None:
         """Show the live widget in ``place``."""
         widget.add_class("na-live")
         for other in list(_all):  # holding no lock: they are views that another thread may be showing just now
@@ -65,7 +65,7 @@ class Shown:
             self._born = self._clock()
             self._plan(self._born)
 
-    def _leave_cell(self, newer: Place) -> None:
+    def _leave_cell(self, newer: CellOutput) -> None:
         """Forget places under a cell that was executed again: their output is gone."""
         with self._lock:
             gone = [p for p in self._places if p.notebook_cell and p.notebook_cell == newer.notebook_cell]
@@ -116,7 +116,7 @@ class Shown:
         return {"text/html": html, "text/plain": f"{title}\n\n{static['text/plain']}"}
 
 
-_all: weakref.WeakSet[Shown] = weakref.WeakSet()
+_all: weakref.WeakSet[PanelOutput] = weakref.WeakSet()
 
 
 @cache
@@ -124,4 +124,4 @@ def _sheet() -> str:
     return asset("left.css")
 
 
-__all__ = ["LEAVE_AGES", "LEAVE_SECONDS", "Shown"]
+__all__ = ["LEAVE_AGES", "LEAVE_SECONDS", "PanelOutput"]

@@ -20,7 +20,7 @@ from notebook_accelerate.widgets.assets import asset, script
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.telemetry import Store
-    from notebook_accelerate.telemetry.envelope import BandTail
+    from notebook_accelerate.telemetry.envelope import EnvelopeTail
 
 MAX_METRICS = 200
 """Metrics that are sent at a time; the filter reaches the others."""
@@ -102,7 +102,7 @@ class _Packet:
         self.entries.append((metric, label, len(kept)))
         self._columns += [steps, times, tail.values[kept]]
 
-    def add_band(self, metric: str, label: str, tail: BandTail, origin: float) -> None:
+    def add_band(self, metric: str, label: str, tail: EnvelopeTail, origin: float) -> None:
         times = tail.times - origin
         x = np.where(np.isnan(tail.steps), times, tail.steps)
         first = float(x[0]) if math.isfinite(tail.cut) else None

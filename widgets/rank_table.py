@@ -14,7 +14,7 @@ from notebook_accelerate.widgets.plot import REFRESH_AGES
 
 if TYPE_CHECKING:
     from notebook_accelerate.widgets.grouped_ranks import Part, Row
-    from notebook_accelerate.widgets.run_summary import Now
+    from notebook_accelerate.widgets.run_summary import RunSnapshot
 
 SEEN_SECONDS, OPEN_SECONDS, FOLDED_SECONDS = 0.5, 1.0, 5.0
 """Least seconds between two updates of what is seen, of what was unfolded, and of what is behind a fold."""
@@ -49,7 +49,7 @@ class RankTable(anywidget.AnyWidget):
         if isinstance(content, dict) and content.get("kind") == "hello":
             self._asked = True
 
-    def update(self, now: float, seen: Now, loss: str) -> None:
+    def update(self, now: float, seen: RunSnapshot, loss: str) -> None:
         """Send what has changed; everything where a view asked for it, or may have missed something.
 
         Args:

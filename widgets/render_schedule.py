@@ -24,7 +24,7 @@ REST = 9.0
 """A round of renders is followed by so many times its processor time of rest, though by no more than a second."""
 
 
-class Binding:
+class RenderSchedule:
     """Renders a view when one of its stores has changed, at most five times a second.
 
     Args:
@@ -96,11 +96,11 @@ class Ticker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bindings: list[Binding] = []
+        self._bindings: list[RenderSchedule] = []
         self._thread: threading.Thread | None = None
         self._woken = threading.Event()
 
-    def add(self, binding: Binding) -> None:
+    def add(self, binding: RenderSchedule) -> None:
         """Tick ``binding`` until it is closed or rests."""
         with self._lock:
             if binding not in self._bindings:
@@ -109,7 +109,7 @@ class Ticker:
                 self._thread = threading.Thread(target=self._main, name="notebook-accelerate-panels", daemon=True)
                 self._thread.start()
 
-    def remove(self, binding: Binding) -> None:
+    def remove(self, binding: RenderSchedule) -> None:
         """Close ``binding``; when it was the last one, the thread has ended on return."""
         binding.close()
         self._woken.set()
@@ -118,7 +118,7 @@ class Ticker:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2.0)  # it may be rendering another panel's last state
 
-    def rest(self, binding: Binding) -> None:
+    def rest(self, binding: RenderSchedule) -> None:
         """Tick ``binding`` no more until it is added again; it stays open."""
         with self._lock:
             self._bindings = [other for other in self._bindings if other is not binding]
@@ -134,7 +134,7 @@ class Ticker:
             self._woken.wait(max(PERIOD - spent, spent, min(REST * worked, IDLE_PERIOD), 0.01))
             self._woken.clear()
 
-    def _open(self) -> list[Binding]:
+    def _open(self) -> list[RenderSchedule]:
         with self._lock:
             self._bindings = [binding for binding in self._bindings if not binding.closed]
             if not self._bindings:
@@ -151,4 +151,4 @@ def live_bundle(widget: Any, text: str) -> dict[str, Any]:
     return {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
 
 
-__all__ = ["IDLE_PERIOD", "PERIOD", "Binding", "Ticker", "live_bundle", "ticker"]
+__all__ = ["IDLE_PERIOD", "PERIOD", "RenderSchedule", "Ticker", "live_bundle", "ticker"]

@@ -13,12 +13,12 @@ from notebook_accelerate.launch.report.node_summary import MANY, by_node
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row, percent
 from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.run_summary import Watcher, size
+from notebook_accelerate.widgets.run_summary import RunWatcher, size
 from notebook_accelerate.widgets.styles import style_sheet
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.widgets.run_summary import Now, RankNow
+    from notebook_accelerate.widgets.run_summary import RankNow, RunSnapshot
 
 MAX_SHOWN = 64
 MAX_CARDS = 8
@@ -34,7 +34,7 @@ class ResourceStrip(LivePanel):
     """
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
-        self._watcher = Watcher(run)
+        self._watcher = RunWatcher(run)
         super().__init__(run, clock)
 
     def _build(self) -> Any:
@@ -72,7 +72,7 @@ class ResourceStrip(LivePanel):
         return rows
 
 
-def strip(now: Now, watcher: Watcher) -> str:
+def strip(now: RunSnapshot, watcher: RunWatcher) -> str:
     """Return one small card per rank; of many ranks, what matters most of each, or of each node."""
     if len(now.ranks) > MANY and len({rank.node for rank in now.ranks}) > 1:
         return _by_node(now.ranks)

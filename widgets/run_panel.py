@@ -16,14 +16,14 @@ from notebook_accelerate.widgets.plot import Plot, sources_of
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.render_schedule import live_bundle
 from notebook_accelerate.widgets.resource_strip import strip
-from notebook_accelerate.widgets.run_summary import Watcher, loss_name
+from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
 from notebook_accelerate.widgets.sharding_view import ShardingPage
 from notebook_accelerate.widgets.stop_button import hint, look_at_kernel
 from notebook_accelerate.widgets.styles import style_sheet
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.widgets.run_summary import Now
+    from notebook_accelerate.widgets.run_summary import RunSnapshot
 
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 MANY_SECONDS = 1.0
@@ -39,7 +39,7 @@ class RunPanel(LivePanel):
     """
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
-        self._watcher = Watcher(run)
+        self._watcher = RunWatcher(run)
         self._sharding_page = ShardingPage(run)
         self._titles: dict[int, str] = {}
         self._ranks_due = float("-inf")
@@ -97,7 +97,7 @@ class RunPanel(LivePanel):
         self.plot.update(now)
         self.logs.update(now)
 
-    def _render_ranks(self, now: float, seen: Now) -> None:
+    def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
         """Bring what grows with the ranks up to date; of many ranks once a second."""
         run, many = self.run, grouped_ranks.many(seen)
         self.rank_table.layout.display = "" if many else "none"

@@ -16,7 +16,7 @@ from notebook_accelerate.widgets.run_summary import duration
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.widgets.grouped_ranks import Row
-    from notebook_accelerate.widgets.run_summary import Now, Progress, RankNow
+    from notebook_accelerate.widgets.run_summary import Progress, RankNow, RunSnapshot
 
 MAX_TRACES = 256
 """Profiler traces that are listed."""
@@ -24,7 +24,7 @@ SLOWEST_RANKS, SLOWEST_NODES = 8, 8
 """Of many ranks, so many bars show where time goes, besides the mean."""
 
 
-def head(run: Run, now: Now, hint: str) -> str:
+def head(run: Run, now: RunSnapshot, hint: str) -> str:
     """Return name, state, time, plan and how the run can be stopped."""
     plan = f'<p class="na-sub">{escape(run.plan.sentence())}</p>' if run.plan is not None else ""
     tried = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
@@ -42,7 +42,7 @@ def state(status: str) -> str:
     return f'<span class="na-state na-state-{escape(status)}">{escape(status.capitalize())}</span>'
 
 
-def progress(now: Now) -> str:
+def progress(now: RunSnapshot) -> str:
     """Return one bar for all ranks, and the figures below it."""
     done = now.progress
     bar = ""
@@ -80,13 +80,13 @@ def _figures_text(done: Progress) -> str:
     return f"{done.label} {done.step} of {done.total}{left}"
 
 
-def verdict(now: Now) -> str:
+def verdict(now: RunSnapshot) -> str:
     """Return who keeps the others waiting, as a sentence."""
     warned = " na-warned" if now.warned else ""
     return f'<p class="na-verdict{warned}">{escape(now.verdict)}</p>' if now.verdict else ""
 
 
-def ranks(now: Now, loss: str) -> str:
+def ranks(now: RunSnapshot, loss: str) -> str:
     """Return the table of few ranks, under their nodes where there are several; a straggler stands out."""
     gpu, groups = grouped_ranks.has_gpu(now.ranks), by_node(now.ranks)
     titles = "".join(
@@ -115,7 +115,7 @@ def _row(row: Row) -> str:
     return f'<tr class="{kind}"><th scope="row">{escape(row.name)}{badge}</th><td>{said}</td>{cells}</tr>'
 
 
-def step_times(now: Now) -> str:
+def step_times(now: RunSnapshot) -> str:
     """Return a stacked bar per rank: where the time of its latest steps went."""
     measured = [rank for rank in now.ranks if rank.step_seconds]
     if not measured:

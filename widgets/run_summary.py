@@ -83,7 +83,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Now:
+class RunSnapshot:
     """A run at one moment."""
 
     status: str
@@ -113,7 +113,7 @@ class _Counter:
         return (count - first) / (now - begin) if now - begin >= 0.5 and count > first else None
 
 
-class Watcher:
+class RunWatcher:
     """Turns a run's store into what panels show; keeps a few readings per rank and nothing else.
 
     Args:
@@ -129,7 +129,7 @@ class Watcher:
         self._loop = _Counter()
         self._first_step: float | None = None
 
-    def look(self, now: float) -> Now:
+    def look(self, now: float) -> RunSnapshot:
         """Return the run as it is ``now``, in seconds since the epoch."""
         run = self.run
         infos = run.ranks
@@ -145,7 +145,9 @@ class Watcher:
         ranks = [replace(rank, late=True) if rank.rank in late else rank for rank in ranks]
         elapsed = (run.ended or now) - run.started
         dropped = sum(run.store.dropped.values())
-        return Now(run.status, max(0.0, elapsed), ranks, self._progress(now, ranks), verdict, bool(late), dropped)
+        return RunSnapshot(
+            run.status, max(0.0, elapsed), ranks, self._progress(now, ranks), verdict, bool(late), dropped
+        )
 
     def _sample(self) -> None:
         for rank, event in list(self.run.store.resources.items()):
@@ -323,4 +325,4 @@ def size(count: int | None) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
-__all__ = ["Now", "Progress", "RankNow", "Watcher", "duration", "last_value", "loss_name", "size"]
+__all__ = ["Progress", "RankNow", "RunSnapshot", "RunWatcher", "duration", "last_value", "loss_name", "size"]

@@ -15,9 +15,9 @@ from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.cell_outputs import here
 from notebook_accelerate.launch.report import svg_curves
 from notebook_accelerate.widgets import run_panel_html
-from notebook_accelerate.widgets.panel_output import Shown
+from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.plot import Plot, Source
-from notebook_accelerate.widgets.render_schedule import Binding, live_bundle, ticker
+from notebook_accelerate.widgets.render_schedule import RenderSchedule, live_bundle, ticker
 from notebook_accelerate.widgets.run_summary import duration
 from notebook_accelerate.widgets.styles import style_sheet
 
@@ -54,8 +54,8 @@ class RunsTable:
         self.widget = ipywidgets.VBox([sheet, self._problem, self._table, self.plot])
         for name in ("na-run", "na-card"):
             self.widget.add_class(name)
-        self._shown = Shown(self._static, lambda: "Runs of this kernel", clock)
-        self.binding = Binding([run.store for run in self.runs], self._render, self._broke, clock)
+        self._shown = PanelOutput(self._static, lambda: "Runs of this kernel", clock)
+        self.binding = RenderSchedule([run.store for run in self.runs], self._render, self._broke, clock)
         self.binding.tick()
         self.plot.on_msg(self._asked)
         self.plot.observe(self._asked, "wanted")

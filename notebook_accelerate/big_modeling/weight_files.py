@@ -100,7 +100,7 @@ def _device_name(device: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor is in a file.
 
     Attributes:
@@ -114,7 +114,7 @@ class Place:
     dtype: torch.dtype
 
 
-def safetensors_layout(path: Path) -> dict[str, Place]:
+def safetensors_layout(path: Path) -> dict[str, TensorLocation]:
     """Read where a safetensors file has its tensors.
 
     Args:
@@ -131,7 +131,7 @@ def safetensors_layout(path: Path) -> dict[str, Place]:
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(path: Path, _modified: int, size: int) -> dict[str, Place]:
+def _layout(path: Path, _modified: int, size: int) -> dict[str, TensorLocation]:
     # Read here and not by the format's own reader, which maps the whole file, writable, for a look at its header.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -144,7 +144,7 @@ def _layout(path: Path, _modified: int, size: int) -> dict[str, Place]:
         begin, stop = info["data_offsets"]
         if info["dtype"] not in _DTYPES:
             raise ValueError(f"{name} has the dtype {info['dtype']}, which is not known; known: {', '.join(_DTYPES)}")
-        place = Place(8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
+        place = TensorLocation(8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
         nbytes = place.dtype.itemsize * torch.Size(place.shape).numel()
         if begin != end or stop - begin != nbytes:
             raise ValueError(f"{name} has shape {place.shape} and the bytes {begin:,} to {stop:,}")

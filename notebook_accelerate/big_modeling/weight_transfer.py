@@ -15,7 +15,7 @@ from notebook_accelerate.big_modeling.arena import Unit
 _LOG = logging.getLogger(__name__)
 
 
-class CpuLane:
+class CpuTransfer:
     """Maps files into the arena, or reads them into it."""
 
     def reserve(self, size: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ class CpuLane:
         """Nothing to wait for."""
 
 
-class StreamLane:
+class StreamTransfer:
     """Copies from pinned memory on a stream of its own; what is on disk is read into pinned memory first.
 
     Two hazards are ordered by events. A place of the arena is written again only after the computation with what was
@@ -178,10 +178,10 @@ def has_lane(device: torch.device) -> bool:
     return device.type == "cpu" or all(hasattr(backend, name) for name in ("Stream", "Event", "current_stream"))
 
 
-def lane_to(device: torch.device) -> CpuLane | StreamLane:
+def lane_to(device: torch.device) -> CpuTransfer | StreamTransfer:
     """Return the way to a device.
 
     Args:
         device: The device.
     """
-    return CpuLane() if device.type == "cpu" else StreamLane(device)
+    return CpuTransfer() if device.type == "cpu" else StreamTransfer(device)

@@ -21,7 +21,7 @@ from notebook_accelerate.checkpointing import tensor_files
 from notebook_accelerate.checkpointing.capture import StateFile
 from notebook_accelerate.checkpointing.checkpoint_stores import Records, Store
 from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, record_of
-from notebook_accelerate.checkpointing.process_liveness import Peer
+from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity
 from notebook_accelerate.checkpointing.rank_agreement import failures_in
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.errors import CheckpointError
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SaveTarget:
     """Where a checkpoint goes, as one rank sees it."""
 
     target: AnyPath
@@ -46,7 +46,7 @@ class Place:
     """This rank."""
     commits: bool
     """Whether this rank moves the staging folder to its place."""
-    group: dict[int, Peer] = field(default_factory=dict)
+    group: dict[int, ProcessIdentity] = field(default_factory=dict)
     """The ranks that write to this file system, and their processes."""
 
     @property
@@ -68,7 +68,7 @@ class Writing:
         error: Why it failed; None while it has not.
     """
 
-    place: Place
+    place: SaveTarget
     manifest: Manifest
     state_files: list[StateFile]
     after: Callable[[], None]
@@ -212,7 +212,7 @@ class Writing:
             written = f"{self.place.target} is written"
             warn_once(f"{written}, but checkpoints above total_limit could not be removed: {error}")
 
-    def _await_report(self, rank: int, peer: Peer) -> Records:
+    def _await_report(self, rank: int, peer: ProcessIdentity) -> Records:
         store = self.place.store
         watch = _Watch(store, rank, peer)
         while (content := store.reported(rank)) is None:
@@ -235,7 +235,7 @@ class _Watch:
         peer: The rank's process.
     """
 
-    def __init__(self, store: Store, rank: int, peer: Peer) -> None:
+    def __init__(self, store: Store, rank: int, peer: ProcessIdentity) -> None:
         self._store = store
         self._rank = rank
         self._peer = peer

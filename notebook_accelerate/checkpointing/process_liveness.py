@@ -10,7 +10,7 @@ _PROC = Path("/proc")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
+class ProcessIdentity:
     """A process, as other processes find it."""
 
     machine: str
@@ -34,9 +34,9 @@ class Peer:
         return line.rpartition(")")[2].split()[0] in {"Z", "X"}  # the name before may hold anything
 
 
-def this_process() -> Peer:
+def this_process() -> ProcessIdentity:
     """Return what other processes can find this one by."""
-    return Peer(machine=_machine(), pid=os.getpid())
+    return ProcessIdentity(machine=_machine(), pid=os.getpid())
 
 
 def _machine() -> str:

@@ -13,9 +13,9 @@ from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.checkpointing import checkpoint_layout, numbering
 from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, strategy_files, training_files
 from notebook_accelerate.checkpointing.checkpoint_stores import store_of
-from notebook_accelerate.checkpointing.checkpoint_writer import Place, Writing
+from notebook_accelerate.checkpointing.checkpoint_writer import SaveTarget, Writing
 from notebook_accelerate.checkpointing.manifest import Manifest
-from notebook_accelerate.checkpointing.process_liveness import Peer, this_process
+from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.checkpointing.rank_agreement import agree, exchange, forget_own_group, own_group
 from notebook_accelerate.checkpointing.sharded_protocol import layout_of, writes_in_parts, writes_itself
 from notebook_accelerate.checkpointing.snapshot import Snapshots
@@ -117,7 +117,7 @@ def wait_for_saves(what: str = "wait_for_saves", release: bool = False) -> None:
             forget_own_group()
 
 
-def _agreed(place: Place, action: Callable[[], Writing]) -> Writing:
+def _agreed(place: SaveTarget, action: Callable[[], Writing]) -> Writing:
     """Run what may fail on one rank only; every rank goes on or none, and nothing is left of what none goes on with."""
     failure: Exception | None = None
     try:
@@ -141,7 +141,7 @@ def _run_here(writing: Writing) -> None:
         raise
 
 
-def _shown(accelerator: Any, output_dir: Any, place: Place) -> str:
+def _shown(accelerator: Any, output_dir: Any, place: SaveTarget) -> str:
     """Return the folder's path as Accelerate does: relative where the user's was."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
@@ -149,7 +149,7 @@ def _shown(accelerator: Any, output_dir: Any, place: Place) -> str:
     return str(os.fspath(output_dir))
 
 
-def _open_place(accelerator: Any, target: AnyPath) -> Place:
+def _open_place(accelerator: Any, target: AnyPath) -> SaveTarget:
     """Make room for the checkpoint, and find out which ranks share a place with the main one."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
     store, token = store_of(target), f".{uuid.uuid4().hex}"
@@ -162,7 +162,7 @@ def _open_place(accelerator: Any, target: AnyPath) -> Place:
         failure = _failure_of(lambda: store.open(token))
     agree(failure, _WHAT)
     views = exchange((seen == [True], local_main, this_process()), _WHAT)
-    return Place(target=target, store=store, rank=rank, commits=opens, group=_group_of(rank, views))
+    return SaveTarget(target=target, store=store, rank=rank, commits=opens, group=_group_of(rank, views))
 
 
 def _failure_of(action: Callable[[], Any]) -> Exception | None:
@@ -174,7 +174,7 @@ def _failure_of(action: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def _group_of(rank: int, views: list[tuple[bool, bool, Peer]]) -> dict[int, Peer]:
+def _group_of(rank: int, views: list[tuple[bool, bool, ProcessIdentity]]) -> dict[int, ProcessIdentity]:
     """Return the ranks that write where `rank` does: all that see the main rank's folder, or those of its machine.
 
     Args:
@@ -188,7 +188,9 @@ def _group_of(rank: int, views: list[tuple[bool, bool, Peer]]) -> dict[int, Peer
     return {other: view[2] for other, view in enumerate(views) if together[other]}
 
 
-def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options: dict[str, Any]) -> list[StateFile]:
+def _collect(
+    accelerator: Any, place: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
+) -> list[StateFile]:
     """Run the hooks and capture this rank's part; copied where it is written later."""
     strategy = accelerator.strategy
     weights = [] if writes_itself(strategy) else [accelerator.get_state_dict(model) for model in accelerator._models]
@@ -211,7 +213,7 @@ def _collect(accelerator: Any, place: Place, safe: bool, blocking: bool, options
 
 
 def _captured(
-    accelerator: Any, place: Place, safe: bool, blocking: bool, background: bool, options: dict[str, Any]
+    accelerator: Any, place: SaveTarget, safe: bool, blocking: bool, background: bool, options: dict[str, Any]
 ) -> Writing:
     """Capture this rank's part of a checkpoint, copied where a thread will write it.
 
@@ -247,7 +249,7 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _after(accelerator: Any, place: Place) -> Callable[[], None]:
+def _after(accelerator: Any, place: SaveTarget) -> Callable[[], None]:
     """Return what follows the commit: removing the checkpoints above the limit."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:

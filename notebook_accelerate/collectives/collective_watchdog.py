@@ -36,7 +36,7 @@ _GENERATED = ("<eval_with_key>", "<frozen ", "<string>")
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _HERE = "here"
 _MOVING = "moving"
-_desk: _Desk | None = None
+_desk: _WatchdogServer | None = None
 
 
 def open_desk() -> None:
@@ -45,7 +45,7 @@ def open_desk() -> None:
     if PartialState().communicator != "torch" or not dist.is_initialized():
         return
     if _desk is None or _desk.group is not dist.group.WORLD:
-        _desk = _Desk()
+        _desk = _WatchdogServer()
 
 
 def meet(what: str) -> None:
@@ -61,7 +61,7 @@ def meet(what: str) -> None:
         _desk.meet(what)
 
 
-class _Desk:
+class _WatchdogServer:
     """Where one rank comes to meetings, and answers whether it will."""
 
     def __init__(self) -> None:

@@ -146,7 +146,8 @@ class Blocks:
             raise DistributedOperationException(
                 f"{call.operation!r} was given {shape_checks.described(call.data)} "
                 f"on rank {PartialState().process_index}, at {shape_checks.call_line()}; rank {source} passed "
-                "other tensors. Every rank must pass the same structure, shapes and dtypes (ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
+                "other tensors. Every rank must pass the same structure, shapes and dtypes "
+                "(ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
             )
         return call.read(data) if needed <= length else None
 

@@ -15,7 +15,7 @@ from notebook_accelerate.telemetry.channel import Sender
 from notebook_accelerate.telemetry.debug_protocol import Reply, Request
 
 
-class Desk:
+class RankRequests:
     """One per run; safe from any thread but the supervisor's, which delivers the replies."""
 
     def __init__(self) -> None:

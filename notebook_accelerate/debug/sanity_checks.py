@@ -29,7 +29,7 @@ _NUMBERS = {
 """Numbers that should be finite: what they are called, and what is counted."""
 
 
-class Mistakes:
+class SanityChecks:
     """The facts of one group of ranks, and what has been said of them.
 
     Args:

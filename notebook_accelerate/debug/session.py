@@ -9,7 +9,7 @@ from typing import Any
 
 from notebook_accelerate.debug import diagnosis, stack_dumps
 from notebook_accelerate.debug.diagnosis import Diagnosis, RankPlace
-from notebook_accelerate.debug.rank_requests import Desk
+from notebook_accelerate.debug.rank_requests import RankRequests
 from notebook_accelerate.errors import AskError, NotebookAccelerateError
 from notebook_accelerate.telemetry import FrameInfo
 from notebook_accelerate.telemetry.debug_protocol import (
@@ -67,7 +67,7 @@ class Session:
     """
 
     def __init__(
-        self, desk: Desk, states: Callable[[], dict[int, str]], name_place: Callable[[FrameInfo], str]
+        self, desk: RankRequests, states: Callable[[], dict[int, str]], name_place: Callable[[FrameInfo], str]
     ) -> None:
         self.desk = desk
         self._states = states

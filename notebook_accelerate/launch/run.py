@@ -11,11 +11,11 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debug.rank_requests import Desk
+from notebook_accelerate.debug.rank_requests import RankRequests
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
-from notebook_accelerate.launch.run_debugging import Inspection
-from notebook_accelerate.launch.run_display import Viewed
-from notebook_accelerate.launch.state.prompts import Board
+from notebook_accelerate.launch.run_debugging import RunDebugging
+from notebook_accelerate.launch.run_display import RunDisplay
+from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Attempt:
     outcome: str = "running"
 
 
-class Run(Inspection, Viewed):
+class Run(RunDebugging, RunDisplay):
     """A launch in progress, or what is left of it.
 
     Made by ``notebook_launcher``; nothing here starts anything.
@@ -97,8 +97,8 @@ class Run(Inspection, Viewed):
         self._done = threading.Event()
         self._callbacks: list[Callable[[Run], None]] = []
         self._views: list[Callable[[Run], None]] = []
-        self._board = Board()
-        self._desk = Desk()
+        self._board = PromptQueue()
+        self._desk = RankRequests()
         self._released = threading.Event()
         self._released.set()
         self.diagnoses: list[Diagnosis] = []

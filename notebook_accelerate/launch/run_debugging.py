@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debug.diagnosis import Diagnosis
-from notebook_accelerate.debug.rank_requests import Desk
+from notebook_accelerate.debug.rank_requests import RankRequests
 from notebook_accelerate.debug.session import Session, Stacks
-from notebook_accelerate.launch.state.prompts import Board, Question
+from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.telemetry import tracebacks
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import RankInfo
-    from notebook_accelerate.launch.supervisor.rank_group import Group
+    from notebook_accelerate.launch.supervisor.rank_group import RankGroup
     from notebook_accelerate.telemetry import RankFailure
 
 STOP_SECONDS = 5.0
@@ -32,23 +32,23 @@ class Cast(dict[int, str]):
         return "\n".join(blocks)
 
 
-def _stand_still(group: Group, rank: int) -> None:
+def _stand_still(group: RankGroup, rank: int) -> None:
     group.stopwatch.pause(("paused", rank))
 
 
-def _go_on(group: Group, rank: int) -> None:
+def _go_on(group: RankGroup, rank: int) -> None:
     group.stopwatch.resume(("paused", rank))
 
 
-class Inspection:
+class RunDebugging:
     """The debugging half of ``Run``."""
 
-    _post: Callable[[Callable[[Group], None]], None]
+    _post: Callable[[Callable[[RankGroup], None]], None]
 
     _prompts_in_cell = False
     """Whether somebody else than ``wait`` and ``debug`` puts the ranks' questions before the user."""
-    _desk: Desk
-    _board: Board
+    _desk: RankRequests
+    _board: PromptQueue
     failures: tuple[RankFailure, ...]
     ended: float | None
     diagnoses: list[Diagnosis]
@@ -187,7 +187,7 @@ class Inspection:
         while (question := self._board.take(rank=chosen)) is not None:
             self._put_to_user(question, keep=True)
 
-    def _put_to_user(self, question: Question, *, keep: bool) -> None:
+    def _put_to_user(self, question: Prompt, *, keep: bool) -> None:
         """Have a question answered that was taken from the board; an interrupt puts it back where it is to be kept."""
         try:
             prompt(question)
@@ -229,7 +229,7 @@ class Inspection:
         return self._desk.open_ranks()
 
 
-def prompt(question: Question) -> None:
+def prompt(question: Prompt) -> None:
     """Put a rank's question before the user of this cell and send the answer."""
     label = f"[rank {question.rank}] "
     if question.request.shown:

@@ -6,7 +6,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.cell_outputs import Place, here
+from notebook_accelerate.launch.output.cell_outputs import CellOutput, here
 from notebook_accelerate.launch.output.rank_output import parent_message, running_kernel
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ LIVE_AFTER_SECONDS = 0.3
 """A blocking run that ends sooner leaves its report without having had a live panel: making one takes 40 ms."""
 
 
-class Viewed:
+class RunDisplay:
     """What a run can do to be seen."""
 
     _view: Any = None
     _debug_view: Any = None
-    _place: Place | None = None
+    _place: CellOutput | None = None
     _launched_under: str = ""
 
     def panel(self) -> Any:
@@ -130,4 +130,4 @@ def _cell() -> str:
     return str((header or {}).get("msg_id", ""))
 
 
-__all__ = ["VIEWS", "Viewed", "hold", "load", "reserve", "show"]
+__all__ = ["VIEWS", "RunDisplay", "hold", "load", "reserve", "show"]

@@ -22,14 +22,14 @@ from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, pla
 from notebook_accelerate.launch.processes import inline, process_backend
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.state import error_messages
-from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
-from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.launch.hosts.rendezvous.notebook_group import Party
+    from notebook_accelerate.launch.hosts.rendezvous.notebook_group import NotebookGroup
 
 
 def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> Run:
@@ -99,9 +99,9 @@ class _Launcher:
         self._wake_reader.setblocking(False)
         self._started, self._over = threading.Event(), threading.Event()
         self._problem: BaseException | None = None
-        self._group: Group | None = None
-        self._party: Party | None = None
-        self._watch = Stopwatch()
+        self._group: RankGroup | None = None
+        self._party: NotebookGroup | None = None
+        self._watch = PausableClock()
         self._call_lock = threading.Lock()
         self._calls: list[GroupCall] = []
         self._owner: dict[str, int] = {}
@@ -266,7 +266,7 @@ class _Launcher:
             number += 1
         return self._party.verdict() if self._party else self._verdict(group)
 
-    def _goes_on(self, group: Group, number: int) -> bool:
+    def _goes_on(self, group: RankGroup, number: int) -> bool:
         """Whether there is another attempt; several notebooks decide that together."""
         if self._party is not None:
             return self._party.conclude(group)
@@ -282,9 +282,9 @@ class _Launcher:
         if self._run.config.num_nodes == 1:
             return launch_plan
         if self._party is None:
-            from notebook_accelerate.launch.hosts.rendezvous.notebook_group import Party
+            from notebook_accelerate.launch.hosts.rendezvous.notebook_group import NotebookGroup
 
-            self._party = Party(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls)
+            self._party = NotebookGroup(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls)
         if not self._run.config.block:
             self._started.set()  # the others may take minutes, and the run can be stopped already
         return self._party.gather(number)
@@ -295,7 +295,7 @@ class _Launcher:
         text = f"run {run.id} ended after {run.elapsed:.1f} s, before all notebooks had joined: {why.text}"
         return "stopped", why.error(text, run)
 
-    def _supervised(self, launch_plan: LaunchPlan, number: int) -> Group:
+    def _supervised(self, launch_plan: LaunchPlan, number: int) -> RankGroup:
         """Start the ranks of an attempt and see them to their end."""
         group = self._start_group(launch_plan, number)
         sampler = Sampler(group.pids(), self._party.keep if self._party else self._run.store.add)
@@ -308,9 +308,9 @@ class _Launcher:
             self._group = None
         return group
 
-    def _start_group(self, launch_plan: LaunchPlan, number: int) -> Group:
+    def _start_group(self, launch_plan: LaunchPlan, number: int) -> RankGroup:
         backend = process_backend(launch_plan.start_method)(self._function, self._arguments)
-        group = Group(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls, self._watch)
+        group = RankGroup(self._run, launch_plan, self._publisher, self._wake_reader, self._take_calls, self._watch)
         group.ending.on_hold = lambda: self._hold(group)
         if self._party is not None:
             backend = self._party.backend(backend)
@@ -332,7 +332,7 @@ class _Launcher:
             calls, self._calls = self._calls, []
         return calls
 
-    def _hold(self, group: Group) -> None:
+    def _hold(self, group: RankGroup) -> None:
         """Tell of the failure while the ranks are kept."""
         run = self._run
         run.failures = group.verdicts() or (self._party.told if self._party else ())
@@ -340,7 +340,7 @@ class _Launcher:
         self._publisher.flush(force=True)
         run._hold("failed", error_messages.worker_error(run))
 
-    def _verdict(self, group: Group) -> tuple[str, WorkerError | None]:
+    def _verdict(self, group: RankGroup) -> tuple[str, WorkerError | None]:
         run = self._run
         if group.ending.reason and not run.failures:
             run._end_attempt("stopped")

@@ -18,7 +18,7 @@ from notebook_accelerate.launch.run_debugging import prompt
 from notebook_accelerate.launch.start import start
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.state.failures import ordered
-from notebook_accelerate.launch.supervisor.rank_group import Group
+from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.payload import install_sources
@@ -225,7 +225,7 @@ class WarmRanks:
         return wanted
 
 
-def _interrupt(group: Group, ranks: Iterable[int]) -> None:
+def _interrupt(group: RankGroup, ranks: Iterable[int]) -> None:
     group.interrupt(ranks)
 
 

@@ -17,7 +17,7 @@ from notebook_accelerate.strategies.module_queries import compile_regions
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module
-from notebook_accelerate.telemetry.sharding_events import Holdings
+from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 Parameters = torch.Tensor | Sequence[torch.Tensor]
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -96,7 +96,7 @@ class Strategy:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[DataLoader[Any]] = []
-        self._told: Holdings | None = None
+        self._told: ShardReport | None = None
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
@@ -421,7 +421,7 @@ class Strategy:
 
     # -- what is where ------------------------------------------------------------------------------------------------
 
-    def sharding(self) -> Holdings:
+    def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         return shard_report.of(self)
 

@@ -27,7 +27,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies.fsdp.fsdp_units import retie, tied_names
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_start
-from notebook_accelerate.telemetry.sharding_events import Holdings
+from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -184,7 +184,7 @@ class TensorParallelStrategy(ShardedStrategy):
         split_tensors(model, self.setup.state.device_mesh)
         return model
 
-    def sharding(self) -> Holdings:
+    def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         split = sum(
             any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))

@@ -21,7 +21,7 @@ from notebook_accelerate.strategies.parameter_names import Pointers, names_of
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy import Strategy
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.telemetry.sharding_events import Holdings
+from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 
 class XLAOptimizer(AcceleratedOptimizer):
@@ -137,7 +137,7 @@ class XLAStrategy(Strategy):
         prepared.between_batches = torch_xla.sync
         return prepared  # type: ignore[no-any-return]
 
-    def sharding(self) -> Holdings:
+    def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         devices = runtime.global_runtime_device_count() if runtime.is_spmd() else 1
         return shard_report.of(self, variant=f"SPMD, batches split over {devices} devices" if devices > 1 else "")

@@ -21,7 +21,7 @@ _PER_SECOND = 4.0
 """Buckets per second at first, of a metric that is logged without steps."""
 
 
-class BandTail(NamedTuple):
+class EnvelopeTail(NamedTuple):
     """What a band has that is new since the last look.
 
     Attributes:
@@ -43,7 +43,7 @@ class BandTail(NamedTuple):
     cursor: tuple[int, int]
 
 
-class Band:
+class MetricEnvelope:
     """Buckets of equally many steps, the first of which begins where the first point lay."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Band:
             if value > self._high[index]:  # noqa: PLR1730
                 self._high[index] = value
 
-    def since(self, cursor: tuple[int, int] = (0, 0)) -> BandTail:
+    def since(self, cursor: tuple[int, int] = (0, 0)) -> EnvelopeTail:
         """Return the buckets from the first one that has changed since ``cursor``."""
         import numpy as np
 
@@ -97,7 +97,7 @@ class Band:
         times = np.array(self._time[first:], dtype=float)[there] / number
         cut = (float("-inf") if not first else float(times[0] if self._timed else at[0])) if len(at) else float("inf")
         self._look += 1
-        return BandTail(
+        return EnvelopeTail(
             np.full(len(at), np.nan) if self._timed else at,
             times,
             np.where(np.isfinite(low), low, np.nan),
@@ -150,4 +150,4 @@ _COLUMNS = (
 )
 
 
-__all__ = ["BAND_FROM", "MAX_BUCKETS", "Band", "BandTail"]
+__all__ = ["BAND_FROM", "MAX_BUCKETS", "EnvelopeTail", "MetricEnvelope"]

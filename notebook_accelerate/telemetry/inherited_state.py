@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass
-class Ambient:
+class InheritedState:
     """States of generators and torch settings, None where the kernel has not loaded the library."""
 
     python_rng: Any = None
@@ -23,9 +23,9 @@ class Ambient:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def capture() -> Ambient:
+def capture() -> InheritedState:
     """Return the kernel's state; imports nothing."""
-    ambient = Ambient(python_rng=random.getstate())
+    ambient = InheritedState(python_rng=random.getstate())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         ambient.numpy_rng = numpy.random.get_state()
@@ -41,7 +41,7 @@ def capture() -> Ambient:
     return ambient
 
 
-def apply(ambient: Ambient) -> None:
+def apply(ambient: InheritedState) -> None:
     """Put this process into the captured state."""
     random.setstate(ambient.python_rng)
     if ambient.numpy_rng is not None:

@@ -12,7 +12,7 @@ KINDS = ("parameters", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardSizes:
     """One kind of tensors on one rank.
 
     Attributes:
@@ -31,7 +31,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class ShardReport:
     """What one rank holds.
 
     Attributes:
@@ -49,7 +49,7 @@ class Holdings:
     variant: str
     axes: dict[str, int]
     place: dict[str, int]
-    held: dict[str, Held]
+    held: dict[str, ShardSizes]
     stages: str = ""
     units: int = 0
     unit: str = "units"
@@ -59,7 +59,7 @@ class Holdings:
         return ShardingEvent(**asdict(self))
 
 
-def read(event: ShardingEvent) -> Holdings | None:
+def read(event: ShardingEvent) -> ShardReport | None:
     """Return what an event says; None where it makes no sense: a rank may send anything.
 
     Args:
@@ -72,21 +72,21 @@ def read(event: ShardingEvent) -> Holdings | None:
             return None
         held = {kind: _held(event.held[kind], axes) for kind in KINDS if kind in event.held}
         stages = event.stages if event.stages in axes else ""
-        return Holdings(
+        return ShardReport(
             str(event.strategy), str(event.variant), axes, place, held, stages, int(event.units), str(event.unit)
         )
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
-def _held(given: Mapping[str, Any], axes: Mapping[str, int]) -> Held:
+def _held(given: Mapping[str, Any], axes: Mapping[str, int]) -> ShardSizes:
     sharded = tuple(name for name in axes if name in given["sharded"])
     whole, here = _bytes(given["whole"]), _bytes(given["here"])
-    return Held(whole, here, sharded, str(given["offloaded"]), str(given["note"]))
+    return ShardSizes(whole, here, sharded, str(given["offloaded"]), str(given["note"]))
 
 
 def _bytes(given: Any) -> int | None:
     return None if given is None else max(0, int(given))
 
 
-__all__ = ["KINDS", "Held", "Holdings", "read"]
+__all__ = ["KINDS", "ShardReport", "ShardSizes", "read"]

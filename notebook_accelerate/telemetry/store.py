@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accelerate.telemetry.envelope import BAND_FROM, Band, BandTail
+from notebook_accelerate.telemetry.envelope import BAND_FROM, EnvelopeTail, MetricEnvelope
 from notebook_accelerate.telemetry.events import (
     DroppedEvent,
     Event,
@@ -29,7 +29,7 @@ from notebook_accelerate.telemetry.events import (
     ShardingEvent,
     TraceEvent,
 )
-from notebook_accelerate.telemetry.sharding_events import Holdings, read
+from notebook_accelerate.telemetry.sharding_events import ShardReport, read
 from notebook_accelerate.telemetry.step_time import StepTimeEvent
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ class Metrics(Mapping[str, MetricSeries]):
         return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def _band_of(ranks: Mapping[int, _Points]) -> Band:
-    band = Band()
+def _band_of(ranks: Mapping[int, _Points]) -> MetricEnvelope:
+    band = MetricEnvelope()
     for points in ranks.values():
         for step, time, value in zip(points.steps, points.times, points.values, strict=True):
             band.add(step, time, value)
@@ -231,7 +231,7 @@ class Store:
         self._lock = threading.RLock()
         self._max_points, self._max_series, self._max_log_bytes = max_points, max_series, max_log_bytes
         self._metrics: dict[str, dict[int, _Points]] = {}
-        self._bands: dict[str, Band] = {}
+        self._bands: dict[str, MetricEnvelope] = {}
         self._series_count = 0
         self._points_count = 0
         self._most_points = max_points
@@ -246,7 +246,7 @@ class Store:
         self.loops: dict[int, ProgressEvent] = {}
         self.resources: dict[int, ResourceEvent] = {}
         self.peak_memory: dict[int, int] = {}
-        self.holdings: dict[int, Holdings] = {}
+        self.holdings: dict[int, ShardReport] = {}
         self._traces: dict[tuple[int, str], int] = {}
         self.last_step: dict[int, int] = {}
         self.dropped: dict[int, int] = {}
@@ -444,7 +444,7 @@ class Store:
         with self._lock:
             return self._metrics[name][rank].since(cursor)
 
-    def band(self, name: str, cursor: tuple[int, int] = (0, 0)) -> BandTail | None:
+    def band(self, name: str, cursor: tuple[int, int] = (0, 0)) -> EnvelopeTail | None:
         """Return what is new of the band of all ranks since ``cursor``; None where few ranks have logged ``name``."""
         with self._lock:
             band = self._bands.get(name)

@@ -29,7 +29,7 @@ class WorkerOrder:
     rank: int
     environment: dict[str, str]
     threads: int | None
-    ambient: inherited_state.Ambient
+    ambient: inherited_state.InheritedState
     base_environment: dict[str, str] | None = None
     cwd: str | None = None
     sys_path: list[str] | None = None

@@ -18,7 +18,7 @@ from notebook_accelerate.worker import stacks
 CONTEXT_LINES = 7
 
 
-class Asker(Protocol):
+class Prompter(Protocol):
     """Who puts a prompt before the user."""
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
@@ -28,7 +28,7 @@ class Asker(Protocol):
 class Terminal(io.TextIOBase):
     """Both ends of a debugger: what it writes waits for the next line it reads, and travels with that prompt."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: Prompter) -> None:
         self._asker = asker
         self._written = ""
 
@@ -60,14 +60,14 @@ class Terminal(io.TextIOBase):
 class _Session:
     """What this rank's debugger is doing."""
 
-    asker: Asker | None = None
+    asker: Prompter | None = None
     process = 0
     debugger: Any = None
     terminal: Terminal | None = None
     frame: FrameType | None = None
 
 
-def install(asker: Asker) -> None:
+def install(asker: Prompter) -> None:
     """Send every breakpoint of this process to the notebook."""
     _Session.asker, _Session.process = asker, os.getpid()
     sys.breakpointhook = _hook

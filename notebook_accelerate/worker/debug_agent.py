@@ -49,7 +49,7 @@ STUCK_SECONDS = 2.0
 """A main thread that has not moved for so long has its open collectives looked up for the heartbeat."""
 
 
-class Host(Protocol):
+class AgentApi(Protocol):
     """What the debugging half needs of the rank's agent."""
 
     sink: Sink
@@ -85,7 +85,7 @@ class DebugAgent:
         host: The rank's agent.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: AgentApi) -> None:
         self._host = host
         self._code: CodeType | None = None
         # Re-entrant: the signal handler may find the main thread inside it. For the same reason replies from the main

@@ -45,7 +45,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
         return []  # meta, lazy, sparse or quantised tensors: a check must never be what fails
 
 
-class Checks:
+class SanityFacts:
     """The checks of one ``Accelerator``.
 
     Args:
@@ -237,7 +237,7 @@ class _Ring:
 class _BatchCounter:
     """A hook on a prepared model that tells of its first batches in training and then removes itself."""
 
-    def __init__(self, checks: Checks) -> None:
+    def __init__(self, checks: SanityFacts) -> None:
         self._checks = checks
         self._count = 0
         self.handle: Any = None

@@ -77,7 +77,7 @@ def test_an_accelerator_loads_only_what_it_uses() -> None:
     done = _python(code)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
-    later = ("big_modeling.", "checkpointing.", "debug.protocol", "strategies.fsdp", "tracking.")
+    later = ("big_modeling.", "checkpointing.", "telemetry.debug_protocol", "strategies.fsdp", "tracking.")
     idle = [name for name in loaded if name.removeprefix("notebook_accelerate.").startswith(later)]
     assert idle == [], "loaded before anybody asked for them"
 

@@ -121,9 +121,9 @@ def checks() -> float:
     """Return the seconds that the checks of one step take by themselves."""
     import torch
 
-    from notebook_accelerate.worker.sanity_facts import Checks
+    from notebook_accelerate.worker.sanity_facts import SanityFacts
 
-    watched = Checks(several=False)
+    watched = SanityFacts(several=False)
     watched.active = True
     loss = torch.tensor(1.0)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.launch.output.rank_output import Publisher
-from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
-from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
 from notebook_accelerate.telemetry import DisplayEvent
 from notebook_accelerate.telemetry.store import Record
@@ -87,7 +87,7 @@ class Traffic:
         self.sent += len(json.dumps(data, default=str)) + sum(len(buffer) for buffer in buffers or ())
 
 
-class Watched:
+class SupervisedRank:
     """A group of simulated ranks, its supervisor's thread and its panel.
 
     Args:
@@ -103,7 +103,7 @@ class Watched:
         self._calls: list[GroupCall] = []
         self.publisher = _Counting()
         assert self.run.plan is not None
-        self.group = Group(self.run, self.run.plan, self.publisher, self._wake, self._take, Stopwatch())
+        self.group = RankGroup(self.run, self.run.plan, self.publisher, self._wake, self._take, PausableClock())
         self.group.start(backend, 0)
         self.thread = threading.Thread(target=self.group.supervise, name="supervisor")
         self.thread.start()
@@ -159,7 +159,7 @@ def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
     """Watch simulated ranks for a while."""
     gc.collect()
     memory = _memory()
-    watched = Watched(ranks, backend)
+    watched = SupervisedRank(ranks, backend)
     try:
         watched.wait_until_all_run()
         time.sleep(SETTLE_SECONDS)

@@ -10,15 +10,15 @@ TRAIN = """
 import math, os, random, sys, time
 from notebook_accelerate import notebook_launcher, telemetry
 from notebook_accelerate.telemetry import MetricEvent, ProgressEvent, StepTimeEvent
-from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardSizes, ShardReport
 
 EVIL = "<img src=x onerror=alert(1)>"
 
 def train(seconds, fail_at=None):
     rank, steps = int(os.environ["RANK"]), int(seconds / 0.02)
     rng = random.Random(rank)
-    held = {kind: Held(48 << 20, 24 << 20, ("dp_shard",), "cpu" if "state" in kind else "") for kind in KINDS}
-    telemetry.emit(Holdings("fsdp2", EVIL, {"dp_shard": 2}, {"dp_shard": rank}, held, units=5).event())
+    held = {kind: ShardSizes(48 << 20, 24 << 20, ("dp_shard",), "cpu" if "state" in kind else "") for kind in KINDS}
+    telemetry.emit(ShardReport("fsdp2", EVIL, {"dp_shard": 2}, {"dp_shard": rank}, held, units=5).event())
     for s in range(steps):
         telemetry.emit(MetricEvent({
             "train/loss": 2.5 * math.exp(-4 * s / steps) + 0.15 * rng.gauss(0, 1) * math.exp(-s / steps) + 0.3,

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin
-from notebook_accelerate.telemetry.sharding_events import KINDS, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport
 from tests.parity.strategies.deepspeed_scripts import Wide
 from tests.support.ranks import run_ranks
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 PARAMETERS = 4 * sum(p.numel() for p in Wide().parameters())
 
 
-def told(stages: list[int], precision: str) -> list[tuple[Holdings, int]]:
+def told(stages: list[int], precision: str) -> list[tuple[ShardReport, int]]:
     """Return what is told in each stage, and the bytes of the moments that the optimizer has after a step."""
     found = []
     for stage in stages:
@@ -41,7 +41,7 @@ def told(stages: list[int], precision: str) -> list[tuple[Holdings, int]]:
     return found
 
 
-def told_of_offloaded() -> list[Holdings]:
+def told_of_offloaded() -> list[ShardReport]:
     """Return what is told where optimizer state, and parameters too, rest in main memory."""
     found = []
     for parameters in ("none", "cpu"):

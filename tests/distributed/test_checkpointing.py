@@ -179,11 +179,11 @@ def test_a_rank_that_died_while_writing_is_noticed_at_once(tmp_path: Path) -> No
 
 _ENDING = """
 import sys
-from notebook_accelerate.checkpointing import writing
+from notebook_accelerate.checkpointing import checkpoint_writer
 from tests.support.gates import after_the_main_thread
 from tests.support.trainings import Training
 
-writing.files.write = after_the_main_thread(writing.files.write)
+checkpoint_writer.tensor_files.write = after_the_main_thread(checkpoint_writer.tensor_files.write)
 training = Training()
 training.epoch(stop=2)
 training.accelerator.save_state(sys.argv[1], blocking=False)

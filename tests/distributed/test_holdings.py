@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from notebook_accelerate.telemetry.sharding_events import KINDS, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport
 from tests.support.ranks import run_ranks
 
 
@@ -50,7 +50,7 @@ def _bytes(tensor: Any) -> int:
     return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
 
 
-def told_and_real(fsdp: dict[str, Any] | None, degrees: dict[str, int] | None) -> tuple[Holdings, dict[str, int]]:
+def told_and_real(fsdp: dict[str, Any] | None, degrees: dict[str, int] | None) -> tuple[ShardReport, dict[str, int]]:
     plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp, **_UNITS)
     layout = None if degrees is None else ParallelismConfig(**degrees)
     accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=layout)

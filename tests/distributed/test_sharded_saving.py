@@ -190,11 +190,11 @@ def test_background_saves_load_into_other_numbers_of_ranks(tmp_path: Path) -> No
 
 _ENDING = """
 import sys
-from notebook_accelerate.strategies import shard_files, shards
+from notebook_accelerate.strategies.sharding import local_shards, shard_files
 from tests.support.gates import after_the_main_thread
 from tests.support.sharded import ShardedTraining
 
-shards.write_shards = after_the_main_thread(shards.write_shards)
+local_shards.write_shards = after_the_main_thread(local_shards.write_shards)
 training = ShardedTraining()
 training.step()
 training.accelerator.save_state(sys.argv[1], blocking=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.telemetry.sharding_events import KINDS, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport
 from tests.megatron.trainings import Case, place, prepared, steps
 from tests.support.ranks import run_ranks
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def told_and_real(case: Case) -> tuple[Holdings, dict[str, int]]:
+def told_and_real(case: Case) -> tuple[ShardReport, dict[str, int]]:
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         told = accelerator.strategy.sharding()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
 MIB = 1 << 20
 Spec = tuple[float, tuple[str, ...]]
@@ -19,7 +19,7 @@ def told(
     stages: str = "",
     offloaded: str = "",
     units: int = 0,
-) -> dict[int, Holdings]:
+) -> dict[int, ShardReport]:
     """Return what each rank of a mesh tells of a model with 64 MiB of parameters on each of its stages.
 
     Args:
@@ -32,33 +32,33 @@ def told(
         offloaded: Where the optimizer's state rests.
         units: How many units there are.
     """
-    found: dict[int, Holdings] = {}
+    found: dict[int, ShardReport] = {}
     for rank, at in enumerate(product(*(range(size) for size in axes.values()))):
         place = dict(zip(axes, at, strict=True))
         held = {}
         for kind, (times, over) in zip(KINDS, specs, strict=True):
             whole = int(64 * MIB * times) << place.get(stages, 0)
             here = whole // math.prod(axes[name] for name in over)
-            held[kind] = Held(whole, here, over, offloaded if kind == KINDS[2] else "")
-        found[rank] = Holdings(strategy, variant, axes, place, held, stages, units)
+            held[kind] = ShardSizes(whole, here, over, offloaded if kind == KINDS[2] else "")
+        found[rank] = ShardReport(strategy, variant, axes, place, held, stages, units)
     return found
 
 
-def hybrid() -> dict[int, Holdings]:
+def hybrid() -> dict[int, ShardReport]:
     """Return two replicas of two shards each."""
     over = ("dp_shard",)
     axes = {"dp_replicate": 2, "dp_shard": 2}
     return told(axes, (1, over), (1, over), (2, over), variant="HYBRID_SHARD", units=3)
 
 
-def zero(stage: int, ranks: int = 4) -> dict[int, Holdings]:
+def zero(stage: int, ranks: int = 4) -> dict[int, ShardReport]:
     """Return what DeepSpeed's stages leave on each rank, the optimizer's state in main memory."""
     cut = [("dp",) if stage > least else () for least in (2, 1, 0)]
     specs = [(1.0, cut[0]), (1.0, cut[1]), (6.0, cut[2])]
     return told({"dp": ranks}, *specs, strategy="deepspeed", variant=f"ZeRO-{stage}", offloaded="cpu")
 
 
-def megatron() -> dict[int, Holdings]:
+def megatron() -> dict[int, ShardReport]:
     """Return two stages of layers split over two ranks, twice."""
     axes = {"pp": 2, "dp": 2, "tp": 2}
     return told(axes, (1, ("tp",)), (1, ("tp",)), (2, ("dp", "tp")), strategy="megatron_lm", stages="pp")

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.listener import Door, call
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, call
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_process import Ends, Exit, LocalRank, ProcessBackend, RankProcess
 from notebook_accelerate.telemetry import (
@@ -158,7 +158,7 @@ class LinkedBackend(ProcessBackend):
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
         secret = new_secret()
-        door = Door("127.0.0.1", secret)
+        door = HostListener("127.0.0.1", secret)
         per_process = RANKS_PER_PROCESS // self._each * self._each
         try:
             for first in range(0, len(orders), per_process):
@@ -166,7 +166,7 @@ class LinkedBackend(ProcessBackend):
             for _ in range(0, len(orders), self._each):
                 visitor = door.next_visitor(120.0)
                 assert visitor is not None, "a simulated machine did not come"
-                link = NodeLink(visitor.channel, visitor.hello.node, visitor.hello.host)
+                link = HostConnection(visitor.channel, visitor.hello.node, visitor.hello.host)
                 link.measure_clock()
                 for _ in range(visitor.hello.facts["ranks"]):
                     started(link.await_started(120.0))

@@ -38,7 +38,7 @@ def _running_cell(kernel: Any, otherwise: Any) -> Any:
     return latest if (latest.get("header") or {}).get("msg_type") == "execute_request" else otherwise
 
 
-class Place:
+class CellOutput:
     """An output under the cell that runs now, and one beside it for what is left without a kernel.
 
     Args:
@@ -78,17 +78,17 @@ class Place:
         self.show(data)
 
 
-_at_exit: dict[Place, Callable[[], dict[str, Any]]] = {}
+_at_exit: dict[CellOutput, Callable[[], dict[str, Any]]] = {}
 
 
-def leave_at_exit(place: Place, static: Callable[[], dict[str, Any]]) -> None:
+def leave_at_exit(place: CellOutput, static: Callable[[], dict[str, Any]]) -> None:
     """See that ``place`` shows ``static()`` when the kernel ends: a live view without a kernel is an error message."""
     if not _at_exit:
         atexit.register(_leave)
     _at_exit[place] = static
 
 
-def forget(place: Place) -> None:
+def forget(place: CellOutput) -> None:
     """Undo ``leave_at_exit``."""
     _at_exit.pop(place, None)
 
@@ -99,10 +99,10 @@ def _leave() -> None:
             place.end(static())
 
 
-def here() -> Place | None:
+def here() -> CellOutput | None:
     """Return an output under the cell that runs now; None where there is no notebook."""
     kernel = running_kernel()
-    return Place(kernel) if kernel is not None else None
+    return CellOutput(kernel) if kernel is not None else None
 
 
-__all__ = ["NOTHING", "Place", "forget", "here", "leave_at_exit"]
+__all__ = ["NOTHING", "CellOutput", "forget", "here", "leave_at_exit"]

@@ -86,7 +86,7 @@ def _pipe() -> tuple[int, int]:
     return reader, writer
 
 
-class Hearing(Protocol):
+class RankListener(Protocol):
     """Who hears the ranks; called on the thread that waits on the selector."""
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
@@ -135,11 +135,11 @@ class RankProcess(ABC):
         """Signal the rank, or everything in its process group."""
 
     @abstractmethod
-    def connect(self, selector: selectors.BaseSelector, hearing: Hearing) -> None:
+    def connect(self, selector: selectors.BaseSelector, hearing: RankListener) -> None:
         """Register what the rank is heard by; the data of each registration is called when it is ready."""
 
     @abstractmethod
-    def drain(self, hearing: Hearing, *, channel: bool) -> None:
+    def drain(self, hearing: RankListener, *, channel: bool) -> None:
         """Take in all output that is there now, and what the channel holds too."""
 
     @abstractmethod
@@ -204,7 +204,7 @@ class LocalRank(RankProcess):
             else:
                 os.kill(self.pid, number)
 
-    def connect(self, selector: selectors.BaseSelector, hearing: Hearing) -> None:
+    def connect(self, selector: selectors.BaseSelector, hearing: RankListener) -> None:
         """See ``RankProcess.connect``."""
         self._selector = selector
         for stream, descriptor in self._open.items():
@@ -213,7 +213,7 @@ class LocalRank(RankProcess):
         if self.exit_descriptor is not None:
             selector.register(self.exit_descriptor, selectors.EVENT_READ, partial(hearing.take_end, self.rank))
 
-    def _read_output(self, hearing: Hearing, stream: str) -> int:
+    def _read_output(self, hearing: RankListener, stream: str) -> int:
         """Read once; return how many bytes there were."""
         descriptor = self._open[stream]
         try:
@@ -226,7 +226,7 @@ class LocalRank(RankProcess):
         hearing.take_output(self.rank, stream, data)
         return len(data)
 
-    def _read_channel(self, hearing: Hearing) -> bool:
+    def _read_channel(self, hearing: RankListener) -> bool:
         try:
             data = self.channel.receive_bytes()
         except ChannelClosedError:
@@ -235,7 +235,7 @@ class LocalRank(RankProcess):
         hearing.take_frames(self.rank, data)
         return True
 
-    def drain(self, hearing: Hearing, *, channel: bool) -> None:
+    def drain(self, hearing: RankListener, *, channel: bool) -> None:
         """See ``RankProcess.drain``."""
         for stream in list(self._open):
             left = PIPE_BYTES  # no more can be there now: a process that the rank left behind may write without end
@@ -349,4 +349,4 @@ class OwnChild(LocalRank):
         return Exit.from_status(status, usage.ru_maxrss) if pid else None
 
 
-__all__ = ["Ends", "Exit", "Hearing", "LocalRank", "OwnChild", "ProcessBackend", "RankProcess", "pidfd_of"]
+__all__ = ["Ends", "Exit", "LocalRank", "OwnChild", "ProcessBackend", "RankListener", "RankProcess", "pidfd_of"]

@@ -10,7 +10,7 @@ from html import escape
 from itertools import product
 
 from notebook_accelerate.launch.report.sharding_table import Ranks, amount, sentence, table, total
-from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
 MAX_DRAWN = 64
 """Ranks in the picture; of more, the first ones."""
@@ -206,7 +206,7 @@ class _Picture:
                 parts.append(self._bar(one, kind, x + 8, y + 20 + index * (_BAR + 3), index))
         return "".join([*parts, "</g>"])
 
-    def _bar(self, one: Holdings, kind: str, x: float, y: float, index: int) -> str:
+    def _bar(self, one: ShardReport, kind: str, x: float, y: float, index: int) -> str:
         width, held = self.cell - 16, one.held[kind]
         track = f'<rect x="{x}" y="{y}" width="{width}" height="{_BAR}" rx="2.5" fill="{self.palette.track}"/>'
         part = slice_of(one, kind, self.wholes[kind])
@@ -230,7 +230,7 @@ def _wholes(ranks: Ranks, kind: str) -> list[int | None]:
     return [found.get(stage, 0) for stage in range(max(found, default=-1) + 1)]
 
 
-def slice_of(one: Holdings, kind: str, wholes: Sequence[int | None]) -> tuple[float, float] | None:
+def slice_of(one: ShardReport, kind: str, wholes: Sequence[int | None]) -> tuple[float, float] | None:
     """Return which part of the whole model's bytes a rank holds: where it begins and how long it is, from 0 to 1.
 
     Args:
@@ -254,7 +254,7 @@ def slice_of(one: Holdings, kind: str, wholes: Sequence[int | None]) -> tuple[fl
     return min((before + held.whole * index / parts) / model, 1.0 - share), share
 
 
-def _of(held: Held) -> str:
+def _of(held: ShardSizes) -> str:
     if held.whole is None or held.here is None:
         return "not known before the first step"
     return f"{amount(held.here)} of {amount(held.whole)}{f' in {held.offloaded}' if held.offloaded else ''}"

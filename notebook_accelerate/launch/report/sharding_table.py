@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from notebook_accelerate.telemetry.rank_names import rank_names
-from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
 
-Ranks = Mapping[int, Holdings]
+Ranks = Mapping[int, ShardReport]
 
 CAPTION = "What is sharded where"
 MAX_GROUPS = 6
@@ -39,10 +39,10 @@ class Group:
     """
 
     ranks: list[int]
-    holdings: list[Holdings]
+    holdings: list[ShardReport]
 
     @property
-    def first(self) -> Holdings:
+    def first(self) -> ShardReport:
         """What one of them holds."""
         return self.holdings[0]
 
@@ -57,20 +57,20 @@ class Group:
         return f"{'each rank' if 1 < everybody == len(self.ranks) else rank_names(self.ranks)}{stage}"
 
 
-def _layout(one: Holdings) -> tuple[object, ...]:
+def _layout(one: ShardReport) -> tuple[object, ...]:
     how = tuple((kind, held.sharded, held.offloaded, held.note) for kind, held in one.held.items())
     return one.strategy, one.variant, tuple(one.axes.items()), how
 
 
-def _with_stage(one: Holdings) -> tuple[object, ...]:
+def _with_stage(one: ShardReport) -> tuple[object, ...]:
     return (*_layout(one), one.place.get(one.stages), one.units, one.unit)
 
 
-def _exactly(one: Holdings) -> tuple[object, ...]:
+def _exactly(one: ShardReport) -> tuple[object, ...]:
     return (*_with_stage(one), *((held.whole, held.here) for held in one.held.values()))
 
 
-_ALIKE: tuple[Callable[[Holdings], tuple[object, ...]], ...] = (_exactly, _with_stage, _layout)
+_ALIKE: tuple[Callable[[ShardReport], tuple[object, ...]], ...] = (_exactly, _with_stage, _layout)
 
 
 def groups(ranks: Ranks) -> list[Group]:
@@ -153,7 +153,7 @@ def _rows(group: Group, everybody: int) -> list[Row]:
     return [row._replace(who="" if index else group.name(everybody)) for index, row in enumerate(rows)]
 
 
-def _row(what: str, held: Sequence[Sequence[Held]], how: str) -> Row:
+def _row(what: str, held: Sequence[Sequence[ShardSizes]], how: str) -> Row:
     whole = [total(one.whole for one in parts) for parts in held]
     here = [total(one.here for one in parts) for parts in held]
     shares = [mine / of for mine, of in zip(here, whole, strict=True) if mine is not None and of]
@@ -179,7 +179,7 @@ def _range(counts: Sequence[int | None]) -> str:
     return high if low == high else f"{low} – {high}"
 
 
-def _how(held: Held, one: Holdings) -> str:
+def _how(held: ShardSizes, one: ShardReport) -> str:
     along = [name for name in one.axes if name not in held.sharded and name != one.stages]
     parts = [f"sharded over {_and(held.sharded)}"] if held.sharded else []
     parts += [f"{'the same' if held.sharded else 'whole'} along {_and(along)}"] if along else []

@@ -14,7 +14,7 @@ from notebook_accelerate.telemetry.channel import Sender
 
 
 @dataclass
-class Question:
+class Prompt:
     """A rank that waits for a line of text.
 
     Attributes:
@@ -45,18 +45,18 @@ class Question:
             self.channel.send(InputReply(text, self.request.number))
 
 
-class Board:
+class PromptQueue:
     """The open questions of a run, one per rank at most; safe from any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open: dict[int, Question] = {}
-        self._last: dict[int, Question] = {}
+        self._open: dict[int, Prompt] = {}
+        self._last: dict[int, Prompt] = {}
         self._debugged: set[int] = set()
         self._closed = False
         self._endings = 0
 
-    def put(self, question: Question) -> None:
+    def put(self, question: Prompt) -> None:
         """A rank asks."""
         with self._changed:
             self._open[question.rank] = self._last[question.rank] = question
@@ -64,7 +64,7 @@ class Board:
                 self._debugged.add(question.rank)
             self._changed.notify_all()
 
-    def give_back(self, question: Question) -> None:
+    def give_back(self, question: Prompt) -> None:
         """Whoever took a question has not answered it: it is open again, unless it is over meanwhile."""
         with self._changed:
             if self._last.get(question.rank) is question and not question.over:
@@ -110,14 +110,14 @@ class Board:
         with self._changed:
             return rank in self._open
 
-    def open_questions(self) -> list[Question]:
+    def open_questions(self) -> list[Prompt]:
         """Return the open questions, by rank."""
         with self._changed:
             return [self._open[rank] for rank in sorted(self._open)]
 
     def take(
         self, timeout: float | None = None, rank: int | None = None, among: Collection[int] | None = None
-    ) -> Question | None:
+    ) -> Prompt | None:
         """Wait for a question and take it.
 
         Args:
@@ -140,7 +140,7 @@ class Board:
                 self._changed.wait(left)
             return None
 
-    def await_question(self, rank: int, timeout: float) -> Question | None:
+    def await_question(self, rank: int, timeout: float) -> Prompt | None:
         """Wait until the debugger of ``rank`` asks again, and leave the question open; None when it does not."""
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -157,13 +157,13 @@ class Board:
             while not self._closed and self._let_go(rank) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
 
-    def claim(self, rank: int) -> Question | None:
+    def claim(self, rank: int) -> Prompt | None:
         """Take the open question of ``rank``'s debugger without waiting."""
         with self._changed:
             question = self._open.get(rank)
             return self._open.pop(rank) if question is not None and question.of_debugger else None
 
-    def _next(self, rank: int | None, among: Collection[int] | None) -> Question | None:
+    def _next(self, rank: int | None, among: Collection[int] | None) -> Prompt | None:
         if rank is not None:
             return self._open.get(rank)
         wanted = [each for each, question in self._open.items() if (question.here if among is None else each in among)]

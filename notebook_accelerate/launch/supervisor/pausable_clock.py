@@ -14,7 +14,7 @@ class Elsewhere(NamedTuple):
     node: int
 
 
-class Stopwatch:
+class PausableClock:
     """Seconds since the epoch, less the time during which somebody waited for the user; safe from any thread."""
 
     def __init__(self) -> None:

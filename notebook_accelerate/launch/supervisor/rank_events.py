@@ -11,10 +11,10 @@ from notebook_accelerate.errors import RunStoppedError
 from notebook_accelerate.launch.output.rank_output import Label, Publisher, RankOutput
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.launch.state.prompts import Question
-from notebook_accelerate.launch.supervisor.stall_detector import StallWatch
-from notebook_accelerate.launch.supervisor.stop_sequence import Ending, StopReason
-from notebook_accelerate.launch.supervisor.supervised_ranks import Ranks, Watched
+from notebook_accelerate.launch.state.prompts import Prompt
+from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
+from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
+from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
 from notebook_accelerate.telemetry import (
     AnsweredEvent,
     Decoder,
@@ -49,16 +49,16 @@ from notebook_accelerate.telemetry.store import Record
 if TYPE_CHECKING:
     import selectors
 
-    from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import Tap
+    from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import RankMirror
     from notebook_accelerate.launch.processes.rank_process import Exit, RankProcess
-    from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
+    from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 
 BEAT_SECONDS = 0.5
 """Least time between two comparisons of all ranks' steps."""
 
 
-class Ears:
-    """Hears the ranks of one attempt, on the thread that waits on the selector; see ``Hearing``.
+class RankEventHandler:
+    """Hears the ranks of one attempt, on the thread that waits on the selector; see ``RankListener``.
 
     Args:
         run: What is heard is kept there.
@@ -79,19 +79,19 @@ class Ears:
         run: Run,
         publisher: Publisher,
         selector: selectors.BaseSelector,
-        ranks: Ranks,
-        ending: Ending,
-        stopwatch: Stopwatch,
+        ranks: SupervisedRanks,
+        ending: StopSequence,
+        stopwatch: PausableClock,
     ) -> None:
         self._run, self._publisher, self._selector, self._ranks = run, publisher, selector, ranks
         self._all = ranks.all  # looked into for every report
         self._ending, self._stopwatch = ending, stopwatch
         self._label = Label(run.config.log_line_prefix_template)
         self._beat_due = 0.0
-        self._mistakes = sanity_checks.Mistakes(len(run.ranks))
+        self._mistakes = sanity_checks.SanityChecks(len(run.ranks))
         self.last_sign_of_life = stopwatch.now()
-        self.stall = StallWatch(run, self._report_stall)
-        self.tap: Tap | None = None
+        self.stall = StallDetector(run, self._report_stall)
+        self.tap: RankMirror | None = None
 
     def attend(self, process: RankProcess) -> None:
         """Hear a rank that has started."""
@@ -102,7 +102,7 @@ class Ears:
             stream: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
             for stream in ("stdout", "stderr")
         }
-        self._ranks.add(Watched(process, info, outputs))
+        self._ranks.add(SupervisedRank(process, info, outputs))
         self._run._desk.open(process.rank, process.channel, process.look)
         if self.tap is not None:
             self.tap.started(process)
@@ -122,7 +122,7 @@ class Ears:
     # ---- what comes in
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """See ``Hearing.take_output``."""
+        """See ``RankListener.take_output``."""
         outputs = self._all[rank].outputs
         if self.tap is not None:
             self.tap.take_output(rank, stream, data)
@@ -133,7 +133,7 @@ class Ears:
             outputs.pop(stream).finish()
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``Hearing.take_frames``."""
+        """See ``RankListener.take_frames``."""
         watched = self._all[rank]
         if self.tap is not None:
             watched.process.drain(self, channel=False)  # what the rank wrote before it said something goes before
@@ -141,10 +141,10 @@ class Ears:
         self._take(watched, watched.decoder.feed(data))
 
     def take_aside(self, rank: int, data: bytes) -> None:
-        """See ``Hearing.take_aside``."""
+        """See ``RankListener.take_aside``."""
         self._take(self._all[rank], Decoder().feed(data))
 
-    def _take(self, watched: Watched, messages: list[Stamped]) -> None:
+    def _take(self, watched: SupervisedRank, messages: list[Stamped]) -> None:
         if not messages:
             return
         rank, messages = watched.process.rank, watched.process.dated(messages)
@@ -156,22 +156,22 @@ class Ears:
             if handler is not None:
                 handler(self, watched, event)
 
-    def _on_reply(self, watched: Watched, event: Reply) -> None:
+    def _on_reply(self, watched: SupervisedRank, event: Reply) -> None:
         if isinstance(event, CellReply):  # what the cell printed comes before its end
             watched.process.drain(self, channel=False)
             self._publisher.flush(force=True)
         self._run._desk.deliver(watched.process.rank, event)
 
-    def _on_dump_ready(self, watched: Watched, event: DumpReadyEvent) -> None:
+    def _on_dump_ready(self, watched: SupervisedRank, event: DumpReadyEvent) -> None:
         watched.process.open_dump(event.path)
 
-    def _on_group_timeout(self, watched: Watched, event: GroupTimeoutEvent) -> None:
+    def _on_group_timeout(self, watched: SupervisedRank, event: GroupTimeoutEvent) -> None:
         self.stall.group_timeout = event.seconds
 
-    def _on_debugger(self, watched: Watched, event: DebuggerLeftEvent) -> None:
+    def _on_debugger(self, watched: SupervisedRank, event: DebuggerLeftEvent) -> None:
         self._run._board.drop(watched.process.rank)
 
-    def _on_check(self, watched: Watched, event: CheckEvent) -> None:
+    def _on_check(self, watched: SupervisedRank, event: CheckEvent) -> None:
         self._warn(self._mistakes.note(watched.process.rank, event))
 
     def _warn(self, warnings: list[str]) -> None:
@@ -179,7 +179,7 @@ class Ears:
             self._run.warnings.append(text)
             self._publisher.line("stderr", f"⚠ {text}")
 
-    def _on_heartbeat(self, watched: Watched, event: HeartbeatEvent) -> None:
+    def _on_heartbeat(self, watched: SupervisedRank, event: HeartbeatEvent) -> None:
         self.stall.note(watched.process.rank, event, self._stopwatch)
         if time.monotonic() >= self._beat_due:
             self._beat_due = time.monotonic() + BEAT_SECONDS
@@ -189,14 +189,14 @@ class Ears:
         if event.moved > time.time() - 1.5 * HEARTBEAT_SECONDS:
             self.last_sign_of_life = self._stopwatch.now()
 
-    def _on_status(self, watched: Watched, event: StatusEvent) -> None:
+    def _on_status(self, watched: SupervisedRank, event: StatusEvent) -> None:
         watched.info.state = event.state
         if event.state != "starting":
             self._ranks.starting.discard(watched.process.rank)
         if self._run.status == "starting" and not self._ranks.starting:
             self._run._set_status("running")
 
-    def _on_result(self, watched: Watched, event: ResultEvent) -> None:
+    def _on_result(self, watched: SupervisedRank, event: ResultEvent) -> None:
         try:
             watched.info.result = load_bytes(event.payload)
         except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
@@ -207,7 +207,7 @@ class Ears:
             return
         watched.outcome = event
 
-    def _on_failure(self, watched: Watched, event: FailureEvent) -> None:
+    def _on_failure(self, watched: SupervisedRank, event: FailureEvent) -> None:
         watched.outcome = event
         if event.kind == "quit" and not self._ending.stopping:
             reason = StopReason(RunStoppedError, f"the debugger of rank {watched.info.rank} was quit")
@@ -217,13 +217,13 @@ class Ears:
             return
         self._ending.fail(failures.from_event(watched.process.rank, event), watched)
 
-    def _on_display(self, watched: Watched, event: DisplayEvent) -> None:
+    def _on_display(self, watched: SupervisedRank, event: DisplayEvent) -> None:
         self._publisher.display(event, self._label(watched.process.rank, watched.process.local_rank))
 
-    def _on_input(self, watched: Watched, event: InputRequest) -> None:
+    def _on_input(self, watched: SupervisedRank, event: InputRequest) -> None:
         event.shown = tracebacks.name_cells(event.shown)
         process, resume = watched.process, self._stopwatch.resume
-        question = Question(process.rank, event, process.channel, resume, here=process.asks_here)
+        question = Prompt(process.rank, event, process.channel, resume, here=process.asks_here)
         if question.of_debugger and self._ending.stopping:
             question.answer(None)  # the interrupt has come before the answer to its last question: it asks again
             return
@@ -234,14 +234,14 @@ class Ears:
         self._stopwatch.pause(question.rank)
         self._run._board.put(question)
 
-    def _on_answered(self, watched: Watched, event: AnsweredEvent) -> None:
+    def _on_answered(self, watched: SupervisedRank, event: AnsweredEvent) -> None:
         self._stopwatch.resume(watched.process.rank)
         self._run._board.withdraw(watched.process.rank, event.number)
 
     # ---- ends
 
     def take_end(self, rank: int) -> None:
-        """See whether a rank has ended, and if so take in everything it left; see ``Hearing.take_end``."""
+        """See whether a rank has ended, and if so take in everything it left; see ``RankListener.take_end``."""
         watched = self._all[rank]
         end = None if watched.ended else watched.process.poll()
         if end is None:
@@ -253,7 +253,7 @@ class Ears:
         watched.info.exit = _exit_text(end)
         self._ending.judge(watched, end)
 
-    def _forget(self, watched: Watched) -> None:
+    def _forget(self, watched: SupervisedRank) -> None:
         for output in watched.outputs.values():  # held open by something the rank left running
             output.finish()
         watched.process.disconnect(self._selector)
@@ -265,19 +265,19 @@ class Ears:
         self._run._board.drop(watched.process.rank)
 
 
-_HANDLERS: dict[type[Event], Callable[[Ears, Watched, Any], None]] = {
-    StatusEvent: Ears._on_status,
-    ResultEvent: Ears._on_result,
-    FailureEvent: Ears._on_failure,
-    DisplayEvent: Ears._on_display,
-    InputRequest: Ears._on_input,
-    AnsweredEvent: Ears._on_answered,
-    HeartbeatEvent: Ears._on_heartbeat,
-    DumpReadyEvent: Ears._on_dump_ready,
-    GroupTimeoutEvent: Ears._on_group_timeout,
-    DebuggerLeftEvent: Ears._on_debugger,
-    CheckEvent: Ears._on_check,
-    **dict.fromkeys((StacksReply, AskReply, CompleteReply, DoneReply, CellReply), Ears._on_reply),
+_HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], None]] = {
+    StatusEvent: RankEventHandler._on_status,
+    ResultEvent: RankEventHandler._on_result,
+    FailureEvent: RankEventHandler._on_failure,
+    DisplayEvent: RankEventHandler._on_display,
+    InputRequest: RankEventHandler._on_input,
+    AnsweredEvent: RankEventHandler._on_answered,
+    HeartbeatEvent: RankEventHandler._on_heartbeat,
+    DumpReadyEvent: RankEventHandler._on_dump_ready,
+    GroupTimeoutEvent: RankEventHandler._on_group_timeout,
+    DebuggerLeftEvent: RankEventHandler._on_debugger,
+    CheckEvent: RankEventHandler._on_check,
+    **dict.fromkeys((StacksReply, AskReply, CompleteReply, DoneReply, CellReply), RankEventHandler._on_reply),
 }
 
 
@@ -287,10 +287,10 @@ def _exit_text(end: Exit) -> str:
     return f"exit {end.code}" if end.signal is None else failures._signal_name(end.signal)
 
 
-def _how_to_answer(question: Question) -> str:
+def _how_to_answer(question: Prompt) -> str:
     if question.of_debugger:
         return f"is stopped at a breakpoint; run.debug(rank={question.rank}) opens it"
     return "waits for input; run.wait() asks you for it"
 
 
-__all__ = ["Ears"]
+__all__ = ["RankEventHandler"]

@@ -18,10 +18,10 @@ from notebook_accelerate.launch.output.rank_output import Publisher
 from notebook_accelerate.launch.plan.planner import LaunchPlan, rank_environment
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.state import failure_causes, failures
-from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
-from notebook_accelerate.launch.supervisor.rank_events import Ears
-from notebook_accelerate.launch.supervisor.stop_sequence import Ending, StopReason
-from notebook_accelerate.launch.supervisor.supervised_ranks import Ranks, Watched
+from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+from notebook_accelerate.launch.supervisor.rank_events import RankEventHandler
+from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
+from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
 from notebook_accelerate.telemetry import RankFailure, ResultEvent, inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
@@ -34,7 +34,7 @@ MANY_RANKS, TURN_SECONDS = 32, 0.005
 """So many ranks are heard in turns: to wake up for every event would cost more than to take it in."""
 
 
-GroupCall = Callable[["Group"], None]
+GroupCall = Callable[["RankGroup"], None]
 
 
 class HasFileno(Protocol):
@@ -54,7 +54,7 @@ def dispatch(selector: selectors.BaseSelector, timeout: float | None) -> None:
             key.data()
 
 
-class Group:
+class RankGroup:
     """The ranks of one attempt, from their start until the last one is reaped.
 
     Args:
@@ -78,16 +78,16 @@ class Group:
         publisher: Publisher,
         wake: socket.socket,
         calls: Callable[[], list[GroupCall]],
-        stopwatch: Stopwatch,
+        stopwatch: PausableClock,
     ) -> None:
         self._run, self._plan, self._publisher, self._wake, self._calls = run, plan, publisher, wake, calls
         self._selector = selectors.DefaultSelector()
         self._selector.register(wake, selectors.EVENT_READ, self._drain_wake)
-        self._ranks = Ranks()
+        self._ranks = SupervisedRanks()
         self.stopwatch = stopwatch
-        self.ending = Ending(run)
+        self.ending = StopSequence(run)
         self.on_step: Callable[[], None] | None = None
-        self.ears = Ears(run, publisher, self._selector, self._ranks, self.ending, stopwatch)
+        self.ears = RankEventHandler(run, publisher, self._selector, self._ranks, self.ending, stopwatch)
 
     # ---- start
 
@@ -103,7 +103,7 @@ class Group:
         finally:
             backend.close()
 
-    def _order(self, local_rank: int, attempt: int, state: inherited_state.Ambient) -> WorkerOrder:
+    def _order(self, local_rank: int, attempt: int, state: inherited_state.InheritedState) -> WorkerOrder:
         config = self._run.config
         environment = {**_launch_environment(self._run, attempt), **rank_environment(self._plan, local_rank)}
         environment.update(config.env or {})
@@ -172,7 +172,7 @@ class Group:
         self.ears.finish()
         self._selector.close()
 
-    def _alive(self) -> list[Watched]:
+    def _alive(self) -> list[SupervisedRank]:
         return list(self._ranks.living.values())
 
     def _patience(self) -> float:

@@ -12,8 +12,8 @@ from notebook_accelerate.telemetry.debug_protocol import HEARTBEAT_SECONDS, Hear
 if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis
     from notebook_accelerate.launch.run import Run
-    from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
-    from notebook_accelerate.launch.supervisor.rank_group import Group
+    from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+    from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 
 STALL_SECONDS = 10.0
 """No rank has moved for so long while some wait in a collective: the run is diagnosed, once."""
@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.5
 """Least time between two looks at all ranks."""
 
 
-class StallWatch:
+class StallDetector:
     """Belongs to one group; its methods run on the supervisor's thread, the diagnosis on one of its own.
 
     Args:
@@ -39,7 +39,7 @@ class StallWatch:
         self.busy = False
         self.group_timeout: float | None = None
 
-    def note(self, rank: int, beat: HeartbeatEvent, stopwatch: Stopwatch) -> None:
+    def note(self, rank: int, beat: HeartbeatEvent, stopwatch: PausableClock) -> None:
         """A heartbeat has come.
 
         Args:
@@ -96,7 +96,7 @@ class StallWatch:
 
         threading.Thread(target=work, name="notebook-accelerate-diagnosis", daemon=True).start()
 
-    def _tell(self, _group: Group, found: Diagnosis | None, tell: Callable[[str], None]) -> None:
+    def _tell(self, _group: RankGroup, found: Diagnosis | None, tell: Callable[[str], None]) -> None:
         self.busy = False
         if found is not None:
             self._run.diagnoses.append(found)

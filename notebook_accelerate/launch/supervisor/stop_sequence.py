@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import RunStoppedError, WorkerError
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.launch.supervisor.stop_signals import Ladder
+from notebook_accelerate.launch.supervisor.stop_signals import StopSignals
 from notebook_accelerate.telemetry import RankFailure, ResultEvent
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import Exit, RankProcess
     from notebook_accelerate.launch.run import Run
-    from notebook_accelerate.launch.supervisor.supervised_ranks import Watched
+    from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 
 SETTLE_SECONDS = 0.3
 """After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
@@ -37,7 +37,7 @@ class StopReason:
 USER_STOP = StopReason(RunStoppedError, "it was stopped")
 
 
-class Ending:
+class StopSequence:
     """Decides when the ranks of one attempt are stopped, and what each one's end means.
 
     Args:
@@ -53,7 +53,7 @@ class Ending:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._ladder: Ladder | None = None
+        self._ladder: StopSignals | None = None
         self._asked_to_stop = False
         self._oom_kills = failures.oom_kill_count()
         self._hold_at: float | None = None
@@ -109,7 +109,7 @@ class Ending:
         return True
 
     def _begin_ladder(self, grace: float) -> None:
-        self._ladder, self._hold_at = Ladder(grace), None
+        self._ladder, self._hold_at = StopSignals(grace), None
         for question in self._run._board.open_questions():
             if question.of_debugger:
                 question.answer(None)  # a debugger takes a KeyboardInterrupt for itself
@@ -135,7 +135,7 @@ class Ending:
 
     # ---- what becomes of a rank
 
-    def fail(self, failure: RankFailure, watched: Watched) -> None:
+    def fail(self, failure: RankFailure, watched: SupervisedRank) -> None:
         """A rank has failed: the others are stopped, or held for the debugger."""
         if self._held or self._only_lost_a_stopped_one(failure):
             watched.info.state = "stopped"
@@ -147,7 +147,7 @@ class Ending:
         if self._run.config.debug and self._ladder is None:
             self._hold_at = self._hold_at or time.monotonic() + SETTLE_SECONDS
         elif self._ladder is None:
-            self._ladder = Ladder(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
+            self._ladder = StopSignals(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
 
     def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
         """Whether a rank that the stop has not reached yet has lost one that it has reached."""
@@ -155,7 +155,7 @@ class Ending:
             return False  # of a failure, here or in another notebook, all that followed is told
         return failures.looks_like_lost_peer(failure)
 
-    def judge(self, watched: Watched, end: Exit) -> None:
+    def judge(self, watched: SupervisedRank, end: Exit) -> None:
         """A rank has ended: say how in its state."""
         info = watched.info
         if isinstance(watched.outcome, ResultEvent) and info.state != "failed":
@@ -166,7 +166,7 @@ class Ending:
         elif watched.outcome is None:
             info.state = "stopped"
         if self._held and self._ladder is None:  # its debugger was quit: the others are let go too
-            self._ladder = Ladder(FAILURE_GRACE)
+            self._ladder = StopSignals(FAILURE_GRACE)
             if self.on_letting_go is not None:
                 self.on_letting_go()
 
@@ -177,4 +177,4 @@ class Ending:
         return untouched or gone or end.signal not in (None, *SENT)
 
 
-__all__ = ["USER_STOP", "Ending", "StopReason"]
+__all__ = ["USER_STOP", "StopReason", "StopSequence"]

@@ -15,7 +15,7 @@ TERMINATE_AT = 0.6
 """Share of the grace after which SIGTERM follows."""
 
 
-class Ladder:
+class StopSignals:
     """Signals ranks in steps until they have ended.
 
     Args:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Event
 
 
-class Watched:
+class SupervisedRank:
     """A rank under supervision.
 
     Args:
@@ -29,7 +29,7 @@ class Watched:
         self.ended = False
 
 
-class Ranks:
+class SupervisedRanks:
     """The ranks of one attempt.
 
     Hundreds of ranks report all the time: what is done for each report must not look at all ranks. So there is a table
@@ -43,12 +43,12 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.all: dict[int, Watched] = {}
-        self.living: dict[int, Watched] = {}
-        self.asked: dict[int, Watched] = {}
+        self.all: dict[int, SupervisedRank] = {}
+        self.living: dict[int, SupervisedRank] = {}
+        self.asked: dict[int, SupervisedRank] = {}
         self.starting: set[int] = set()
 
-    def add(self, watched: Watched) -> None:
+    def add(self, watched: SupervisedRank) -> None:
         """A rank has started."""
         rank = watched.process.rank
         self.all[rank] = self.living[rank] = watched
@@ -56,7 +56,7 @@ class Ranks:
         if watched.process.must_be_asked:
             self.asked[rank] = watched
 
-    def leave_out(self, watched: Watched) -> None:
+    def leave_out(self, watched: SupervisedRank) -> None:
         """A rank has been reaped."""
         watched.ended = True
         for table in (self.living, self.asked):
@@ -64,4 +64,4 @@ class Ranks:
         self.starting.discard(watched.process.rank)
 
 
-__all__ = ["Ranks", "Watched"]
+__all__ = ["SupervisedRank", "SupervisedRanks"]

@@ -42,7 +42,7 @@ from notebook_accelerate.strategies.module_queries import compile_regions_deepsp
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
-from notebook_accelerate.telemetry.sharding_events import Holdings
+from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 _STEPS = "gradient_accumulation_steps"
 
@@ -382,7 +382,7 @@ class DeepSpeedStrategy(EngineStrategy):
         gradients = [p.grad for p in self.engine.engine.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def sharding(self) -> Holdings:
+    def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         return super().sharding() if self.engine is None else zero_shard_report.of(self)
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.shard_report import Tally
-from notebook_accelerate.telemetry.sharding_events import Held, Holdings
+from notebook_accelerate.strategies.sharding.shard_report import ShardTally
+from notebook_accelerate.telemetry.sharding_events import ShardReport, ShardSizes
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.strategy import Strategy
 
 
-def of(strategy: Strategy) -> Holdings:
+def of(strategy: Strategy) -> ShardReport:
     """Count an engine's parts.
 
     Args:
@@ -46,15 +46,15 @@ def _count(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _tally(parameters: Iterable[Any], over: list[str], ranks: int) -> Tally:
-    found = Tally()
+def _tally(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardTally:
+    found = ShardTally()
     for parameter in parameters:
         whole = _count(parameter) * parameter.element_size()
         found += shard_report.shared_out(whole, ranks if over else 1, over)
     return found
 
 
-def _state(engine: Any, trained: Tally, elements: int) -> Held:
+def _state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
     """Count the optimizer's state: its moments, and master weights where they are others than the model's."""
     optimizer = engine.optimizer
     offloaded = _device(engine.zero_offload_optimizer())
@@ -68,7 +68,7 @@ def _state(engine: Any, trained: Tally, elements: int) -> Held:
     size = masters[0].element_size()
     here = sum(t.numel() for t in masters) * size * count + sum(t.numel() for t in kept) * size
     whole = elements * size * (count + bool(kept))
-    return Held(whole, here, tuple(trained.sharded), offloaded, "with master weights" if kept else "")
+    return ShardSizes(whole, here, tuple(trained.sharded), offloaded, "with master weights" if kept else "")
 
 
 def _masters(optimizer: Any, basic: Any) -> list[torch.Tensor]:

@@ -23,11 +23,11 @@ from notebook_accelerate.strategies.fsdp.fsdp_units import (
 )
 from notebook_accelerate.strategies.parameter_names import flat_names_of, names_of
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.shard_report import Tally
+from notebook_accelerate.strategies.sharding.shard_report import ShardTally
 from notebook_accelerate.strategies.sharding.sharded_strategy import broadcast_start
 from notebook_accelerate.strategies.strategy import joint_norm, parameters_in
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.telemetry.sharding_events import Holdings
+from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
 
@@ -121,7 +121,7 @@ class FSDP1Strategy(FSDPStrategy):
             broadcast_start(model, device)
         return {"device_id": device, "param_init_fn": plugin.param_init_fn}
 
-    def sharding(self) -> Holdings:
+    def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         roots: Any = [model for model in self.models if self.is_sharded(model)]
         if not roots:
@@ -192,13 +192,13 @@ def _handles(model: Any) -> list[Any]:
     return [handle for unit in units if (handle := getattr(unit, "_handle", None)) is not None]
 
 
-def _tally(flat: Iterable[Any]) -> Tally:
+def _tally(flat: Iterable[Any]) -> ShardTally:
     """Count flat parameters; the last shard is padded."""
-    found = Tally()
+    found = ShardTally()
     for parameter in flat:
         size = parameter.element_size()
         whole, here = parameter._unpadded_unsharded_size.numel() * size, parameter._sharded_size.numel() * size
-        found += Tally(whole, here, frozenset({"dp_shard"} if here < whole else ()))
+        found += ShardTally(whole, here, frozenset({"dp_shard"} if here < whole else ()))
     return found
 
 

@@ -34,7 +34,7 @@ from notebook_accelerate.strategies.sharding.sharded_strategy import broadcast_s
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.tensor_parallel import split_tensors, step_one_by_one
-from notebook_accelerate.telemetry.sharding_events import Holdings
+from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 # By whether there are replicas of the shards, and whether parameters stay whole from forward to backward.
 _VARIANTS = {
@@ -196,7 +196,7 @@ class FSDP2Strategy(FSDPStrategy):
         for model in self._owners(optimizer):
             self.setup.precision.after_step(model)
 
-    def sharding(self) -> Holdings:
+    def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         plugin = self.plugin
         mesh = shard_report.mesh_of(self, "dp_shard")

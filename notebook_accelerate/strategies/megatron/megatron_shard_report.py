@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.strategies.megatron import megatron_setup
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.shard_report import Tally
-from notebook_accelerate.telemetry.sharding_events import Held, Holdings
+from notebook_accelerate.strategies.sharding.shard_report import ShardTally
+from notebook_accelerate.telemetry.sharding_events import ShardReport, ShardSizes
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.strategy import Strategy
 
 
-def of(strategy: Strategy) -> Holdings:
+def of(strategy: Strategy) -> ShardReport:
     """Count an engine's parts.
 
     Args:
@@ -42,37 +42,39 @@ def of(strategy: Strategy) -> Holdings:
     )
 
 
-def _tally(parameters: Any, ranks: int) -> Tally:
-    found = Tally()
+def _tally(parameters: Any, ranks: int) -> ShardTally:
+    found = ShardTally()
     for parameter in parameters:
         here = parameter.numel() * parameter.element_size()
         split = ranks > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
-        found += Tally(here * ranks if split else here, here, frozenset({"tp"} if split else ()))
+        found += ShardTally(here * ranks if split else here, here, frozenset({"tp"} if split else ()))
     return found
 
 
-def _gradients(engine: Any, trained: Tally) -> Held:
+def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
     """Count gradients by the buffers that they are summed in, often of another precision than the weights."""
     buffers = [buffer for chunk in engine.module for buffer in getattr(chunk, "buffers", ())]
     here = sum(buffer.grad_data.nbytes for buffer in buffers if hasattr(buffer, "grad_data"))
     if not here or not trained.here:
         return trained.held()
-    return Held(round(trained.whole * here / trained.here), here, tuple(trained.sharded))
+    return ShardSizes(round(trained.whole * here / trained.here), here, tuple(trained.sharded))
 
 
-def _state(engine: Any, trained: Tally, shards: int) -> Held:
+def _state(engine: Any, trained: ShardTally, shards: int) -> ShardSizes:
     """Count the optimizer's state: its moments, and master weights where the model computes in another precision."""
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     inner: list[Any] = [optimizer.optimizer for optimizer in optimizers]
     count = shard_report.moments_of_all(inner)
     sharded = (*trained.sharded, *(["dp"] if shards > 1 else []))
     if count is None or not trained.here:
-        return Held(None, None, sharded)
+        return ShardSizes(None, None, sharded)
     stepped = sum(p.numel() * p.element_size() for one in inner for group in one.param_groups for p in group["params"])
     weights = trained.here // shards
     masters = stepped > 1.5 * weights or (shards > 1 and stepped > 0)
     here = stepped * (count + masters)
-    return Held(round(here * shards * trained.whole / trained.here), here, sharded, "", "with master weights" * masters)
+    return ShardSizes(
+        round(here * shards * trained.whole / trained.here), here, sharded, "", "with master weights" * masters
+    )
 
 
 __all__ = ["of"]

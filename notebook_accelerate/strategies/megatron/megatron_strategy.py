@@ -46,7 +46,7 @@ from notebook_accelerate.strategies.megatron.megatron_loaders import (
 from notebook_accelerate.strategies.strategy import NOTHING, kind_of
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
-from notebook_accelerate.telemetry.sharding_events import Holdings
+from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 _TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
@@ -398,7 +398,7 @@ class MegatronLMStrategy(EngineStrategy):
         self.engine.clip(max_norm)
         return torch.tensor(self.engine.grad_norm, dtype=torch.float32)
 
-    def sharding(self) -> Holdings:
+    def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         return super().sharding() if self.engine is None else megatron_shard_report.of(self)
 

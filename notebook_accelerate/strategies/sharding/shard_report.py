@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.strategy import Strategy
@@ -22,7 +22,7 @@ _FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "c
 
 
 @dataclass(frozen=True)
-class Tally:
+class ShardTally:
     """Tensors counted.
 
     Attributes:
@@ -35,40 +35,40 @@ class Tally:
     here: int = 0
     sharded: frozenset[str] = frozenset()
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.whole + other.whole, self.here + other.here, self.sharded | other.sharded)
+    def __add__(self, other: ShardTally) -> ShardTally:
+        return ShardTally(self.whole + other.whole, self.here + other.here, self.sharded | other.sharded)
 
-    def times(self, count: int) -> Tally:
+    def times(self, count: int) -> ShardTally:
         """Return the tally of so many tensors of each of these shapes."""
         return replace(self, whole=self.whole * count, here=self.here * count)
 
-    def kept(self, count: int | None, offloaded: str = "") -> Held:
+    def kept(self, count: int | None, offloaded: str = "") -> ShardSizes:
         """Return what an optimizer keeps of so many tensors of each of these shapes; None: nobody knows how many."""
         if count is None:
-            return Held(None, None, tuple(sorted(self.sharded)), offloaded)
+            return ShardSizes(None, None, tuple(sorted(self.sharded)), offloaded)
         return self.times(count).held(offloaded)
 
-    def held(self, offloaded: str = "", note: str = "") -> Held:
+    def held(self, offloaded: str = "", note: str = "") -> ShardSizes:
         """Return it as it is told."""
-        return Held(self.whole, self.here, tuple(sorted(self.sharded)), offloaded, note)
+        return ShardSizes(self.whole, self.here, tuple(sorted(self.sharded)), offloaded, note)
 
 
-def tally(tensors: Iterable[torch.Tensor]) -> Tally:
+def tally(tensors: Iterable[torch.Tensor]) -> ShardTally:
     """Count tensors, those that torch has sharded by their shards.
 
     Args:
         tensors: Parameters; DTensors know their mesh.
     """
-    return sum((_tally_one(tensor) for tensor in tensors), Tally())
+    return sum((_tally_one(tensor) for tensor in tensors), ShardTally())
 
 
-def _tally_one(tensor: torch.Tensor) -> Tally:
+def _tally_one(tensor: torch.Tensor) -> ShardTally:
     size = tensor.element_size()
     if not isinstance(tensor, DTensor):
-        return Tally(tensor.numel() * size, tensor.numel() * size)
+        return ShardTally(tensor.numel() * size, tensor.numel() * size)
     names = tensor.device_mesh.mesh_dim_names or ()
     cut = [name for name, how in zip(names, tensor.placements, strict=False) if not how.is_replicate()]
-    return Tally(tensor.numel() * size, tensor._local_tensor.numel() * size, frozenset(_unflattened(cut)))
+    return ShardTally(tensor.numel() * size, tensor._local_tensor.numel() * size, frozenset(_unflattened(cut)))
 
 
 def _unflattened(names: Iterable[str]) -> Iterator[str]:
@@ -100,7 +100,7 @@ _MOMENTS = {
 }  # fmt: skip
 
 
-def state_of(optimizers: Sequence[Any]) -> Tally | None:
+def state_of(optimizers: Sequence[Any]) -> ShardTally | None:
     """Count the state that optimizers keep once they have stepped, less a few numbers per parameter.
 
     Args:
@@ -109,7 +109,7 @@ def state_of(optimizers: Sequence[Any]) -> Tally | None:
     Returns:
         The tally; None where an optimizer's state is not known.
     """
-    found = Tally()
+    found = ShardTally()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             count = moments(optimizer, group)
@@ -166,16 +166,16 @@ def chosen(axes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], dict[st
 
 def summary(
     strategy: Strategy,
-    parameters: Held,
-    gradients: Held,
-    state: Held,
+    parameters: ShardSizes,
+    gradients: ShardSizes,
+    state: ShardSizes,
     *,
     variant: str = "",
     axis: str = "dp",
     mesh: tuple[dict[str, int], dict[str, int]] | None = None,
     stages: str = "",
     units: tuple[int, str] = (0, "units"),
-) -> Holdings:
+) -> ShardReport:
     """Put together what is told.
 
     Args:
@@ -192,10 +192,10 @@ def summary(
     axes, place = mesh_of(strategy, axis) if mesh is None else mesh
     held = dict(zip(KINDS, (parameters, gradients, state), strict=True))
     held = {kind: replace(one, sharded=tuple(a for a in axes if a in one.sharded)) for kind, one in held.items()}
-    return Holdings(strategy.name, variant, axes, place, held, stages, *units)
+    return ShardReport(strategy.name, variant, axes, place, held, stages, *units)
 
 
-def of(strategy: Strategy, offloaded: str = "", note: str = "", **more: Any) -> Holdings:
+def of(strategy: Strategy, offloaded: str = "", note: str = "", **more: Any) -> ShardReport:
     """Count a strategy's models and optimizers by their parameters.
 
     Args:
@@ -230,7 +230,7 @@ def all_parameters(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Param
                 yield parameter
 
 
-def shared_out(whole: int, parts: int, sharded: Iterable[str]) -> Tally:
+def shared_out(whole: int, parts: int, sharded: Iterable[str]) -> ShardTally:
     """Return the tally of what is cut into equal parts, the last one padded.
 
     Args:
@@ -238,10 +238,10 @@ def shared_out(whole: int, parts: int, sharded: Iterable[str]) -> Tally:
         parts: How many.
         sharded: Over which axes.
     """
-    return Tally(whole, math.ceil(whole / parts), frozenset(sharded))
+    return ShardTally(whole, math.ceil(whole / parts), frozenset(sharded))
 
 
-def tell(strategy: Strategy, told: Holdings | None) -> Holdings | None:
+def tell(strategy: Strategy, told: ShardReport | None) -> ShardReport | None:
     """Tell the kernel what this rank holds, where a kernel watches and it is news.
 
     Args:
@@ -263,4 +263,4 @@ def tell(strategy: Strategy, told: Holdings | None) -> Holdings | None:
     return now
 
 
-__all__ = ["Tally", "of", "shared_out", "state_of", "summary", "tally", "tell"]
+__all__ = ["ShardTally", "of", "shared_out", "state_of", "summary", "tally", "tell"]

@@ -50,7 +50,7 @@ WHOLE = sum(parameter.numel() * parameter.element_size() for parameter in Wide()
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardSizes:
     """What one rank holds, in multiples of all parameters' bytes."""
 
     parameters: float
@@ -63,7 +63,7 @@ class Held:
     """After a step."""
 
 
-def measured(case: Case) -> Held:
+def measured(case: Case) -> ShardSizes:
     """Train a step; return what this rank holds meanwhile."""
     accelerator = accelerator_of(case)
     model: Any = Wide()
@@ -77,7 +77,7 @@ def measured(case: Case) -> Held:
     optimizer.step()
     resting = size_of(model.parameters())
     state = size_of(value for values in optimizer.state.values() for value in values.values())
-    return Held(*(size / WHOLE for size in (resting, resting + kept, gradients, state)))
+    return ShardSizes(*(size / WHOLE for size in (resting, resting + kept, gradients, state)))
 
 
 def size_of(tensors: Iterable[Any]) -> int:

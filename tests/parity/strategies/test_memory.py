@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tests.parity.strategies.cells import ALL, SECONDS, machine, patient
-from tests.parity.strategies.memory import Held, measured
+from tests.parity.strategies.memory import ShardSizes, measured
 from tests.parity.strategies.table import ON_FOUR, SLOW, STRATEGIES, case_of
 from tests.support.ranks import run_ranks
 
@@ -33,10 +33,10 @@ WHOLE_IN_BACKWARD = {
 ROWS = [(name, ranks) for name, ranks in [*product(STRATEGIES, (2, 4)), *product(ON_FOUR, (4,))]]
 
 
-def promised(name: str, ranks: int) -> Held:
+def promised(name: str, ranks: int) -> ShardSizes:
     share = 1 / PARTS.get(name, ranks)
     between = share + (1 if name in WHOLE_IN_BACKWARD else 0)
-    return Held(parameters=share, between=between, gradients=share, state=MOMENTS * share)
+    return ShardSizes(parameters=share, between=between, gradients=share, state=MOMENTS * share)
 
 
 @patient

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from notebook_accelerate.debug.process_inspection import Look, Outside
-from notebook_accelerate.debug.rank_requests import Desk
-from notebook_accelerate.launch.state.prompts import Board, Question
+from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.supervisor import pausable_clock
-from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
+from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.telemetry import Channel, InputReply, InputRequest
 from notebook_accelerate.telemetry.debug_protocol import DoneReply, PauseRequest
 
@@ -30,7 +30,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     rank.close()
 
 
-def _reply_soon(desk: Desk, rank_end: Channel) -> threading.Thread:
+def _reply_soon(desk: RankRequests, rank_end: Channel) -> threading.Thread:
     def work() -> None:
         [(_, request)] = rank_end.receive(60.0)
         desk.deliver(3, DoneReply(request.number, "done"))  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ def _reply_soon(desk: Desk, rank_end: Channel) -> threading.Thread:
 
 
 def test_a_reply_finds_who_asked(ends: tuple[Channel, Channel]) -> None:
-    desk = Desk()
+    desk = RankRequests()
     desk.open(3, ends[0], Look)
     thread = _reply_soon(desk, ends[1])
     assert desk.ask([3], PauseRequest, 60.0)[3].text == "done"  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def test_a_reply_finds_who_asked(ends: tuple[Channel, Channel]) -> None:
 
 
 def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_waited_for(ends: tuple[Channel, Channel]) -> None:
-    desk = Desk()
+    desk = RankRequests()
     desk.open(3, ends[0], Look)
     assert desk.ask([3], PauseRequest, 0.05) == {}
     desk.deliver(3, DoneReply(1, "late"))
@@ -61,7 +61,7 @@ def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_waited_for(ends: tupl
 
 
 def test_nobody_waits_for_a_rank_that_ends(ends: tuple[Channel, Channel]) -> None:
-    desk = Desk()
+    desk = RankRequests()
     desk.open(3, ends[0], Look)
     timer = threading.Timer(0.1, desk.close, [3])
     timer.start()
@@ -72,7 +72,7 @@ def test_nobody_waits_for_a_rank_that_ends(ends: tuple[Channel, Channel]) -> Non
 
 
 def test_a_rank_is_looked_at_while_it_is_there(ends: tuple[Channel, Channel]) -> None:
-    desk, seen = Desk(), Look("Thread 0x1:", ("main (a.c:1)",))
+    desk, seen = RankRequests(), Look("Thread 0x1:", ("main (a.c:1)",))
     desk.open(3, ends[0], lambda: seen)
     assert desk.look(3) == seen
     desk.close(3)
@@ -100,12 +100,12 @@ def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
 
 def _question(
     ends: tuple[Channel, Channel], rank: int, kind: str, answered: list[int], number: int = 0, *, here: bool = True
-) -> Question:
-    return Question(rank, InputRequest("> ", False, "", kind, number), ends[0], answered.append, here)
+) -> Prompt:
+    return Prompt(rank, InputRequest("> ", False, "", kind, number), ends[0], answered.append, here)
 
 
 def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channel]) -> None:
-    board, answered = Board(), []
+    board, answered = PromptQueue(), []
     board.put(_question(ends, 1, "input", answered))
     question = board.take(1.0)
     assert question is not None
@@ -120,7 +120,7 @@ def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channe
 def test_a_question_that_was_taken_and_not_answered_is_given_back_while_it_is_one(
     ends: tuple[Channel, Channel],
 ) -> None:
-    board = Board()
+    board = PromptQueue()
     board.put(_question(ends, 1, "debugger", [], 4))
     question = board.take(rank=1)
     assert question is not None
@@ -140,7 +140,7 @@ def test_a_question_that_was_taken_and_not_answered_is_given_back_while_it_is_on
 
 
 def test_a_debugger_holds_its_rank_until_it_lets_go(ends: tuple[Channel, Channel]) -> None:
-    board = Board()
+    board = PromptQueue()
     for rank in (2, 0):
         board.put(_question(ends, rank, "debugger", []))
     assert board.debugged() == [0, 2]
@@ -158,7 +158,7 @@ def test_a_debugger_holds_its_rank_until_it_lets_go(ends: tuple[Channel, Channel
 
 
 def test_of_two_notebooks_that_show_a_question_the_first_answer_counts(ends: tuple[Channel, Channel]) -> None:
-    board = Board()
+    board = PromptQueue()
     board.put(_question(ends, 0, "input", [], 7))
     taken = board.take(1.0)
     assert taken is not None
@@ -172,7 +172,7 @@ def test_of_two_notebooks_that_show_a_question_the_first_answer_counts(ends: tup
 
 
 def test_another_notebooks_question_is_put_before_the_user_where_it_is_asked_for(ends: tuple[Channel, Channel]) -> None:
-    board = Board()
+    board = PromptQueue()
     board.put(_question(ends, 1, "debugger", [], here=False))
     assert board.take(0.01) is None
     assert board.take(0.01, among=[0]) is None
@@ -186,7 +186,7 @@ def test_another_notebooks_question_is_put_before_the_user_where_it_is_asked_for
 
 
 def test_a_waiting_taker_hears_of_the_end(ends: tuple[Channel, Channel]) -> None:
-    board = Board()
+    board = PromptQueue()
     timer = threading.Timer(0.1, board.close)
     timer.start()
     assert board.take() is None
@@ -215,7 +215,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 
 def test_the_stopwatch_stands_while_anybody_waits(clock: _Clock) -> None:
-    watch = Stopwatch()
+    watch = PausableClock()
     watch.pause(0)
     watch.pause(("paused", 1))
     watch.pause(0)
@@ -236,7 +236,7 @@ def test_the_stopwatch_stands_while_anybody_waits(clock: _Clock) -> None:
 
 
 def test_waits_that_overlap_stand_from_the_first_to_the_last(clock: _Clock) -> None:
-    watch = Stopwatch()
+    watch = PausableClock()
     watch.pause(0)
     clock.now += 5
     watch.pause(1)
@@ -249,7 +249,7 @@ def test_waits_that_overlap_stand_from_the_first_to_the_last(clock: _Clock) -> N
 
 
 def test_the_stopwatch_knows_what_it_showed_at_an_earlier_moment(clock: _Clock) -> None:
-    watch = Stopwatch()
+    watch = PausableClock()
     clock.now += 5
     watch.pause(0)
     clock.now += 10

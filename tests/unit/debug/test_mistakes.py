@@ -12,9 +12,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.debug import sanity_checks
-from notebook_accelerate.debug.sanity_checks import Mistakes
+from notebook_accelerate.debug.sanity_checks import SanityChecks
 from notebook_accelerate.telemetry.debug_protocol import CheckEvent
-from notebook_accelerate.worker.sanity_facts import UNPREPARED_STEPS, Checks, fingerprint
+from notebook_accelerate.worker.sanity_facts import UNPREPARED_STEPS, SanityFacts, fingerprint
 
 
 class Clock:
@@ -34,7 +34,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def _tell(found: Mistakes, check: str, key: int, *rows: list[float]) -> list[str]:
+def _tell(found: SanityChecks, check: str, key: int, *rows: list[float]) -> list[str]:
     return [text for rank, row in enumerate(rows) for text in found.note(rank, CheckEvent(check, key, row))]
 
 
@@ -42,14 +42,14 @@ def _tell(found: Mistakes, check: str, key: int, *rows: list[float]) -> list[str
 
 
 def test_equal_parameters_bring_no_warning() -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     assert _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
     assert _tell(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0 + 1e-6]) == []
     assert _tell(found, "parameters", 10, [3.0, math.nan], [3.0, math.nan]) == []
 
 
 def test_unequal_parameters_are_named_once() -> None:
-    found = Mistakes(3)
+    found = SanityChecks(3)
     [text] = _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5])
     assert text.startswith("parameters of rank 2 differ from those of rank 0 after prepare; ")
     assert "set_seed(42)" in text
@@ -57,18 +57,18 @@ def test_unequal_parameters_are_named_once() -> None:
 
 
 def test_parameters_that_drift_apart() -> None:
-    [text] = _tell(Mistakes(2), "parameters", 10, [3.0, 1.0], [3.0, 2.0])
+    [text] = _tell(SanityChecks(2), "parameters", 10, [3.0, 1.0], [3.0, 2.0])
     assert "after optimizer step 10; ranks train apart: model = accelerator.prepare(model)" in text
 
 
 def test_a_second_model_is_compared_by_itself() -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     assert _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
     assert _tell(found, "parameters", 0, [9.0, 5.0], [9.0, 5.0]) == []
 
 
 def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None:
-    mistakes = Mistakes(2)
+    mistakes = SanityChecks(2)
     first, second, third = CheckEvent("parameters", 0, [4.0, 1]), CheckEvent("parameters", 0, [9.0, 2]), 0.5
     for event in (first, second, CheckEvent("parameters", 0, [1.0, third])):
         assert mistakes.note(0, event) == []
@@ -79,7 +79,7 @@ def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None
 
 
 def test_the_same_data_is_told_after_two_batches() -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     assert _tell(found, "batch", 1, [2.0, 1.0, 2.0], [2.0, 1.0, 2.0]) == []
     [text] = _tell(found, "batch", 2, [2.0, 3.0, 4.0], [2.0, 3.0, 4.0])
     assert text.startswith("every rank trains on the same data")
@@ -96,12 +96,12 @@ def test_the_same_data_is_told_after_two_batches() -> None:
     ids=["one differs", "one batch on purpose", "made up"],
 )
 def test_data_that_is_no_mistake(first: Any, second: Any) -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     assert _tell(found, "batch", 1, *first) + _tell(found, "batch", 2, *second) == []
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_first(clock: Clock) -> None:
-    found = Mistakes(2, clock)
+    found = SanityChecks(2, clock)
     assert found.note(1, CheckEvent("loss", 37, [math.nan])) == []
     assert found.note(0, CheckEvent("loss", 38, [math.nan])) == []
     assert found.beat({}) == []
@@ -113,21 +113,21 @@ def test_a_loss_that_is_not_finite_on_one_rank_first(clock: Clock) -> None:
 
 
 def test_numbers_that_are_not_finite_everywhere_are_no_matter_of_ranks() -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     for rank in range(2):
         found.note(rank, CheckEvent("gradients", 4, [math.inf]))
     assert found.finish() == []
 
 
 def test_gradients_at_the_end_of_the_run() -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     found.note(0, CheckEvent("gradients", 4, [math.inf]))
     [text] = found.finish()
     assert text.startswith("the gradients' norm of rank 0 became inf at clip_grad_norm_ #4")
 
 
 def test_a_rank_far_behind_is_told_when_it_stays_so(clock: Clock) -> None:
-    found = Mistakes(2, clock)
+    found = SanityChecks(2, clock)
     assert found.beat({0: 100, 1: 85}) == []
     assert found.beat({0: 130, 1: 90}) == []
     clock.time = 2.0
@@ -138,11 +138,11 @@ def test_a_rank_far_behind_is_told_when_it_stays_so(clock: Clock) -> None:
         "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
     ]
     assert found.beat({0: 300, 1: 130}) == []
-    assert Mistakes(2, clock).beat({0: 500}) == []  # the other one has told of no step
+    assert SanityChecks(2, clock).beat({0: 500}) == []  # the other one has told of no step
 
 
 def test_what_a_rank_alone_can_tell_is_said_once() -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     event = CheckEvent("mistake", 0, [], "forgotten")
     assert [found.note(rank, event) for rank in range(2)] == [["forgotten"], []]
 
@@ -195,10 +195,10 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def test_nothing_is_installed_without_a_kernel_or_alone(ear: Ear) -> None:
     model, optimizer = _training()
-    alone = Checks(several=False)
+    alone = SanityFacts(several=False)
     alone.prepared([model], [_Prepared(optimizer)], [])
     telemetry.install_sink(None)
-    unheard = Checks(several=True)
+    unheard = SanityFacts(several=True)
     unheard.prepared([model], [_Prepared(optimizer)], [])
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
@@ -209,7 +209,7 @@ def test_nothing_is_installed_without_a_kernel_or_alone(ear: Ear) -> None:
 
 def test_parameters_are_told_at_prepare_and_at_powers_of_ten(ear: Ear) -> None:
     model, optimizer = _training()
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     for _ in range(2):  # the second call of prepare knows them already
         checks.prepared([model], [_Prepared(optimizer)], [model])
     for _ in range(20):
@@ -223,7 +223,7 @@ def test_parameters_are_told_at_prepare_and_at_powers_of_ten(ear: Ear) -> None:
 def test_ranks_that_train_apart_on_purpose_are_left_alone(ear: Ear) -> None:
     model, optimizer = _training()
     model.require_backward_grad_sync = False  # type: ignore[assignment]
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     checks.prepared([model], [_Prepared(optimizer)], [model])
     _step(model, optimizer)
     assert [key for key, _ in ear.of("parameters")] == [0]
@@ -231,7 +231,7 @@ def test_ranks_that_train_apart_on_purpose_are_left_alone(ear: Ear) -> None:
 
 def test_the_first_two_training_batches_are_told_and_the_hook_goes(ear: Ear) -> None:
     model, _ = _training()
-    Checks(several=True).prepared([model], [], [])
+    SanityFacts(several=True).prepared([model], [], [])
     model.eval()
     model(torch.ones(2, 3))
     model.train()
@@ -243,7 +243,7 @@ def test_the_first_two_training_batches_are_told_and_the_hook_goes(ear: Ear) -> 
 
 def test_an_optimizer_that_was_not_prepared_is_told_of_once(ear: Ear) -> None:
     model, optimizer = _training()
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     checks.prepared([model], [], [])
     other, unrelated = _training()
     _step(other, unrelated)
@@ -257,7 +257,7 @@ def test_an_optimizer_that_was_not_prepared_is_told_of_once(ear: Ear) -> None:
 def test_nobody_looks_at_other_optimizers_for_ever(ear: Ear) -> None:
     model, optimizer = _training()
     before = len(_global_optimizer_post_hooks)
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     checks.prepared([model], [_Prepared(optimizer)], [])
     assert len(_global_optimizer_post_hooks) == before + 1
     for _ in range(UNPREPARED_STEPS + 1):
@@ -267,7 +267,7 @@ def test_nobody_looks_at_other_optimizers_for_ever(ear: Ear) -> None:
 
 
 def test_the_first_number_that_is_not_finite_is_told_once(ear: Ear) -> None:
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     for value in (1.0, math.inf, math.nan):
         checks.loss(torch.tensor(value, requires_grad=True))
     assert ear.of("loss") == [(2, [math.inf])]
@@ -280,7 +280,7 @@ def test_the_first_number_that_is_not_finite_is_told_once(ear: Ear) -> None:
 def test_a_gradient_is_looked_at_before_it_is_averaged(ear: Ear) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(200, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     model.require_backward_grad_sync = True  # type: ignore[assignment]
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     checks.prepared([], [], [model])
     for factor in (1.0, math.inf, math.nan):
         loss = model(torch.ones(2, 200)).sum()
@@ -294,14 +294,14 @@ def test_a_scaler_of_losses_may_find_gradients_that_overflow(ear: Ear) -> None:
     model.require_backward_grad_sync = True  # type: ignore[assignment]
     prepared = _Prepared(optimizer)
     prepared.scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     checks.prepared([model], [prepared], [model])
     (next(model.parameters()).sum() * math.inf).backward()
     assert ear.of("local gradients") == []
 
 
 def test_gradients_of_a_loss_that_was_lost_are_no_news() -> None:
-    found = Mistakes(2)
+    found = SanityChecks(2)
     assert found.note(1, CheckEvent("loss", 5, [math.nan])) == []
     assert found.note(1, CheckEvent("local gradients", 5, [math.nan])) == []
     [text] = found.finish()
@@ -332,7 +332,7 @@ def test_a_fingerprint_samples_large_tensors() -> None:
 
 @pytest.mark.gpu
 def test_numbers_on_a_gpu_are_told_a_few_steps_later(ear: Ear) -> None:
-    checks = Checks(several=True)
+    checks = SanityFacts(several=True)
     for number in range(1, 31):
         checks.loss(torch.tensor(math.nan if number == 5 else 1.0, device="cuda"))
     assert [key for key, _ in ear.of("loss")] == [5]

@@ -30,7 +30,7 @@ Thread 0x00007f01 (most recent call first):
 Current thread 0x00007f02 [main] (most recent call first):
   File "/tmp/ipykernel_5/77.py", line 12 in step
   File "/tmp/ipykernel_5/77.py", line 30 in train
-  File "/x/launch/worker.py", line ??? in run
+  File "/x/worker/entry.py", line ??? in run
 """
 
 
@@ -201,7 +201,7 @@ Fatal Python error: Aborted
 Thread 0x01 (most recent call first):
   File "/lib/python3.11/site-packages/torch/distributed/c10d.py", line 3252 in all_reduce
   File "/home/me/train.py", line 3 in shapes
-  File "/x/notebook_accelerate/launch/worker.py", line 185 in run
+  File "/x/notebook_accelerate/worker/entry.py", line 185 in run
 """.splitlines()
 
 

@@ -32,8 +32,8 @@ def test_checks_import_nothing_heavy() -> None:
     names = [name for name in CHECKS if name not in asking]
     code = (
         "import sys, warnings; warnings.simplefilter('ignore')\n"
-        "from notebook_accelerate.hardware import checks\n"
-        f"for name in {names}: getattr(checks, name)()\n"
+        "from notebook_accelerate.hardware import feature_checks\n"
+        f"for name in {names}: getattr(feature_checks, name)()\n"
         "print(sorted({'torch', 'numpy', 'pandas', 'rich', 'torchdata'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)

@@ -9,8 +9,8 @@ import pytest
 
 from notebook_accelerate.errors import RunTimeoutError, WorkerError
 from notebook_accelerate.launch.processes.rank_process import Exit
-from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, Ending, StopReason
-from notebook_accelerate.launch.supervisor.supervised_ranks import Watched
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason, StopSequence
+from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo, RankFailure
 from tests.support.runs import make_run
 
@@ -24,10 +24,10 @@ def failed(rank: int, kind: str, message: str) -> RankFailure:
     return RankFailure(rank, "exception", 1.0, f"{kind}: {message}", (ExceptionInfo(kind, message, frames),))
 
 
-def ending_of_two() -> tuple[Ending, list[Watched]]:
+def ending_of_two() -> tuple[StopSequence, list[SupervisedRank]]:
     run = make_run()
     nobody: Any = None  # no rank has a process here
-    return Ending(run), [Watched(nobody, info, {}) for info in run.ranks]
+    return StopSequence(run), [SupervisedRank(nobody, info, {}) for info in run.ranks]
 
 
 @pytest.mark.parametrize("reason", [USER_STOP, LATE])
@@ -54,7 +54,7 @@ def test_what_followed_the_failure_of_another_notebooks_rank_is_told() -> None:
     assert ranks[1].info.state == "failed"
 
 
-def begun(ending: Ending) -> None:
+def begun(ending: StopSequence) -> None:
     """Let the others' time to fail by themselves pass."""
     while (due := ending.next_due()) is not None and due > time.monotonic():
         time.sleep(due - time.monotonic())

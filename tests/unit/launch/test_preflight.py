@@ -38,8 +38,8 @@ def _told(script: str, **environment: str) -> Any:
 
 
 HAZARD = """
-from notebook_accelerate.launch import preflight
-print(json.dumps(preflight.fork_hazard()))
+from notebook_accelerate.launch.plan import fork_probe
+print(json.dumps(fork_probe.fork_hazard()))
 """
 
 
@@ -71,10 +71,10 @@ def test_a_thread_that_computes() -> None:
         while True:
             sum(range(1000))
     threading.Thread(target=spin, name="cruncher", daemon=True).start()
-    from notebook_accelerate.launch import preflight
+    from notebook_accelerate.launch.plan import fork_probe
     found, end = "", time.monotonic() + 60
     while not found and time.monotonic() < end:  # a busy machine may have it wait during one look
-        found = preflight.fork_hazard()
+        found = fork_probe.fork_hazard()
     print(json.dumps(found))
     """
     assert _told(script) == "thread 'cruncher' is computing in the kernel"
@@ -85,14 +85,14 @@ def test_a_probe_that_does_not_come_through(broken: str) -> None:
     """What a library does in a forked child hangs or ends it; the probe is ended, and nothing of it is left."""
     script = f"""
     import psutil
-    from notebook_accelerate.launch import preflight
+    from notebook_accelerate.launch.plan import fork_probe
     os.register_at_fork(after_in_child=lambda: {broken})
-    preflight.PROBE_SECONDS = 0.5
+    fork_probe.PROBE_SECONDS = 0.5
     begin = time.monotonic()
-    hazards = [preflight.probe(0.5), preflight.probe_if_changed(), preflight.probe_if_changed()]
+    hazards = [fork_probe.probe(0.5), fork_probe.probe_if_changed(), fork_probe.probe_if_changed()]
     took = time.monotonic() - begin
     descriptors = len(os.listdir("/proc/self/fd"))
-    hazards.append(preflight.probe(0.5))
+    hazards.append(fork_probe.probe(0.5))
     left = len(os.listdir("/proc/self/fd")) - descriptors
     print(json.dumps([hazards, took, len(psutil.Process().children()), left]))
     """
@@ -119,12 +119,12 @@ def test_a_probe_is_not_repeated_while_the_kernel_is_the_same(tmp_path: Path) ->
     """Other libraries, or threads of another kind, are what a fork may break on: then it is tried again."""
     script = f"""
     import ctypes, re, shutil
-    from notebook_accelerate.launch import preflight
+    from notebook_accelerate.launch.plan import fork_probe
     forks = []
     os.register_at_fork(before=lambda: forks.append(1))
     def probed():
         before = len(forks)
-        assert not preflight.probe_if_changed()
+        assert not fork_probe.probe_if_changed()
         return len(forks) - before
     def wait(name):
         hold = threading.Event()
@@ -146,19 +146,19 @@ def test_a_probe_is_not_repeated_while_the_kernel_is_the_same(tmp_path: Path) ->
 def test_an_interrupt_while_the_probe_is_awaited_leaves_no_child() -> None:
     script = """
     import psutil, signal
-    from notebook_accelerate.launch import preflight
+    from notebook_accelerate.launch.plan import fork_probe
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     os.register_at_fork(after_in_child=lambda: time.sleep(600))
-    wait = preflight.select.select
+    wait = fork_probe.select.select
     def press():
         os.kill(os.getpid(), signal.SIGINT)
     def wait_and_press(*arguments):
         assert len(psutil.Process().children()) == 1
         threading.Thread(target=press, daemon=True).start()
         return wait(*arguments)
-    preflight.select.select = wait_and_press  # not sooner: the fork must have returned
+    fork_probe.select.select = wait_and_press  # not sooner: the fork must have returned
     try:
-        preflight.probe(60)
+        fork_probe.probe(60)
     except KeyboardInterrupt:
         print(json.dumps(len(psutil.Process().children())))
     """

@@ -15,8 +15,8 @@ from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, plan
 from notebook_accelerate.launch.hosts.ray import ray_actor
-from notebook_accelerate.launch.hosts.ray.ray_actor import Place, at_home, interface_of
-from notebook_accelerate.launch.hosts.ray.ray_backend import RayLink
+from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, at_home, interface_of
+from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import dig, joined
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
 from notebook_accelerate.telemetry import Channel, inherited_state
@@ -123,18 +123,18 @@ def test_an_order_fits_the_machine_it_comes_to(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_actors_of_a_node_share_one_file() -> None:
-    first, second = Place(), Place()
+    first, second = RankSlot(), RankSlot()
     process, descriptor = first.receive(bytearray(b"payload"))
     assert second.share(process, descriptor)
     assert os.fstat(second._payload).st_ino == os.fstat(first._payload).st_ino
     assert os.pread(second._payload, 100, 0) == b"payload"
-    assert not Place().share(process, 1 << 20)
+    assert not RankSlot().share(process, 1 << 20)
     for place in (first, second):
         os.close(place._payload)
 
 
 def test_a_tunnel_carries_both_ways_and_ends() -> None:
-    place = Place()
+    place = RankSlot()
     place.open_tunnel()
     assert place._inner is not None
     place.push(b"down")
@@ -151,7 +151,7 @@ def test_a_tunnel_carries_both_ways_and_ends() -> None:
 
 def test_a_push_that_has_to_wait_is_not_cut_off_by_a_pull_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
-    place = Place()
+    place = RankSlot()
     place.open_tunnel()
     inner, outer = place._inner, place._outer
     assert inner is not None
@@ -216,7 +216,7 @@ class _Driver:
 
 def test_an_actor_that_dies_once_it_has_called_is_named_with_the_reason() -> None:
     channel, actor = Channel.pair()
-    link = RayLink(channel, 2, "c3-n07", 1, _Driver())  # type: ignore[arg-type]
+    link = RayHostConnection(channel, 2, "c3-n07", 1, _Driver())  # type: ignore[arg-type]
     actor.close()
     with pytest.raises(LaunchError, match=r"node 2 \(c3-n07\) was lost .* its actor's process has died"):
         link.measure_clock()

@@ -20,9 +20,9 @@ from notebook_accelerate.debug.diagnosis import RankPlace
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import processes, start
 from notebook_accelerate.launch.hosts.remote.host import Host
-from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, StartedEvent
-from notebook_accelerate.launch.hosts.remote.listener import Door, Visitor, call
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, call
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_orders import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import RankProcess
@@ -41,14 +41,14 @@ class HostedBackend(PickledBackend):
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         secret, half = new_secret(), (len(orders) + 1) // 2
         refused: list[str] = []
-        door = Door("127.0.0.1", secret, report=refused.append)
+        door = HostListener("127.0.0.1", secret, report=refused.append)
         try:
             for node, part in enumerate((orders[:half], orders[half:])):
                 self.hosts.append(self._host(door, secret, node, [self.complete(order) for order in part]))
             for _ in range(2):
                 visitor = door.next_visitor(SECONDS)
                 assert visitor is not None, refused
-                link = NodeLink(visitor.channel, visitor.hello.node, visitor.hello.host)
+                link = HostConnection(visitor.channel, visitor.hello.node, visitor.hello.host)
                 link.measure_clock()
                 try:
                     for _ in range(visitor.hello.facts["ranks"]):
@@ -59,7 +59,7 @@ class HostedBackend(PickledBackend):
         finally:
             door.close()
 
-    def _host(self, door: Door, secret: bytes, node: int, orders: list[WorkerOrder]) -> subprocess.Popen[bytes]:
+    def _host(self, door: HostListener, secret: bytes, node: int, orders: list[WorkerOrder]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-c", "from tests.unit.launch.test_remote import be_a_host; be_a_host()"],
             stdin=subprocess.PIPE, pass_fds=[self._payload], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -175,14 +175,14 @@ def test_a_lost_host_is_named() -> None:
 
 def test_what_comes_with_the_hello_is_not_lost() -> None:
     secret = new_secret()
-    door = Door("127.0.0.1", secret)
+    door = HostListener("127.0.0.1", secret)
     kernel = None
     try:
         host = call("127.0.0.1", door.port, secret, HelloEvent(1, "machine-1"))
         host.send(*(StartedEvent(rank, 100 + rank, 0) for rank in (4, 5)))
         visitor = door.next_visitor(SECONDS)
         assert visitor is not None
-        kernel = NodeLink(visitor.channel, visitor.hello.node, visitor.hello.host)
+        kernel = HostConnection(visitor.channel, visitor.hello.node, visitor.hello.host)
         assert [(rank.rank, rank.pid) for rank in (kernel.await_started(SECONDS), kernel.await_started(SECONDS))] == [
             (4, 104), (5, 105),
         ]  # fmt: skip
@@ -194,15 +194,15 @@ def test_what_comes_with_the_hello_is_not_lost() -> None:
 
 
 def test_who_was_let_in_stays_when_the_door_closes_at_once() -> None:
-    class Slow(SimpleQueue[Visitor]):
+    class Slow(SimpleQueue[IncomingHost]):
         """Lets the thread of the greeting go on late, as a busy machine may."""
 
-        def put(self, item: Visitor, block: bool = True, timeout: float | None = None) -> None:
+        def put(self, item: IncomingHost, block: bool = True, timeout: float | None = None) -> None:
             super().put(item)
             time.sleep(0.5)
 
     secret = new_secret()
-    door = Door("127.0.0.1", secret)
+    door = HostListener("127.0.0.1", secret)
     door._visitors = Slow()
     host = call("127.0.0.1", door.port, secret, HelloEvent(1, "machine-1"))
     visitor = door.next_visitor(SECONDS)

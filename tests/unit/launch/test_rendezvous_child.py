@@ -15,7 +15,7 @@ from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stor
 from notebook_accelerate.launch.hosts.rendezvous.joining import Joining
 from notebook_accelerate.launch.hosts.rendezvous.keep_alive import SILENT, Watch
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.hosts.rendezvous.participant import Seat
+from notebook_accelerate.launch.hosts.rendezvous.participant import Participant
 from notebook_accelerate.telemetry import Channel, Event
 
 
@@ -44,10 +44,10 @@ class Notebook:
     def __init__(self, node_rank: int, store: Mortal, *, hosting: bool = False) -> None:
         self.kernel, theirs = Channel.pair()
         node = Node(name="ab"[node_rank], host="h", pid=1, node_rank=node_rank, processes=1, max_restarts=1)
-        self.order = say.MeetOrder("static", "127.0.0.1", 1, "run", 2, node.as_dict())
+        self.order = say.RendezvousOrder("static", "127.0.0.1", 1, "run", 2, node.as_dict())
         self.channel = Channel(theirs)
         self.child = children.Child(self.channel, self.order)
-        self.seat: Seat = self.child._seat
+        self.seat: Participant = self.child._seat
         self.joining: Joining = self.child._joining
         self.seat.connection = stores.Connection(store, hosting=hosting)
         self.node = Node.from_dict({**node.as_dict(), "hosting": hosting})

@@ -17,8 +17,8 @@ from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as s
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node, decide
 from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS
 from notebook_accelerate.launch.output.rank_output import TextPublisher
-from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
-from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
 from notebook_accelerate.telemetry import Channel, Event
 from tests.support.runs import make_run
@@ -77,56 +77,56 @@ def wishes() -> Iterator[Wishes]:
 
 
 @pytest.fixture
-def party(monkeypatch: pytest.MonkeyPatch, wishes: Wishes) -> Iterator[rendezvous.Party]:
-    monkeypatch.setattr(rendezvous, "Meeting", Told)
+def party(monkeypatch: pytest.MonkeyPatch, wishes: Wishes) -> Iterator[rendezvous.NotebookGroup]:
+    monkeypatch.setattr(rendezvous, "RendezvousClient", Told)
     run = make_run(1, num_nodes=2, node_rank=1, max_restarts=1, rdzv_conf={"secret": "s"})
     run.started = time.time()
     assert run.plan is not None
-    found = rendezvous.Party(run, run.plan, TextPublisher(), wishes.wake, wishes.take)
+    found = rendezvous.NotebookGroup(run, run.plan, TextPublisher(), wishes.wake, wishes.take)
     yield found
     found.close()
 
 
-def tell(party: rendezvous.Party, *events: Event) -> None:
+def tell(party: rendezvous.NotebookGroup, *events: Event) -> None:
     for event in events:
         party._meeting.child.send(event)  # type: ignore[attr-defined]
 
 
-def orders(party: rendezvous.Party, seconds: float) -> list[Event]:
+def orders(party: rendezvous.NotebookGroup, seconds: float) -> list[Event]:
     return [event for _, event in party._meeting.child.receive(seconds)]  # type: ignore[attr-defined]
 
 
-def met(party: rendezvous.Party, *more: Event) -> None:
+def met(party: rendezvous.NotebookGroup, *more: Event) -> None:
     tell(party, MET, *more)
     assert party.gather(0) is not None
 
 
-def attended(party: rendezvous.Party) -> Group:
+def attended(party: rendezvous.NotebookGroup) -> RankGroup:
     run = party._run
     assert run.plan is not None
-    group = Group(run, run.plan, TextPublisher(), party._wake, list, Stopwatch())
+    group = RankGroup(run, run.plan, TextPublisher(), party._wake, list, PausableClock())
     party.attend(group)
     return group
 
 
-def test_the_door_that_is_told_together_with_the_meeting_is_called(party: rendezvous.Party) -> None:
+def test_the_door_that_is_told_together_with_the_meeting_is_called(party: rendezvous.NotebookGroup) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     begin = time.monotonic()
-    met(party, say.DoorEvent("127.0.0.1", port))
+    met(party, say.ListenerEvent("127.0.0.1", port))
     assert any(f"127.0.0.1:{port}" in note for note in party._run.notes), "nobody called at the door"
     assert time.monotonic() - begin < VISIT_SECONDS
 
 
 @pytest.mark.parametrize("door", [0, 1, 2])
 def test_news_that_come_together_with_the_meeting_are_heard_once_the_ranks_run(
-    party: rendezvous.Party, door: int
+    party: rendezvous.NotebookGroup, door: int
 ) -> None:
     told: list[Event] = [
         say.StandEvent(0, True, "rank 0 is paused"),
         say.NewsEvent("failed", 0, "rank 0 failed: KeyError"),
     ]
-    told.insert(door, say.DoorEvent("127.0.0.1", 1))
+    told.insert(door, say.ListenerEvent("127.0.0.1", 1))
     met(party, *told)
     group = attended(party)
     assert group.on_step is not None
@@ -137,9 +137,9 @@ def test_news_that_come_together_with_the_meeting_are_heard_once_the_ranks_run(
     assert (reason.error, reason.text) == (WorkerError, "rank 0 failed: KeyError")
 
 
-@pytest.mark.parametrize("together", [[MET], [MET, say.DoorEvent("127.0.0.1", 1)]])
+@pytest.mark.parametrize("together", [[MET], [MET, say.ListenerEvent("127.0.0.1", 1)]])
 def test_a_stop_that_comes_together_with_the_meeting_is_heard(
-    party: rendezvous.Party, wishes: Wishes, together: list[Event]
+    party: rendezvous.NotebookGroup, wishes: Wishes, together: list[Event]
 ) -> None:
     wishes.post(lambda group: group.stop(5.0, USER_STOP))
     tell(party, *together)
@@ -148,11 +148,13 @@ def test_a_stop_that_comes_together_with_the_meeting_is_heard(
     assert orders(party, 0.0) == [say.JoinOrder(0), say.NewsOrder("stopped", USER_STOP.text)]
 
 
-def test_ranks_that_have_ended_are_paused_and_interrupted_in_vain(party: rendezvous.Party, wishes: Wishes) -> None:
+def test_ranks_that_have_ended_are_paused_and_interrupted_in_vain(
+    party: rendezvous.NotebookGroup, wishes: Wishes
+) -> None:
     """Another thread may want that while the ranks end, and this one waits for the other notebooks then."""
     for wish in (partial(run_debugging._stand_still, rank=1), partial(warm_ranks._interrupt, ranks=[1])):
         wishes.post(wish)
-    met(party, say.DoorEvent("127.0.0.1", 1))
+    met(party, say.ListenerEvent("127.0.0.1", 1))
     assert party._standstill.stopwatch.standing
     wishes.post(partial(run_debugging._go_on, rank=1))
     party._take_calls()
@@ -160,9 +162,9 @@ def test_ranks_that_have_ended_are_paused_and_interrupted_in_vain(party: rendezv
 
 
 def test_a_stop_after_the_ranks_have_ended_keeps_all_from_starting_again(
-    party: rendezvous.Party, wishes: Wishes
+    party: rendezvous.NotebookGroup, wishes: Wishes
 ) -> None:
-    met(party, say.DoorEvent("127.0.0.1", 1))
+    met(party, say.ListenerEvent("127.0.0.1", 1))
     group = attended(party)
     told: list[Event] = []
 

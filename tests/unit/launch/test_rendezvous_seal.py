@@ -8,11 +8,11 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from notebook_accelerate.launch.hosts.rendezvous.directory import Directory, ForgedError, Seal, SealedBackend
+from notebook_accelerate.launch.hosts.rendezvous.directory import Directory, ForgedError, MessageSigner, SignedBackend
 
 
 def _directory(store: Any, secret: str = "hush", run_id: str = "none") -> Directory:
-    return Directory(store, "here", Seal(secret, run_id))
+    return Directory(store, "here", MessageSigner(secret, run_id))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ class _Plain(RendezvousBackend):
 
 def test_torchs_pickled_state_is_sealed() -> None:
     plain = _Plain()
-    sealed = SealedBackend(plain, Seal("hush", "none"))
+    sealed = SignedBackend(plain, MessageSigner("hush", "none"))
     assert sealed.get_state() is None
     found = sealed.set_state(b"pickle of the state")
     assert found is not None

@@ -11,7 +11,7 @@ import pytest
 
 from notebook_accelerate.launch.report import mesh_diagram, sharding_table
 from notebook_accelerate.launch.report.run_report import Report
-from notebook_accelerate.telemetry.sharding_events import KINDS, Held, Holdings
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 from tests.support.holdings import MIB, hybrid, megatron, told, zero
 from tests.support.runs import feed, make_run
 
@@ -45,7 +45,7 @@ def test_the_stages_of_zero(stage: int, shares: list[float]) -> None:
     assert rows[2].how.endswith("rests in main memory (cpu)")
 
 
-def _uneven(count: int) -> dict[int, Holdings]:
+def _uneven(count: int) -> dict[int, ShardReport]:
     """Each rank holds a little more than the one before."""
     ranks = told({"dp_shard": count}, (1, ("dp_shard",)), (1, ("dp_shard",)), (2, ("dp_shard",)))
     return {
@@ -57,7 +57,7 @@ def _uneven(count: int) -> dict[int, Holdings]:
 def test_ranks_of_too_many_sizes_are_put_together() -> None:
     assert len(sharding_table.groups(_uneven(sharding_table.MAX_GROUPS))) == sharding_table.MAX_GROUPS
     many = {
-        rank: replace(one, held={**one.held, KINDS[0]: Held(64 * MIB, (1 + rank) * MIB, ("dp_shard",))})
+        rank: replace(one, held={**one.held, KINDS[0]: ShardSizes(64 * MIB, (1 + rank) * MIB, ("dp_shard",))})
         for rank, one in _uneven(9).items()
     }
     (group,) = sharding_table.groups(many)
@@ -76,7 +76,7 @@ def test_the_sentence_says_strategy_mesh_and_units() -> None:
 
 def test_what_is_not_known_is_a_dash() -> None:
     (one,) = told({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
-    unknown = {0: replace(one, held={**one.held, KINDS[2]: Held(None, None)})}
+    unknown = {0: replace(one, held={**one.held, KINDS[2]: ShardSizes(None, None)})}
     rows = sharding_table.table(unknown)
     assert (rows[2].whole, rows[2].here, rows[2].share) == ("–", "–", None)
     assert (rows[3].whole, rows[3].share) == ("–", None)
@@ -117,7 +117,7 @@ _CELL = re.compile(r"<g><title>rank (\d+): (.*?)</title>")
 
 
 @pytest.mark.parametrize("ranks", [hybrid(), megatron(), zero(2), told({}, (1, ()), (1, ()), (2, ()))])
-def test_the_picture_has_a_cell_for_each_rank(ranks: dict[int, Holdings]) -> None:
+def test_the_picture_has_a_cell_for_each_rank(ranks: dict[int, ShardReport]) -> None:
     svg = mesh_diagram.picture(ranks)
     ET.fromstring(svg)
     assert [int(rank) for rank, _ in _CELL.findall(svg)] == list(ranks)

@@ -9,9 +9,9 @@ import pytest
 
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import Standstill
+from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
 from notebook_accelerate.launch.run import Run
-from notebook_accelerate.launch.state.prompts import Question
+from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.telemetry import Channel
 from notebook_accelerate.telemetry.events import InputRequest
 from tests.support.runs import make_run
@@ -30,7 +30,7 @@ class First:
     def __init__(self, *, block: bool = False, shows_all: bool = True) -> None:
         self.run: Run = make_run(2, block=block)
         self.lines: list[str] = []
-        self.standstill = Standstill(
+        self.standstill = PeerPauses(
             self.run, cast("Any", None), lambda text, _: self.lines.append(text), lambda: shows_all
         )
         self.standstill.meet(NODES, 0)
@@ -38,7 +38,7 @@ class First:
 
     def asked(self) -> None:
         request = InputRequest("who? ", number=1)
-        self.run._board.put(Question(1, request, self.ends[0], lambda _: None, here=False))
+        self.run._board.put(Prompt(1, request, self.ends[0], lambda _: None, here=False))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch import start
 from notebook_accelerate.launch.hosts.remote import listener, stream
-from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     AsideEvent,
     EndedEvent,
@@ -31,7 +31,7 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     HelloEvent,
     OutputEvent,
 )
-from notebook_accelerate.launch.hosts.remote.listener import MAX_GREETINGS, MAX_REPORTS, Door, call
+from notebook_accelerate.launch.hosts.remote.listener import MAX_GREETINGS, MAX_REPORTS, HostListener, call
 from notebook_accelerate.telemetry import Channel, MetricEvent, Stamped, encode
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
 from tests.support.waiting import until
@@ -47,7 +47,7 @@ class _Doorstep:
     def __init__(self) -> None:
         self.secret = stream.new_secret()
         self.told: list[str] = []
-        self.door = Door("127.0.0.1", self.secret, report=self.told.append)
+        self.door = HostListener("127.0.0.1", self.secret, report=self.told.append)
 
     def stranger(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.door.port), timeout=SECONDS)
@@ -262,11 +262,11 @@ def test_a_crowd_of_strangers_does_not_fill_the_notebook() -> None:
 # ---- What comes over a link
 
 
-def _sealed_pair() -> tuple[stream.Sealed, stream.Sealed, socket.socket, socket.socket]:
+def _sealed_pair() -> tuple[stream.AuthenticatedStream, stream.AuthenticatedStream, socket.socket, socket.socket]:
     """Return two greeted ends, and the wire between them: what either sends is read from and put on the wire."""
     here, wire_here = socket.socketpair()
     there, wire_there = socket.socketpair()
-    ends: dict[bool, stream.Sealed] = {}
+    ends: dict[bool, stream.AuthenticatedStream] = {}
     secret = stream.new_secret()
 
     def greet(end: socket.socket, *, listens: bool) -> None:
@@ -286,7 +286,7 @@ def _sealed_pair() -> tuple[stream.Sealed, stream.Sealed, socket.socket, socket.
     return ends[True], ends[False], wire_here, wire_there
 
 
-def _records(count: int, sender: stream.Sealed, wire: socket.socket) -> list[bytes]:
+def _records(count: int, sender: stream.AuthenticatedStream, wire: socket.socket) -> list[bytes]:
     found = []
     for number in range(count):
         data = encode([Stamped(0.0, MetricEvent({"loss": 1.0}, number))])
@@ -368,7 +368,7 @@ def test_nothing_a_stranger_sends_is_unpickled(step: _Doorstep, tmp_path: Path) 
 
 def test_the_remote_channel_and_what_reads_it_know_no_pickle() -> None:
     package = ROOT / "notebook_accelerate"
-    sources = [*(package / "launch/remote").glob("*.py"), package / "telemetry/channel.py"]
+    sources = [*(package / "launch/hosts/remote").glob("*.py"), package / "telemetry/channel.py"]
     assert len(sources) > 4
     for source in sources:
         for node in ast.walk(ast.parse(source.read_text())):
@@ -397,7 +397,7 @@ class _Hearing:
 
 def test_a_host_speaks_for_its_own_ranks_alone() -> None:
     kernel, peer = Channel.pair()
-    link, hearing = NodeLink(kernel, 1, "worker-1"), _Hearing()
+    link, hearing = HostConnection(kernel, 1, "worker-1"), _Hearing()
     from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank
 
     RemoteRank(link, 8, 1234, 0)

@@ -59,13 +59,13 @@ def test_a_thread_that_never_rests_is_left_alone() -> None:
 def test_gloos_threads_are_known_by_their_name() -> None:
     code = (
         "import time\n"
-        "import torch.distributed as dist; from notebook_accelerate.state import PartialState, settling\n"
+        "import torch.distributed as dist; from notebook_accelerate.state import PartialState, gloo_threads\n"
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
         "PartialState(cpu=True)\n"
         "end = time.monotonic() + 60.0\n"
-        "while not settling._threads() and time.monotonic() < end:\n"  # a thread has its name once it runs
+        "while not gloo_threads._threads() and time.monotonic() < end:\n"  # a thread has its name once it runs
         "    time.sleep(0.01)\n"
-        "print(len(settling._threads()))"
+        "print(len(gloo_threads._threads()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert int(done.stdout) > 0, "torch calls gloo's threads by another name now: they are not waited for"

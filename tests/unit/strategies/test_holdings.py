@@ -12,7 +12,7 @@ from torch import nn, optim
 from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.telemetry import Channel, ShardingEvent, Sink, install_sink
-from notebook_accelerate.telemetry.sharding_events import KINDS, Held, read
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardSizes, read
 
 
 def _net() -> nn.Sequential:
@@ -62,7 +62,7 @@ def test_an_optimizer_of_ones_own_is_not_guessed_at() -> None:
     accelerator = Accelerator(cpu=True)
     raw = _net()
     accelerator.prepare(raw, Mine(raw.parameters()))
-    assert accelerator.strategy.sharding().held["optimizer state"] == Held(None, None)
+    assert accelerator.strategy.sharding().held["optimizer state"] == ShardSizes(None, None)
 
 
 def test_tied_parameters_count_once() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.telemetry import MetricEvent, Store
-from notebook_accelerate.telemetry.envelope import BAND_FROM, MAX_BUCKETS, Band
+from notebook_accelerate.telemetry.envelope import BAND_FROM, MAX_BUCKETS, MetricEnvelope
 from notebook_accelerate.telemetry.store import Record
 
 
 def test_a_step_has_the_smallest_the_mean_and_the_largest_of_all_ranks() -> None:
-    band = Band()
+    band = MetricEnvelope()
     for step in range(10):
         for rank in range(5):
             band.add(step, 100.0 + step, rank + 10.0 * step)
@@ -27,7 +27,7 @@ def test_a_step_has_the_smallest_the_mean_and_the_largest_of_all_ranks() -> None
 
 
 def test_only_what_has_changed_is_told_again() -> None:
-    band = Band()
+    band = MetricEnvelope()
     for step in range(10):
         band.add(step, 0.0, 1.0)
     told = band.since()
@@ -42,7 +42,7 @@ def test_only_what_has_changed_is_told_again() -> None:
 
 @pytest.mark.parametrize("steps", [range(5_000), range(0, 500_000, 100), range(70_000, 60_000, -3)])
 def test_it_never_holds_more_buckets_and_loses_no_extreme(steps: range) -> None:
-    band, values = Band(), random.Random(0)
+    band, values = MetricEnvelope(), random.Random(0)
     given = [values.uniform(-1, 1) for _ in steps]
     for step, value in zip(steps, given, strict=True):
         band.add(step, float(step), value)
@@ -53,7 +53,7 @@ def test_it_never_holds_more_buckets_and_loses_no_extreme(steps: range) -> None:
 
 
 def test_a_far_step_does_not_take_the_memory_for_what_lies_between() -> None:
-    band = Band()
+    band = MetricEnvelope()
     for step in (5, 2**62, 0):
         band.add(step, 0.0, 1.0)
     assert len(band.since().steps) == 2
@@ -61,7 +61,7 @@ def test_a_far_step_does_not_take_the_memory_for_what_lies_between() -> None:
 
 
 def test_what_is_not_finite_is_seen_in_the_mean_and_not_in_the_edges() -> None:
-    band = Band()
+    band = MetricEnvelope()
     for value in (1.0, math.nan, 3.0):
         band.add(0, 0.0, value)
     band.add(1, 0.0, math.inf)
@@ -73,7 +73,7 @@ def test_what_is_not_finite_is_seen_in_the_mean_and_not_in_the_edges() -> None:
 
 
 def test_without_steps_it_runs_over_time() -> None:
-    band = Band()
+    band = MetricEnvelope()
     for second in range(100):
         for rank in range(3):
             band.add(-1, 1000.0 + second, float(rank))

@@ -8,13 +8,13 @@ import pytest
 
 from notebook_accelerate.telemetry import Channel, Store
 from notebook_accelerate.telemetry.events import ShardingEvent
-from notebook_accelerate.telemetry.sharding_events import Held, Holdings, read
+from notebook_accelerate.telemetry.sharding_events import ShardReport, ShardSizes, read
 from notebook_accelerate.telemetry.store import Record
 from tests.support.holdings import hybrid, megatron
 
 
 @pytest.mark.parametrize("ranks", [hybrid(), megatron()], ids=["hybrid", "megatron"])
-def test_it_comes_out_of_the_channel_as_it_went_in(ranks: dict[int, Holdings]) -> None:
+def test_it_comes_out_of_the_channel_as_it_went_in(ranks: dict[int, ShardReport]) -> None:
     ours, socket = Channel.pair()
     theirs, store = Channel(socket), Store()
     try:
@@ -44,7 +44,7 @@ def _event(**changes: Any) -> ShardingEvent:
 def test_what_is_not_known_stays_unknown() -> None:
     found = read(_event(held={"parameters": {"whole": None, "here": None, "sharded": [], "offloaded": "", "note": ""}}))
     assert found is not None
-    assert found.held == {"parameters": Held(None, None)}
+    assert found.held == {"parameters": ShardSizes(None, None)}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.widgets.render_schedule import IDLE_PERIOD, PERIOD, Binding, Ticker
+from notebook_accelerate.widgets.render_schedule import IDLE_PERIOD, PERIOD, RenderSchedule, Ticker
 from tests.support.runs import Clock
 
 
@@ -19,7 +19,7 @@ def _change(store: Store) -> None:
 
 def test_at_most_five_renders_a_second_whatever_happens() -> None:
     store, clock, renders = Store(), Clock(), []
-    binding = Binding([store], renders.append, lambda _: None, clock)
+    binding = RenderSchedule([store], renders.append, lambda _: None, clock)
     for _ in range(1000):  # one second
         clock.turn(0.001)
         _change(store)
@@ -30,7 +30,7 @@ def test_at_most_five_renders_a_second_whatever_happens() -> None:
 
 def test_without_changes_once_a_second_for_the_clock() -> None:
     store, clock, renders = Store(), Clock(), []
-    binding = Binding([store], renders.append, lambda _: None, clock)
+    binding = RenderSchedule([store], renders.append, lambda _: None, clock)
     for _ in range(100):  # ten seconds
         binding.tick()
         clock.turn(PERIOD / 2)
@@ -43,7 +43,7 @@ def test_without_changes_once_a_second_for_the_clock() -> None:
 
 def test_a_clock_that_was_set_back_does_not_stop_the_view() -> None:
     store, clock, renders = Store(), Clock(), []
-    binding = Binding([store], renders.append, lambda _: None, clock)
+    binding = RenderSchedule([store], renders.append, lambda _: None, clock)
     binding.tick()
     clock.turn(-3600.0)
     assert binding.tick()
@@ -56,7 +56,7 @@ def test_a_view_that_fails_is_closed_and_the_store_goes_on() -> None:
     def broken(_: float) -> None:
         raise KeyError("a bug in a panel")
 
-    binding = Binding([store], broken, said.append, clock)
+    binding = RenderSchedule([store], broken, said.append, clock)
     with pytest.warns(UserWarning, match="a panel stopped updating: KeyError.*the run goes on"):
         binding.tick()
     assert isinstance(said[0], KeyError)
@@ -71,14 +71,14 @@ def test_saying_so_may_fail_too() -> None:
     def broken(_: object) -> None:
         raise ValueError("again")
 
-    binding = Binding([Store()], broken, broken, Clock())
+    binding = RenderSchedule([Store()], broken, broken, Clock())
     with pytest.warns(UserWarning, match="again"):
         binding.tick()
 
 
 def test_the_thread_is_there_only_while_there_is_something_to_tick() -> None:
     ticker, renders = Ticker(), []
-    binding = Binding([Store()], renders.append, lambda _: None)
+    binding = RenderSchedule([Store()], renders.append, lambda _: None)
     ticker.add(binding)
     deadline = time.monotonic() + 60
     while not renders and time.monotonic() < deadline:
@@ -88,7 +88,7 @@ def test_the_thread_is_there_only_while_there_is_something_to_tick() -> None:
     while any(thread.name == "notebook-accelerate-panels" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    again = Binding([Store()], renders.append, lambda _: None)
+    again = RenderSchedule([Store()], renders.append, lambda _: None)
     count = len(renders)
     ticker.add(again)
     while len(renders) == count and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPl
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets.config_panel import ConfigPanel, configure
-from notebook_accelerate.widgets.memory_check import Fit, sharing_of
+from notebook_accelerate.widgets.memory_check import MemoryCheck, sharing_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 WEIGHTS = 4 * 1000 * 1000
@@ -141,7 +141,9 @@ def test_on_gpus_what_is_offloaded_is_compared_with_main_memory(monkeypatch: pyt
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
-    assert Fit(model).warning(plan, options, machine) == "", "half of four times the weights each, in main memory"
-    assert "needs about 19.07 MB" in Fit(model).warning(plan, TrainingOptions(), machine)
+    assert MemoryCheck(model).warning(plan, options, machine) == "", (
+        "half of four times the weights each, in main memory"
+    )
+    assert "needs about 19.07 MB" in MemoryCheck(model).warning(plan, TrainingOptions(), machine)
     machine = SimpleNamespace(memory_bytes=4 * WEIGHTS - 1)
-    assert "offloaded takes about" in Fit(model).warning(plan, options, machine)
+    assert "offloaded takes about" in MemoryCheck(model).warning(plan, options, machine)

@@ -17,7 +17,7 @@ from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugi
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
 from notebook_accelerate.config.training_config import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.widgets.fields import fields_of, summary
-from notebook_accelerate.widgets.form_draft import Draft, code_of
+from notebook_accelerate.widgets.form_draft import FormDraft, code_of
 from notebook_accelerate.widgets.forms import Form
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
@@ -221,7 +221,7 @@ def test_values_of_nested_dataclasses_go_in_and_out() -> None:
 
 
 def test_what_the_class_fills_in_itself_is_not_shown_as_entered() -> None:
-    draft = Draft(TorchDynamoPlugin, TorchDynamoPlugin(backend="EAGER"))  # type: ignore[arg-type]
+    draft = FormDraft(TorchDynamoPlugin, TorchDynamoPlugin(backend="EAGER"))  # type: ignore[arg-type]
     assert list(draft.changed()) == ["backend"]
 
 

@@ -27,7 +27,7 @@ from notebook_accelerate.telemetry import (
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_LOG_BYTES, MAX_POINTS, Record
 from notebook_accelerate.widgets import runs_table
-from notebook_accelerate.widgets.panel_output import Shown
+from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.resource_strip import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
@@ -392,7 +392,7 @@ def test_two_views_are_shown_at_once() -> None:
         def add_class(self, _: str) -> None:
             both.wait(60)
 
-    views = [Shown(lambda: {"text/html": "", "text/plain": ""}, lambda: "A view") for _ in range(2)]
+    views = [PanelOutput(lambda: {"text/html": "", "text/plain": ""}, lambda: "A view") for _ in range(2)]
     threads = [threading.Thread(target=view.add, args=(_Place(), Widget()), daemon=True) for view in views]
     for thread in threads:
         thread.start()

@@ -35,7 +35,7 @@ TUNNEL_SECONDS = 10.0
 """How long a question for what has come waits for something to come."""
 
 
-class Place:
+class RankSlot:
     """The place of one rank."""
 
     def __init__(self) -> None:
@@ -178,4 +178,4 @@ def surroundings(address: str) -> dict[str, Any]:
     return {"devices": devices, "network": network}
 
 
-__all__ = ["Place", "PlacedBackend", "at_home", "surroundings"]
+__all__ = ["PlacedBackend", "RankSlot", "at_home", "surroundings"]

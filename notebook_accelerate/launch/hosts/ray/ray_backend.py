@@ -24,11 +24,11 @@ from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.ray import ray_protocol as say
 from notebook_accelerate.launch.hosts.ray.ray_driver import versions
-from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink, RemoteRank
-from notebook_accelerate.launch.hosts.remote.listener import Door
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
+from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, interpreter_command, last_words
-from notebook_accelerate.launch.processes.rank_process import Ends, Hearing, RankProcess
+from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class DriverProcess:
         return last_words(self._log)
 
 
-class RayLink(NodeLink):
+class RayHostConnection(HostConnection):
     """The link to one actor: when it breaks, Ray is asked why.
 
     Args:
@@ -181,7 +181,7 @@ class RayLink(NodeLink):
         driver.opened(rank)
 
     def measure_clock(self) -> None:
-        """See ``NodeLink.measure_clock``.
+        """See ``HostConnection.measure_clock``.
 
         Raises:
             LaunchError: The actor has ended since it called.
@@ -195,21 +195,21 @@ class RayLink(NodeLink):
         return self._driver.why(self._rank)
 
     def await_started(self, timeout: float) -> RemoteRank:
-        """See ``NodeLink.await_started``."""
+        """See ``HostConnection.await_started``."""
         try:
             return super().await_started(timeout)
         except LaunchError as error:
             why = self._why()
             raise LaunchError(f"{error}; {why}" if why else str(error)) from None
 
-    def lose(self, reason: str, hearing: Hearing) -> None:
-        """See ``NodeLink.lose``."""
+    def lose(self, reason: str, hearing: RankListener) -> None:
+        """See ``HostConnection.lose``."""
         if reason and (why := self._why()):
             reason = f"{self.name} was lost: {why}"
         super().lose(reason, hearing)
 
     def forget(self, rank: int) -> None:
-        """See ``NodeLink.forget``."""
+        """See ``HostConnection.forget``."""
         super().forget(rank)
         self._driver.closed(self._rank)
 
@@ -238,7 +238,7 @@ class RayBackend(PickledBackend):
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
         driver = DriverProcess(self._payload)
-        links: list[RayLink] = []
+        links: list[RayHostConnection] = []
         try:
             here, placed = self._place(driver, len(orders))
             secret = new_secret()
@@ -304,9 +304,9 @@ class RayBackend(PickledBackend):
             order.cwd = None
         return pickle.dumps(order)
 
-    def _links(self, door: Door, driver: DriverProcess, ranks: int) -> list[RayLink]:
+    def _links(self, door: HostListener, driver: DriverProcess, ranks: int) -> list[RayHostConnection]:
         """Wait until every actor's host has called."""
-        found: dict[int, RayLink] = {}
+        found: dict[int, RayHostConnection] = {}
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < ranks:
             self._hear(say.NoteEvent(""))
@@ -321,7 +321,7 @@ class RayBackend(PickledBackend):
             visitor = door.next_visitor(LOOK_SECONDS)
             if visitor is not None:
                 rank = int(visitor.hello.facts["rank"])
-                found[rank] = RayLink(visitor.channel, visitor.hello.node, visitor.hello.host, rank, driver)
+                found[rank] = RayHostConnection(visitor.channel, visitor.hello.node, visitor.hello.host, rank, driver)
         links = [found[rank] for rank in range(ranks)]
         clocks: dict[int, float] = {}
         for link in links:  # a machine has one clock, however many actors
@@ -335,9 +335,9 @@ class _opened:  # noqa: N801 - a context manager, used as a function
     """A door that is open inside a with block."""
 
     def __init__(self, address: str, secret: bytes, report: Callable[[str], None]) -> None:
-        self._door = Door(address or "127.0.0.1", secret, report=report)
+        self._door = HostListener(address or "127.0.0.1", secret, report=report)
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> HostListener:
         return self._door
 
     def __exit__(self, *_: object) -> None:

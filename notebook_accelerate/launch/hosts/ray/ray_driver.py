@@ -394,7 +394,7 @@ def actor_class() -> type[Any]:
             from notebook_accelerate.launch.hosts.ray import ray_actor
 
             if not hasattr(self, "_place"):
-                self._place = ray_actor.Place()
+                self._place = ray_actor.RankSlot()
             return getattr(self._place, method)(*arguments)
 
     return Rank

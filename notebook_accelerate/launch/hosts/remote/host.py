@@ -99,13 +99,13 @@ class Host(Relay):
     # ---- from the ranks: Hearing
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``Hearing.take_frames``; what the rank wrote before it said something goes before."""
+        """See ``RankListener.take_frames``; what the rank wrote before it said something goes before."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
         super().take_frames(rank, data)
 
     def take_end(self, rank: int) -> None:
-        """See ``Hearing.take_end``."""
+        """See ``RankListener.take_end``."""
         process = self._ranks.get(rank)
         end = None if process is None else process.poll()
         if process is None or end is None:

@@ -26,14 +26,14 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     SignalOrder,
     StartedEvent,
 )
-from notebook_accelerate.launch.processes.rank_process import Exit, Hearing, RankProcess
+from notebook_accelerate.launch.processes.rank_process import Exit, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
 
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
 
 
-class NodeLink:
+class HostConnection:
     """One host and its ranks.
 
     Args:
@@ -114,7 +114,7 @@ class NodeLink:
 
     # ---- on the thread of the selector
 
-    def connect(self, selector: selectors.BaseSelector, hearing: Hearing, rank: int) -> None:
+    def connect(self, selector: selectors.BaseSelector, hearing: RankListener, rank: int) -> None:
         """Register the link, once for all its ranks, and tell what has come of this one already."""
         if self._selector is None:
             self._selector = selector
@@ -126,7 +126,7 @@ class NodeLink:
             else:
                 self._early.append(stamped)
 
-    def _read(self, hearing: Hearing) -> bool:
+    def _read(self, hearing: RankListener) -> bool:
         try:
             messages = self.channel.receive_available()
         except ChannelClosedError as error:
@@ -136,7 +136,7 @@ class NodeLink:
             self.take(event, hearing)
         return True
 
-    def take(self, event: Event, hearing: Hearing) -> None:
+    def take(self, event: Event, hearing: RankListener) -> None:
         """Take in one event of the host."""
         if isinstance(event, FarewellEvent):
             self.lose(f"{self.name} has left: {event.reason}" if event.reason else "", hearing)
@@ -154,7 +154,7 @@ class NodeLink:
             self.ranks[event.rank].ended = Exit(event.code, event.signal, event.max_rss)
             hearing.take_end(event.rank)
 
-    def lose(self, reason: str, hearing: Hearing) -> None:
+    def lose(self, reason: str, hearing: RankListener) -> None:
         """The host is gone, and its ranks with it."""
         self.disconnect()
         with self._changed:
@@ -172,7 +172,7 @@ class NodeLink:
                 self._selector.unregister(self.channel)
         self._selector = None
 
-    def drain(self, hearing: Hearing) -> None:
+    def drain(self, hearing: RankListener) -> None:
         """Take in what is there."""
         while not self.lost and self.channel.readable() and self._read(hearing):
             pass
@@ -210,7 +210,7 @@ def _answers(number: int, event: Event) -> bool:
 class _Way:
     """The way down to one rank, through its host."""
 
-    def __init__(self, link: NodeLink, rank: int) -> None:
+    def __init__(self, link: HostConnection, rank: int) -> None:
         self._link, self._rank = link, rank
 
     def send(self, *events: Event) -> None:
@@ -228,7 +228,7 @@ class RemoteRank(RankProcess):
         local_rank: Index on its machine.
     """
 
-    def __init__(self, link: NodeLink, rank: int, pid: int, local_rank: int) -> None:
+    def __init__(self, link: HostConnection, rank: int, pid: int, local_rank: int) -> None:
         super().__init__(rank, pid, local_rank=local_rank, node=link.node, host=link.host)
         self._link = link
         self.channel = _Way(link, rank)
@@ -243,11 +243,11 @@ class RemoteRank(RankProcess):
         """See ``RankProcess.send_signal``."""
         self._link.send(SignalOrder(self.rank, number, group))
 
-    def connect(self, selector: selectors.BaseSelector, hearing: Hearing) -> None:
+    def connect(self, selector: selectors.BaseSelector, hearing: RankListener) -> None:
         """See ``RankProcess.connect``."""
         self._link.connect(selector, hearing, self.rank)
 
-    def drain(self, hearing: Hearing, *, channel: bool) -> None:
+    def drain(self, hearing: RankListener, *, channel: bool) -> None:
         """Do nothing: what the rank wrote before comes before on the same stream."""
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
@@ -282,4 +282,4 @@ class RemoteRank(RankProcess):
         self._link.forget(self.rank)
 
 
-__all__ = ["NodeLink", "RemoteRank"]
+__all__ = ["HostConnection", "RemoteRank"]

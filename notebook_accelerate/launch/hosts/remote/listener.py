@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.stream import Sealed, greet
+from notebook_accelerate.launch.hosts.remote.stream import AuthenticatedStream, greet
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.telemetry import Channel
 
@@ -26,7 +26,7 @@ KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 5), ("TC
 """A machine that has gone silent is noticed within twenty seconds."""
 
 
-class Visitor:
+class IncomingHost:
     """A host that has proved that it belongs to the run.
 
     Attributes:
@@ -39,7 +39,7 @@ class Visitor:
         self.channel, self.hello, self.address = channel, hello, address
 
 
-class Door:
+class HostListener:
     """Listens for the hosts of one run.
 
     Args:
@@ -68,7 +68,7 @@ class Door:
         self._listener.setblocking(False)
         Ends.kernel_side.add(self._listener.fileno())
         self.address, self.port = address, int(self._listener.getsockname()[1])
-        self._visitors: SimpleQueue[Visitor] = SimpleQueue()
+        self._visitors: SimpleQueue[IncomingHost] = SimpleQueue()
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}
         self._refused = 0
@@ -76,7 +76,7 @@ class Door:
         self._thread = threading.Thread(target=self._listen, name="notebook-accelerate-door", daemon=True)
         self._thread.start()
 
-    def next_visitor(self, timeout: float) -> Visitor | None:
+    def next_visitor(self, timeout: float) -> IncomingHost | None:
         """Return the next host that has come; None after ``timeout`` seconds."""
         try:
             return self._visitors.get(timeout=timeout)
@@ -139,7 +139,7 @@ class Door:
         with self._lock:  # a door that closes between does not close on who was let in
             expected = not self._closing.is_set()
             if expected:
-                self._visitors.put(Visitor(channel, hello, address))
+                self._visitors.put(IncomingHost(channel, hello, address))
         if not expected:
             channel.close()
 
@@ -171,7 +171,7 @@ def introduce(
     Raises:
         AuthenticationError: The other end does not know the secret.
     """
-    sealed: Sealed = greet(connection, secret, listens=False, timeout=timeout)
+    sealed: AuthenticatedStream = greet(connection, secret, listens=False, timeout=timeout)
     channel = Channel(sealed)
     channel.send(hello)
     return channel
@@ -204,4 +204,4 @@ def keep_alive(connection: socket.socket) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-__all__ = ["Door", "Visitor", "call", "introduce"]
+__all__ = ["HostListener", "IncomingHost", "call", "introduce"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Relay(ABC):
-    """One end of the stream between ranks and a kernel that does not have them; the other one is a ``NodeLink``.
+    """One end of the stream between ranks and a kernel that does not have them; the other one is a ``HostConnection``.
 
     Args:
         channel: The stream; owned from now on.

@@ -36,7 +36,7 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-class Sealed:
+class AuthenticatedStream:
     """A connected stream whose records are authenticated; behaves like a socket as far as a channel needs one.
 
     Args:
@@ -128,7 +128,7 @@ def _code(key: bytes, number: int, part: bytes) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "big") + part, key=key, digest_size=_CODE).digest()
 
 
-def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: float = 10.0) -> Sealed:
+def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: float = 10.0) -> AuthenticatedStream:
     """Prove to the other end that this one knows the secret, have it do the same, and return the sealed stream.
 
     Args:
@@ -165,7 +165,7 @@ def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: f
             raise AuthenticationError(f"the greeting was broken off: {error or type(error).__name__}") from None
         raise
     keys = [_proof(secret, b"key of " + _role(role), both) for role in (listens, not listens)]
-    return Sealed(connection, *keys)
+    return AuthenticatedStream(connection, *keys)
 
 
 def _role(listens: bool) -> bytes:
@@ -190,4 +190,4 @@ def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-__all__ = ["Sealed", "greet", "new_secret"]
+__all__ = ["AuthenticatedStream", "greet", "new_secret"]

@@ -23,7 +23,7 @@ from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stor
 from notebook_accelerate.launch.hosts.rendezvous.directory import ForgedError
 from notebook_accelerate.launch.hosts.rendezvous.joining import BrokenError, Joining
 from notebook_accelerate.launch.hosts.rendezvous.keep_alive import Watch
-from notebook_accelerate.launch.hosts.rendezvous.participant import Seat
+from notebook_accelerate.launch.hosts.rendezvous.participant import Participant
 from notebook_accelerate.telemetry import Channel, Event
 
 TICK = 0.1
@@ -44,9 +44,9 @@ class Child:
         order: Its first message.
     """
 
-    def __init__(self, channel: Channel, order: say.MeetOrder) -> None:
+    def __init__(self, channel: Channel, order: say.RendezvousOrder) -> None:
         self._channel = channel
-        self._seat = Seat(channel, order)
+        self._seat = Participant(channel, order)
         self._joining = Joining(self._seat)
         self._watch: Watch | None = None
         self._phase: Callable[[], None] = self._idle
@@ -124,7 +124,7 @@ class Child:
             watch.tell_end(
                 {"outcome": event.outcome, "text": event.text, "failures": event.failures, "final": event.final}
             )
-        elif isinstance(event, say.DoorEvent):
+        elif isinstance(event, say.ListenerEvent):
             watch.open_door({"address": event.address, "port": event.port})
 
     def _leave(self, why: str) -> None:
@@ -237,6 +237,6 @@ def main(descriptor: int) -> NoReturn:
     channel = Channel(socket.socket(fileno=descriptor))
     with contextlib.suppress(ChannelClosedError):
         first, *more = [event for _, event in channel.receive()]
-        assert isinstance(first, say.MeetOrder)
+        assert isinstance(first, say.RendezvousOrder)
         Child(channel, first).run(more)
     os._exit(0)  # torch's waiting threads have nothing more to say

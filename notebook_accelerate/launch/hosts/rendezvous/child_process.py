@@ -17,7 +17,7 @@ from notebook_accelerate.launch.processes.zygote import AIDE, running_zygote
 TARGET = "notebook_accelerate.launch.hosts.rendezvous.child:main"
 
 
-class Aide(Protocol):
+class ChildProcess(Protocol):
     """A started process."""
 
     pid: int
@@ -29,7 +29,7 @@ class Aide(Protocol):
         """Let go of it."""
 
 
-class ForkedAide:
+class ForkedChildProcess:
     """A child of the server process, which tells of its end.
 
     Args:
@@ -41,18 +41,18 @@ class ForkedAide:
         self.pid, self._status = pid, status
 
     def ended(self, seconds: float) -> bool:
-        """See ``Aide.ended``."""
+        """See ``ChildProcess.ended``."""
         waiter = select.poll()
         waiter.register(self._status, select.POLLIN)
         return bool(waiter.poll(seconds * 1000))
 
     def close(self) -> None:
-        """See ``Aide.close``."""
+        """See ``ChildProcess.close``."""
         Ends.kernel_side.discard(self._status)
         os.close(self._status)
 
 
-class FreshAide:
+class SpawnedChildProcess:
     """A child of this kernel: an interpreter that imports torch first, for seconds.
 
     Args:
@@ -74,17 +74,17 @@ class FreshAide:
         self.pid = self._process.pid
 
     def ended(self, seconds: float) -> bool:
-        """See ``Aide.ended``."""
+        """See ``ChildProcess.ended``."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """See ``Aide.close``."""
+        """See ``ChildProcess.close``."""
         self._process.poll()
 
 
-def start(channel: int, log: int) -> Aide:
+def start(channel: int, log: int) -> ChildProcess:
     """Start the process.
 
     Args:
@@ -93,18 +93,18 @@ def start(channel: int, log: int) -> Aide:
     """
     server = running_zygote()
     if server is None:
-        return FreshAide(channel, log)
+        return SpawnedChildProcess(channel, log)
     reader, writer = os.pipe()
     try:
         with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - in the place of a rank's function
             pid = server.fork(TARGET.encode(), [channel, log, log, nothing.fileno(), writer], AIDE)
     except LaunchError:
         os.close(reader)
-        return FreshAide(channel, log)
+        return SpawnedChildProcess(channel, log)
     finally:
         os.close(writer)
     Ends.kernel_side.add(reader)
-    return ForkedAide(pid, reader)
+    return ForkedChildProcess(pid, reader)
 
 
-__all__ = ["Aide", "ForkedAide", "FreshAide", "start"]
+__all__ = ["ChildProcess", "ForkedChildProcess", "SpawnedChildProcess", "start"]

@@ -18,7 +18,7 @@ class ForgedError(RendezvousStateError):
     """Something came that was not sealed with this run's secret."""
 
 
-class Seal:
+class MessageSigner:
     """Seals what is put under a key of a store with a secret, and opens what others put there.
 
     Args:
@@ -69,7 +69,7 @@ class Directory:
         seal: Opens and closes what is stored.
     """
 
-    def __init__(self, store: Any, prefix: str, seal: Seal) -> None:
+    def __init__(self, store: Any, prefix: str, seal: MessageSigner) -> None:
         self._store, self._prefix, self._seal = store, prefix, seal
 
     def under(self, name: str) -> Directory:
@@ -113,7 +113,7 @@ class Directory:
         return found
 
 
-class SealedBackend(RendezvousBackend):
+class SignedBackend(RendezvousBackend):
     """A back end of torch's dynamic rendezvous whose state, which torch pickles, is sealed with the run's secret.
 
     Args:
@@ -121,7 +121,7 @@ class SealedBackend(RendezvousBackend):
         seal: Opens and closes its state.
     """
 
-    def __init__(self, backend: RendezvousBackend, seal: Seal) -> None:
+    def __init__(self, backend: RendezvousBackend, seal: MessageSigner) -> None:
         self._backend, self._seal = backend, seal
 
     @property
@@ -140,4 +140,4 @@ class SealedBackend(RendezvousBackend):
         return None if found is None else (self._seal.open("state", found[0]), found[1], found[2])
 
 
-__all__ = ["Directory", "ForgedError", "Seal", "SealedBackend"]
+__all__ = ["Directory", "ForgedError", "MessageSigner", "SignedBackend"]

@@ -16,7 +16,7 @@ from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as s
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
 from notebook_accelerate.launch.hosts.rendezvous.directory import ForgedError
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.hosts.rendezvous.participant import Seat
+from notebook_accelerate.launch.hosts.rendezvous.participant import Participant
 
 
 class BrokenError(Exception):
@@ -39,7 +39,7 @@ class Joining:
         seat: The notebook's.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Participant) -> None:
         self._seat = seat
         self._phase: Callable[[], None] = self._connecting
         self._deadline = 0.0

@@ -9,7 +9,7 @@ from notebook_accelerate.launch.hosts.rendezvous import membership as rules
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.hosts.rendezvous.participant import Seat
+from notebook_accelerate.launch.hosts.rendezvous.participant import Participant
 
 SILENT = "the rendezvous, which it hosts, does not answer any more"
 
@@ -25,7 +25,7 @@ class Watch:
         orphaned: Whether the store is gone, and with it whoever hosted it.
     """
 
-    def __init__(self, seat: Seat, members: list[Node]) -> None:
+    def __init__(self, seat: Participant, members: list[Node]) -> None:
         self._seat, self._members = seat, members
         self.orphaned = False
         self._seen_news = -1
@@ -117,7 +117,7 @@ class Watch:
         here = self._seat.round
         if self._door is None and (door := here.read("door")):
             self._door = door
-            self._seat.channel.send(say.DoorEvent(str(door["address"]), int(door["port"])))
+            self._seat.channel.send(say.ListenerEvent(str(door["address"]), int(door["port"])))
         for index, node in enumerate(self._members):
             if node.name not in self._lost and (lost := here.read(f"lost/{node.name}")):
                 self._lost[node.name] = str(lost["why"])

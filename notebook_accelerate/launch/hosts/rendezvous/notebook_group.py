@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError, RunTimeoutError, WorkerError
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.listener import Door, call
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, call
 from notebook_accelerate.launch.hosts.rendezvous import membership as rules
 from notebook_accelerate.launch.hosts.rendezvous import peer_failures
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.join_instructions import invitation
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import Standstill
-from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS, GuestLink, Together, receive
-from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import Tap
-from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import Meeting, shared_secret
-from notebook_accelerate.launch.hosts.rendezvous.wait_for_peers import Lobby
+from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
+from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS, PeerConnection, Together, receive
+from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import RankMirror
+from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import RendezvousClient, shared_secret
+from notebook_accelerate.launch.hosts.rendezvous.wait_for_peers import PeerWait
 from notebook_accelerate.launch.plan.planner import joined
 from notebook_accelerate.launch.state import error_messages, failures
 from notebook_accelerate.launch.supervisor.rank_group import dispatch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
     from notebook_accelerate.launch.run import Run
-    from notebook_accelerate.launch.supervisor.rank_group import Group, GroupCall
+    from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
     from notebook_accelerate.telemetry.store import Record
 
 PATIENCE = 1.0
@@ -45,7 +45,7 @@ GOODBYE_SECONDS = 2.0
 _Event = TypeVar("_Event", bound=Event)
 
 
-class Party:
+class NotebookGroup:
     """The notebooks of one run, as one of them sees them.
 
     Args:
@@ -66,9 +66,9 @@ class Party:
     ) -> None:
         self._run, self._plan, self._publisher = run, plan, publisher
         self._wake, self._calls = wake, calls
-        self._meeting = Meeting(run.config, plan)
+        self._meeting = RendezvousClient(run.config, plan)
         self._heard: list[Event] = []
-        self._group: Group | None = None
+        self._group: RankGroup | None = None
         self._over = False
         self._joining: StopReason | None = None
         self.attempt = 0
@@ -81,12 +81,12 @@ class Party:
         self._odd: list[dict[str, Any]] = []
         self._own_stop: StopReason | None = None
         self._secret = shared_secret(run.config).encode()
-        self._standstill = Standstill(run, self._meeting, self._say, lambda: bool(self._links))
-        self._lobby = Lobby(publisher, self._standstill)
+        self._standstill = PeerPauses(run, self._meeting, self._say, lambda: bool(self._links))
+        self._lobby = PeerWait(publisher, self._standstill)
         self.told: tuple[RankFailure, ...] = ()
         """What failed in another notebook, which keeps its ranks for the debugger as this one does."""
-        self._links: dict[int, GuestLink] = {}
-        self._tap: Tap | None = None
+        self._links: dict[int, PeerConnection] = {}
+        self._tap: RankMirror | None = None
 
     # ---- before
 
@@ -122,24 +122,24 @@ class Party:
         if met.index == 0:
             self._receive(met.own_address)
             return
-        heard = self._await(say.DoorEvent, seconds=VISIT_SECONDS)
+        heard = self._await(say.ListenerEvent, seconds=VISIT_SECONDS)
         if heard is None or self._stopped_waiting():
             return
         hello = HelloEvent(met.index, self.nodes[met.index].host, {"name": self.nodes[met.index].name})
         try:
-            self._tap = Tap(call(heard.address, heard.port, self._secret, hello), self._note)
+            self._tap = RankMirror(call(heard.address, heard.port, self._secret, hello), self._note)
         except (OSError, LaunchError) as error:
             self._note(f"the first notebook does not show the ranks of this one: {heard.address}:{heard.port}: {error}")
 
     def _receive(self, address: str) -> None:
         """Have the others call, and listen no longer than that takes."""
         try:
-            door = Door(address, self._secret, report=self._note)
+            door = HostListener(address, self._secret, report=self._note)
         except OSError as error:
             self._note(f"this notebook shows its own ranks only: it cannot listen on {address}: {error}")
             return
         try:
-            self._meeting.send(say.DoorEvent(address, door.port))
+            self._meeting.send(say.ListenerEvent(address, door.port))
             self._links = receive(door, self.nodes, self._stops_meanwhile)
         finally:
             door.close()
@@ -183,7 +183,7 @@ class Party:
 
     # ---- meanwhile
 
-    def attend(self, group: Group) -> None:
+    def attend(self, group: RankGroup) -> None:
         """Hear the others while ``group`` runs, and tell them when it stops."""
         self._group = group
         self.stopped, self._own_stop = "", None
@@ -214,14 +214,14 @@ class Party:
     def _tell_of_letting_go(self) -> None:
         self._meeting.send(say.NewsOrder("released", "the ranks that were kept after the failure have been let go"))
 
-    def _step(self, group: Group) -> None:
+    def _step(self, group: RankGroup) -> None:
         heard, self._heard = self._heard, []
         self._take(heard, group)  # what came together with a word that was waited for
         self._standstill.tell()
         self._standstill.announce()
         self._make_room(group)
 
-    def _make_room(self, group: Group) -> None:
+    def _make_room(self, group: RankGroup) -> None:
         """Stop for a late notebook, but take nobody's debugger away for it."""
         busy = self._standstill.stopwatch.standing or group.ending.failures or group.ending.held
         if self._joining is None or busy or not group.ending.follow(self._joining):
@@ -234,7 +234,7 @@ class Party:
         assert self._group is not None
         self._take(self._hear(), self._group)
 
-    def _take(self, events: list[Event], group: Group) -> None:
+    def _take(self, events: list[Event], group: RankGroup) -> None:
         for event in events:
             if isinstance(event, say.NewsEvent):
                 self._react(event, group)
@@ -253,7 +253,7 @@ class Party:
             self._over = True
             return [say.NewsEvent("lost", self.index, str(error))]
 
-    def _react(self, news: say.NewsEvent, group: Group) -> None:
+    def _react(self, news: say.NewsEvent, group: RankGroup) -> None:
         if news.kind == "joining":
             self._joining = self._joining or StopReason(WorkerError, news.text)
             self._make_room(group)
@@ -271,7 +271,7 @@ class Party:
 
     # ---- after
 
-    def conclude(self, group: Group) -> bool:
+    def conclude(self, group: RankGroup) -> bool:
         """Tell the others how this notebook's ranks ended, hear how theirs did, and say whether all start again."""
         run, self._group = self._run, None
         self._standstill.tell()
@@ -399,7 +399,7 @@ class Party:
             event = self._heard.pop(0)
             if isinstance(event, wanted):
                 found = event
-            elif wanted is say.DoorEvent and isinstance(event, (say.NewsEvent, say.StandEvent)):
+            elif wanted is say.ListenerEvent and isinstance(event, (say.NewsEvent, say.StandEvent)):
                 kept.append(event)
             elif isinstance(event, say.WaitingEvent):
                 self._on_waiting(event)
@@ -452,4 +452,4 @@ class Party:
         self._publisher.flush(force=True)
 
 
-__all__ = ["Party"]
+__all__ = ["NotebookGroup"]

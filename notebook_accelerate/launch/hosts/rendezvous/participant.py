@@ -6,12 +6,12 @@ import torch
 
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
-from notebook_accelerate.launch.hosts.rendezvous.directory import Directory, Seal
+from notebook_accelerate.launch.hosts.rendezvous.directory import Directory, MessageSigner
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.telemetry import Channel
 
 
-class Seat:
+class Participant:
     """What all that the child process does has in common.
 
     Args:
@@ -26,9 +26,9 @@ class Seat:
         left: Names of those that go on after the last decision; empty before it.
     """
 
-    def __init__(self, channel: Channel, order: say.MeetOrder) -> None:
+    def __init__(self, channel: Channel, order: say.RendezvousOrder) -> None:
         self.channel, self.order = channel, order
-        self.seal = Seal(order.secret, order.run_id)
+        self.seal = MessageSigner(order.secret, order.run_id)
         self.node = Node.from_dict({**order.node, "torch": torch.__version__})
         self.connection: stores.Connection | None = None
         self.attempt, self.generation = 0, 0
@@ -61,4 +61,4 @@ class Seat:
         return self.directory.under(self.round_name)
 
 
-__all__ = ["Seat"]
+__all__ = ["Participant"]

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.launch.hosts.rendezvous import membership as rules
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.supervisor.pausable_clock import Elsewhere, Stopwatch
+from notebook_accelerate.launch.supervisor.pausable_clock import Elsewhere, PausableClock
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import Meeting
+    from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import RendezvousClient
     from notebook_accelerate.launch.run import Run
 
 STOPPED, ASKING = "stopped at a breakpoint", "waiting for input"
 
 
-class Standstill:
+class PeerPauses:
     """What this notebook tells the others of its waiting for the user, and hears of theirs.
 
     Args:
@@ -32,10 +32,10 @@ class Standstill:
     """
 
     def __init__(
-        self, run: Run, meeting: Meeting, show: Callable[[str, str], None], shows_all: Callable[[], bool]
+        self, run: Run, meeting: RendezvousClient, show: Callable[[str, str], None], shows_all: Callable[[], bool]
     ) -> None:
         self._run, self._meeting, self._show, self._shows_all = run, meeting, show, shows_all
-        self.stopwatch = Stopwatch()
+        self.stopwatch = PausableClock()
         self._nodes: list[Node] = []
         self._own_ranks = range(0)
         self._told = (False, "")
@@ -46,7 +46,7 @@ class Standstill:
         """Take in who has met; this notebook is ``nodes[index]``."""
         self._nodes, self._own_ranks = nodes, rules.ranks_of(nodes, index)
 
-    def begin(self, stopwatch: Stopwatch) -> None:
+    def begin(self, stopwatch: PausableClock) -> None:
         """Start an attempt, in which nobody waits yet."""
         self.stopwatch, self._told, self._said, self._unsaid = stopwatch, (False, ""), {}, {}
         stopwatch.forget_elsewhere()
@@ -110,4 +110,4 @@ class Standstill:
         return [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
 
 
-__all__ = ["Standstill"]
+__all__ = ["PeerPauses"]

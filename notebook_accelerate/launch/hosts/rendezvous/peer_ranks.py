@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.debug.process_inspection import Look
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.hosts.remote.host_connection import NodeLink, RemoteRank
+from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
 from notebook_accelerate.launch.hosts.remote.host_protocol import StartedEvent
-from notebook_accelerate.launch.hosts.remote.listener import Door
+from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.rendezvous.peer_cells import CellsEvent, ForeignCells
 from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import LADDER
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import NewsEvent
-from notebook_accelerate.launch.processes.rank_process import Hearing, ProcessBackend, RankProcess
+from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event, Stamped
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ VISIT_SECONDS = 20.0
 START_SECONDS = 120.0
 
 
-class GuestRank(RemoteRank):
+class PeerRank(RemoteRank):
     """A rank of another notebook, which stops it by itself and asks its own user."""
 
     asks_here = False
@@ -34,18 +34,18 @@ class GuestRank(RemoteRank):
     def send_signal(self, number: int, *, group: bool = False) -> None:
         """See ``RankProcess.send_signal``; when all stop, each notebook sends its own ranks the signals."""
         link = self._link
-        assert isinstance(link, GuestLink)
+        assert isinstance(link, PeerConnection)
         if number not in LADDER or not link.stopping():
             super().send_signal(number, group=group)
 
     def dated(self, messages: list[Stamped]) -> list[Stamped]:
         """See ``RankProcess.dated``; cells get the names that they have in this notebook."""
-        assert isinstance(self._link, GuestLink)
+        assert isinstance(self._link, PeerConnection)
         cells = self._link.cells
         return [Stamped(stamp, cells.named(event)) for stamp, event in super().dated(messages)]
 
 
-class GuestLink(NodeLink):
+class PeerConnection(HostConnection):
     """The link to another notebook.
 
     Attributes:
@@ -62,11 +62,11 @@ class GuestLink(NodeLink):
         self.cells = ForeignCells(f" of node {node}")
 
     def new_rank(self, event: StartedEvent) -> RemoteRank:
-        """See ``NodeLink.new_rank``."""
-        return GuestRank(self, event.rank, event.pid, event.local_rank)
+        """See ``HostConnection.new_rank``."""
+        return PeerRank(self, event.rank, event.pid, event.local_rank)
 
-    def take(self, event: Event, hearing: Hearing) -> None:
-        """See ``NodeLink.take``."""
+    def take(self, event: Event, hearing: RankListener) -> None:
+        """See ``HostConnection.take``."""
         if isinstance(event, NewsEvent):
             self.react(NewsEvent(event.kind, self.node, f"{self.name}: {event.text}"))
         elif isinstance(event, CellsEvent):
@@ -75,12 +75,12 @@ class GuestLink(NodeLink):
             super().take(event, hearing)
 
     def look(self, rank: int) -> Look:
-        """See ``NodeLink.look``."""
+        """See ``HostConnection.look``."""
         seen = super().look(rank)
         return Look(self.cells.in_text(seen.dump), seen.native)
 
     def disconnect(self) -> None:
-        """See ``NodeLink.disconnect``."""
+        """See ``HostConnection.disconnect``."""
         super().disconnect()
         self.cells.forget()
 
@@ -94,7 +94,7 @@ class Together(ProcessBackend):
         links: To the others, with how many ranks each starts.
     """
 
-    def __init__(self, own: ProcessBackend, node: int, links: Sequence[tuple[GuestLink, int]] = ()) -> None:
+    def __init__(self, own: ProcessBackend, node: int, links: Sequence[tuple[PeerConnection, int]] = ()) -> None:
         super().__init__(own.function, own.arguments)
         self._own, self._node, self._links = own, node, links
 
@@ -119,7 +119,7 @@ class Together(ProcessBackend):
         self._own.close()
 
 
-def receive(door: Door, nodes: Sequence[Node], stopping: Callable[[], bool]) -> dict[int, GuestLink]:
+def receive(door: HostListener, nodes: Sequence[Node], stopping: Callable[[], bool]) -> dict[int, PeerConnection]:
     """Wait for the calls of the other notebooks and return the link to each that called, by its index.
 
     Args:
@@ -127,7 +127,7 @@ def receive(door: Door, nodes: Sequence[Node], stopping: Callable[[], bool]) -> 
         nodes: All, in order; this is the first.
         stopping: Whether this notebook is to stop waiting.
     """
-    links: dict[int, GuestLink] = {}
+    links: dict[int, PeerConnection] = {}
     deadline = time.monotonic() + VISIT_SECONDS
     gone: set[int] = set()
     while len(links) + len(gone) < len(nodes) - 1 and time.monotonic() < deadline and not stopping():
@@ -142,7 +142,7 @@ def receive(door: Door, nodes: Sequence[Node], stopping: Callable[[], bool]) -> 
         ):
             visitor.channel.close()
             continue
-        link = GuestLink(visitor.channel, index, nodes[index].host)
+        link = PeerConnection(visitor.channel, index, nodes[index].host)
         try:
             link.measure_clock()
             links[index] = link
@@ -151,4 +151,4 @@ def receive(door: Door, nodes: Sequence[Node], stopping: Callable[[], bool]) -> 
     return links
 
 
-__all__ = ["GuestLink", "GuestRank", "Together", "receive"]
+__all__ = ["PeerConnection", "PeerRank", "Together", "receive"]

@@ -18,7 +18,7 @@ MAX_WAITING = 64 << 20
 FAREWELL_SECONDS = 5.0
 
 
-class Tap(Relay):
+class RankMirror(Relay):
     """The stream to the first notebook, for one attempt.
 
     Args:
@@ -93,4 +93,4 @@ class Tap(Relay):
 LADDER = (signal.SIGINT, signal.SIGTERM)
 """Signals with which every notebook stops its own ranks."""
 
-__all__ = ["LADDER", "Tap"]
+__all__ = ["LADDER", "RankMirror"]

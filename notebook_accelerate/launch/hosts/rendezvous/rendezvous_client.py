@@ -30,7 +30,7 @@ LEAVE_SECONDS = 3.0
 """How long it may take to say that this notebook leaves before."""
 
 
-class Meeting:
+class RendezvousClient:
     """The child process of one run.
 
     Args:
@@ -93,7 +93,7 @@ def shared_secret(config: LaunchConfig) -> str:
     return str((config.rdzv_conf or {}).get("secret") or os.environ.get(SECRET_VARIABLE, ""))
 
 
-def _order(config: LaunchConfig, plan: LaunchPlan) -> say.MeetOrder:
+def _order(config: LaunchConfig, plan: LaunchPlan) -> say.RendezvousOrder:
     settings: dict[str, Any] = {k: v for k, v in (config.rdzv_conf or {}).items() if k != "secret"}
     address, port = config.meeting_point
     node = Node(
@@ -107,10 +107,10 @@ def _order(config: LaunchConfig, plan: LaunchPlan) -> say.MeetOrder:
         min_nodes=config.min_nodes or config.num_nodes,
         max_restarts=config.max_restarts,
     )
-    return say.MeetOrder(
+    return say.RendezvousOrder(
         config.rdzv_backend, address, port, config.rdzv_id, config.num_nodes, node.as_dict(), settings,
         shared_secret(config),
     )  # fmt: skip
 
 
-__all__ = ["SECRET_VARIABLE", "Meeting", "shared_secret"]
+__all__ = ["SECRET_VARIABLE", "RendezvousClient", "shared_secret"]

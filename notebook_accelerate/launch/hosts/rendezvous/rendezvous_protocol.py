@@ -9,7 +9,7 @@ from notebook_accelerate.telemetry import Event
 
 
 @dataclass(slots=True)
-class MeetOrder(Event):
+class RendezvousOrder(Event):
     """The first message down: where to meet, as what, and how long to wait.
 
     ``node`` is a `nodes.Node` as a dict, less what the child finds out; ``settings`` is `rdzv_conf` without the secret.
@@ -37,7 +37,7 @@ class JoinOrder(Event):
 
 
 @dataclass(slots=True)
-class DoorEvent(Event):
+class ListenerEvent(Event):
     """Where the first notebook can be called, for the attempt at hand: told by it, and heard by the others."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -177,15 +177,15 @@ class LeaveOrder(Event):
 __all__ = [
     "BrokenEvent",
     "DecisionEvent",
-    "DoorEvent",
     "EndOrder",
     "JoinOrder",
     "LeaveOrder",
-    "MeetOrder",
+    "ListenerEvent",
     "MetEvent",
     "NewsEvent",
     "NewsOrder",
     "NoteEvent",
+    "RendezvousOrder",
     "StandEvent",
     "StandOrder",
     "WaitingEvent",

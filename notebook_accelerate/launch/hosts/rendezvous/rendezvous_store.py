@@ -15,12 +15,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from notebook_accelerate.launch.hosts.rendezvous.directory import Seal, SealedBackend
+from notebook_accelerate.launch.hosts.rendezvous.directory import MessageSigner, SignedBackend
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-    from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import MeetOrder
+    from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import RendezvousOrder
 
 JOIN_SECONDS = 600.0
 BACKLOG = 4096
@@ -67,19 +67,19 @@ class PortTakenError(Exception):
     """The port of the rendezvous is taken on the machine that must listen on it."""
 
 
-def join_seconds(order: MeetOrder) -> float:
+def join_seconds(order: RendezvousOrder) -> float:
     """Return how long the others are waited for."""
     settings = order.settings
     return float(settings.get("join_timeout", settings.get("timeout", JOIN_SECONDS)))
 
 
-def keep_alive(order: MeetOrder) -> tuple[float, float]:
+def keep_alive(order: RendezvousOrder) -> tuple[float, float]:
     """Return the seconds between two signs of life, and those without one after which a node is lost."""
     interval = float(order.settings.get("keep_alive_interval", 5))
     return interval, interval * float(order.settings.get("keep_alive_max_attempt", 3))
 
 
-def connect(order: MeetOrder) -> Connection:
+def connect(order: RendezvousOrder) -> Connection:
     """Host the store or find it, waiting as long as the join timeout says.
 
     Raises:
@@ -96,7 +96,7 @@ def connect(order: MeetOrder) -> Connection:
     return Connection(store, hosting=False)
 
 
-def host(address: str, listener: socket.socket, order: MeetOrder) -> Any:
+def host(address: str, listener: socket.socket, order: RendezvousOrder) -> Any:
     """Return a store that listens on ``listener``; torch by itself would listen on every interface."""
     port = listener.getsockname()[1]
     return TCPStore(
@@ -105,7 +105,7 @@ def host(address: str, listener: socket.socket, order: MeetOrder) -> Any:
     )  # fmt: skip
 
 
-def _listener(order: MeetOrder) -> socket.socket | None:
+def _listener(order: RendezvousOrder) -> socket.socket | None:
     """Return a socket that listens where the notebooks meet; None where another notebook has it."""
     is_host = order.settings.get("is_host")
     must = order.backend == "static" and order.node["node_rank"] == 0
@@ -142,7 +142,9 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def handler(order: MeetOrder, seal: Seal, run_id: str, least: int, most: int, *, hosting: bool) -> RendezvousHandler:
+def handler(
+    order: RendezvousOrder, seal: MessageSigner, run_id: str, least: int, most: int, *, hosting: bool
+) -> RendezvousHandler:
     """Return torch's own handler for one rendezvous of at least ``least`` and at most ``most`` nodes."""
     conf: dict[str, Any] = {k: int(float(v)) for k, v in order.settings.items() if k.endswith(("_timeout", "_attempt"))}
     conf["join_timeout"] = int(join_seconds(order)) + 60  # the child's own, which says who is missing, comes first
@@ -156,7 +158,7 @@ def handler(order: MeetOrder, seal: Seal, run_id: str, least: int, most: int, *,
         return get_rendezvous_handler(parameters)
     parameters.config.update(conf, is_host=hosting, store_type="tcp")
     backend, store = c10d_rendezvous_backend.create_backend(parameters)
-    return dynamic_rendezvous.create_handler(store, SealedBackend(backend, seal), parameters)
+    return dynamic_rendezvous.create_handler(store, SignedBackend(backend, seal), parameters)
 
 
 def way_to(address: str, port: int) -> tuple[str, str]:

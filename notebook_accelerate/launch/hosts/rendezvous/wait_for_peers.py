@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import Standstill
+    from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
     from notebook_accelerate.launch.output.rank_output import Publisher
-    from notebook_accelerate.launch.supervisor.pausable_clock import Stopwatch
+    from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
     from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 
 
-class Lobby:
+class PeerWait:
     """Stands in for the group while there is none: before the ranks start, and after they have ended.
 
     Args:
@@ -23,26 +23,26 @@ class Lobby:
             was waited for must be seen by whoever waits next.
     """
 
-    def __init__(self, publisher: Publisher, standstill: Standstill) -> None:
+    def __init__(self, publisher: Publisher, standstill: PeerPauses) -> None:
         self._publisher, self._standstill = publisher, standstill
         self.stop_reason: StopReason | None = None
 
     @property
-    def stopwatch(self) -> Stopwatch:
-        """See ``Group``: ranks are paused, or go on, in the moment in which they have not begun or have ended."""
+    def stopwatch(self) -> PausableClock:
+        """See ``RankGroup``: ranks are paused, or go on, in the moment in which they have not begun or have ended."""
         return self._standstill.stopwatch
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """See ``Group.stop``."""
+        """See ``RankGroup.stop``."""
         self.stop_reason = self.stop_reason or reason
 
     def show_under(self, cell: object) -> None:
-        """See ``Group.show_under``."""
+        """See ``RankGroup.show_under``."""
         self._publisher.flush(force=True)
         self._publisher.show_under(cell)
 
     def interrupt(self, ranks: object) -> None:
-        """See ``Group.interrupt``: there is nobody."""
+        """See ``RankGroup.interrupt``: there is nobody."""
 
 
-__all__ = ["Lobby"]
+__all__ = ["PeerWait"]
