@@ -40,15 +40,13 @@ def proportional_memory(pid: int) -> int:
 
 
 class GpuReader:
-    """Reads utilisation and per-process memory of NVIDIA GPUs through NVML; quiet where there is none."""
+    """Reads utilisation and per-process memory of NVIDIA GPUs through NVML; without a driver, there are none."""
 
     def __init__(self) -> None:
+        import pynvml
+
         self._nvml: Any = None
-        try:
-            import pynvml
-        except ImportError:
-            return
-        with contextlib.suppress(Exception):  # NVMLError: no driver, no GPU
+        with contextlib.suppress(pynvml.NVMLError):  # no driver
             pynvml.nvmlInit()
             self._nvml = pynvml
 
@@ -66,7 +64,7 @@ class GpuReader:
         return found
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Shut NVML down."""
         if self._nvml is not None:
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlShutdown()

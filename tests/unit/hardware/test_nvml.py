@@ -1,4 +1,4 @@
-"""The calls into NVIDIA's library, against a library of the same interface with two GPUs in it."""
+"""GPUs read through pynvml, from a library with the interface of NVIDIA's NVML and two GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _with(library: Path, code: str, **variables: str) -> str:
+def _run(library: Path, code: str, **variables: str) -> str:
+    """Return what ``code`` prints in a process that loads ``library`` as NVML."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=False,
@@ -39,7 +40,7 @@ def _with(library: Path, code: str, **variables: str) -> str:
 
 def test_gpus_are_described_in_full(library: Path) -> None:
     code = "from notebook_accelerate.hardware import nvml; print(nvml.count(), *nvml.gpus(), sep='\\n')"
-    count, first, second = _with(library, code).splitlines()
+    count, first, second = _run(library, code).splitlines()
     assert count == "2"
     assert first == str(
         nvml.Gpu(
@@ -52,6 +53,7 @@ def test_gpus_are_described_in_full(library: Path) -> None:
         )
     )
     assert "RTX 4090" in second
+    assert "memory_bytes=0" in second, "NVML reports no size for memory that a GPU shares"
 
 
 def test_names_and_driver_decide_on_peer_to_peer(library: Path) -> None:
@@ -61,22 +63,38 @@ def test_names_and_driver_decide_on_peer_to_peer(library: Path) -> None:
         "print(get_gpu_info(), get_driver_version(), peers())"
     )
     names = ["NVIDIA GeForce RTX 4080", "NVIDIA GeForce RTX 4090"]
-    assert _with(library, code) == f"{(names, 2)} 535.104.05 False"
+    assert _run(library, code) == f"{(names, 2)} 535.104.05 False"
+
+
+def test_utilisation_and_memory_are_read_per_process(library: Path) -> None:
+    code = (
+        "from notebook_accelerate.telemetry.sampler import GpuReader\n"
+        "reader = GpuReader(); print(reader.read()); reader.close()"
+    )
+    assert _run(library, code) == str({100: (40.0, 1 << 30), 101: (41.0, 1 << 30)})
+
+
+def test_the_package_imports_no_pynvml(library: Path) -> None:
+    code = (
+        "import sys, notebook_accelerate\nfrom notebook_accelerate.hardware import feature_checks, gpus, nvml\n"
+        "print('pynvml' in sys.modules, nvml.count(), 'pynvml' in sys.modules)"
+    )
+    assert _run(library, code) == "False 2 True"
 
 
 @pytest.mark.parametrize(("visible", "index"), [("1,0", "1"), ("GPU-1", "1"), ("0", "0"), ("7", "None")])
 def test_the_first_visible_gpu_is_found(library: Path, visible: str, index: str) -> None:
     code = "from notebook_accelerate.hardware import gpus; g = gpus.visible_gpu(0); print(g and g.index)"
-    assert _with(library, code, CUDA_VISIBLE_DEVICES=visible) == index
+    assert _run(library, code, CUDA_VISIBLE_DEVICES=visible) == index
 
 
 def test_uuids_restrict_what_is_visible(library: Path) -> None:
     code = "from notebook_accelerate.hardware.device_counts import _visible_cuda as v; print(v('GPU-1,GPU-0,GPU-9', 2))"
-    assert _with(library, code) == "2"
+    assert _run(library, code) == "2"
 
 
 @pytest.mark.skipif(nvml.count() is not None, reason="this machine has an NVIDIA driver")
-def test_without_a_driver_there_is_nothing() -> None:
+def test_without_a_driver_there_are_no_gpus() -> None:
     assert (nvml.gpus(), nvml.driver_version()) == ([], None)
     assert gpus.get_gpu_info() == ([], 0)
     assert gpus.check_cuda_p2p_ib_support() is True
