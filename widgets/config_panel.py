@@ -254,8 +254,8 @@ class ConfigPanel:
 
     def _plan(self, config: LaunchConfig) -> LaunchPlan:
         if runs_inline(config, self.hardware):
-            return launch.plan(config, self.hardware, KernelFacts(environment=os.environ))
-        return launch.plan(config, self.hardware, self._facts())
+            return launch.make_plan(config, self.hardware, KernelFacts(environment=os.environ))
+        return launch.make_plan(config, self.hardware, self._facts())
 
     def _facts(self) -> KernelFacts:
         if self._facts_of_kernel is not None:

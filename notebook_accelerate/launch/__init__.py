@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, plan
+from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.launch.run import Attempt, RankInfo, Run
 from notebook_accelerate.launch.run_registry import runs, shutdown
 from notebook_accelerate.launch.start import start
 
-__all__ = ["Attempt", "KernelFacts", "LaunchPlan", "RankInfo", "Report", "Run", "plan", "runs", "shutdown", "start"]
+__all__ = [
+    "Attempt",
+    "KernelFacts",
+    "LaunchPlan",
+    "RankInfo",
+    "Report",
+    "Run",
+    "make_plan",
+    "runs",
+    "shutdown",
+    "start",
+]

@@ -18,7 +18,7 @@ from notebook_accelerate.launch import run_display, run_registry
 from notebook_accelerate.launch.output.rank_output import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.plan import ports
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard
-from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, plan, runs_inline
+from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan, runs_inline
 from notebook_accelerate.launch.processes import inline, process_backend
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.state import error_messages
@@ -58,7 +58,7 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
     machine = hardware.detect()
     if runs_inline(config, machine):
         facts = KernelFacts(environment=os.environ)
-        run._planned(plan(config, machine, facts))
+        run._planned(make_plan(config, machine, facts))
         try:
             run_registry.add(run)
             _announce(run, publisher_for(run.id))
@@ -227,7 +227,7 @@ class _Launcher:
             can_fork=hasattr(os, "fork"),
             environment=os.environ,
         )
-        launch_plan = plan(run.config, machine, facts)
+        launch_plan = make_plan(run.config, machine, facts)
         run_registry.check_devices(run, launch_plan)
         if launch_plan.world_size > 1 and not launch_plan.where:
             launch_plan = replace(launch_plan, port=self._port(launch_plan))

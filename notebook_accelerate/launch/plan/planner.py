@@ -86,7 +86,7 @@ class LaunchPlan:
         return " · ".join(parts)
 
 
-def plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> LaunchPlan:
+def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> LaunchPlan:
     """Return how ``config`` will be launched on ``hardware`` from a kernel with ``facts``.
 
     Raises:
@@ -205,7 +205,7 @@ def joined(
 
 def runs_inline(config: LaunchConfig, hardware: HardwareInfo) -> bool:
     """Whether ``config`` is for the kernel's own process; that needs no look at whether the kernel can be forked."""
-    return plan(config, hardware, KernelFacts(environment={})).start_method == "inline"
+    return make_plan(config, hardware, KernelFacts(environment={})).start_method == "inline"
 
 
 def _accelerator(config: LaunchConfig, hardware: HardwareInfo) -> tuple[str, int]:

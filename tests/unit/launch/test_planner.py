@@ -8,7 +8,14 @@ import pytest
 
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
-from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, joined, plan, rank_environment, runs_inline
+from notebook_accelerate.launch.plan.planner import (
+    KernelFacts,
+    LaunchPlan,
+    joined,
+    make_plan,
+    rank_environment,
+    runs_inline,
+)
 
 GIB = 1 << 30
 
@@ -22,7 +29,7 @@ def _machine(accelerator: str = "cpu", count: int = 0, cpu_count: int = 8) -> Ha
 def _plan(machine: HardwareInfo | None = None, hazard: str = "", can_fork: bool = True, **values: Any) -> LaunchPlan:
     environment = values.pop("environment", {})
     facts = KernelFacts(fork_hazard=hazard, can_fork=can_fork, environment=environment)
-    return plan(LaunchConfig(**values), machine or _machine(), facts)
+    return make_plan(LaunchConfig(**values), machine or _machine(), facts)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_launcher
 from notebook_accelerate.hardware import HardwareInfo
-from notebook_accelerate.launch import KernelFacts, plan
+from notebook_accelerate.launch import KernelFacts, make_plan
 from notebook_accelerate.launch.hosts.ray import ray_actor
 from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, at_home, interface_of
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
@@ -31,11 +31,11 @@ MACHINE = HardwareInfo(
 
 def test_the_plan_says_where_and_never_is_inline() -> None:
     facts = KernelFacts(fork_hazard="something", environment={"OMP_NUM_THREADS": "3"})
-    planned = plan(LaunchConfig(num_processes=8, on="ray"), MACHINE, facts)
+    planned = make_plan(LaunchConfig(num_processes=8, on="ray"), MACHINE, facts)
     assert planned.start_method == "ray"
     assert planned.sentence().startswith("8 processes on a Ray cluster · ray (as asked: on='ray')")
     assert (planned.world_size, planned.loopback, planned.port) == (8, "", 0)
-    one = plan(LaunchConfig(on=RayCluster(cpus=4, gpus=0)), MACHINE, facts)
+    one = make_plan(LaunchConfig(on=RayCluster(cpus=4, gpus=0)), MACHINE, facts)
     assert (one.start_method, one.num_processes, one.threads, one.accelerator) == ("ray", 1, 4, "cpu")
 
 
