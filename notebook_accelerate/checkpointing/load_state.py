@@ -192,7 +192,7 @@ def _load_all(
 ) -> None:
     names = capture.names_in(folder, None if manifest is None else list(manifest.files))
     if writes_itself(accelerator.strategy):
-        accelerator.strategy.load_state(accelerator, folder, models=models, **model_options)
+        accelerator.strategy.load_state(folder, models=models, **model_options)
     else:
         for index, model in enumerate(models):
             load_model(model, _model_path(folder, index, names), model_options)

@@ -198,14 +198,14 @@ def _collect(
         hook(accelerator._models, weights, str(place.staging))
     files = [rank_file(accelerator)]
     if writes_in_parts(strategy):
-        files = strategy_files(strategy.state_parts(accelerator, safe, **options)) + files
+        files = strategy_files(strategy.state_parts(safe, **options)) + files
     elif writes_itself(strategy):
         if not blocking:
             warn_once(
                 f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
                 "the foreground; the rest is written in the background."
             )
-        strategy.save_state(accelerator, place.staging, safe_serialization=safe, **options)
+        strategy.save_state(place.staging, safe_serialization=safe, **options)
     if accelerator.is_main_process or (place.commits and accelerator.project_configuration.save_on_each_node):
         files += model_files(weights, safe)
         files += training_files(accelerator, with_optimizers=not writes_itself(strategy))

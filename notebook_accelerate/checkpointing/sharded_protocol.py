@@ -38,11 +38,10 @@ class Part(Protocol):
 class WritesInParts(Protocol):
     """A strategy whose pieces can be written later, by a thread."""
 
-    def state_parts(self, accelerator: Any, safe_serialization: bool, **options: Any) -> Sequence[Part]:
+    def state_parts(self, safe_serialization: bool, **options: Any) -> Sequence[Part]:
         """Return what this rank writes of models and optimizers; every rank calls it.
 
         Args:
-            accelerator: The Accelerator.
             safe_serialization: Prefer safetensors.
             options: What the user gave `save_state` beyond its own arguments.
 
@@ -58,23 +57,21 @@ class OwnsCheckpoint(Protocol):
     checkpoint_layout: str
     """Name of the layout, recorded in the manifest: a checkpoint is loaded by the layout that wrote it."""
 
-    def save_state(self, accelerator: Any, folder: Path, safe_serialization: bool, **options: Any) -> None:
+    def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
         """Write models and optimizers into a folder, in files of any name, at once; every rank calls it.
 
         A strategy that can leave the writing to a thread has `state_parts` instead.
 
         Args:
-            accelerator: The Accelerator.
             folder: A staging folder that exists and that all ranks of a file system share.
             safe_serialization: Prefer safetensors.
             options: What the user gave `save_state` beyond its own arguments.
         """
 
-    def load_state(self, accelerator: Any, folder: Path, models: list[Any], **options: Any) -> None:
+    def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
         """Read models and optimizers from a folder; every rank calls it.
 
         Args:
-            accelerator: The Accelerator.
             folder: The checkpoint, verified.
             models: The prepared models that no hook has loaded.
             options: What the user gave `load_state` beyond its own arguments.

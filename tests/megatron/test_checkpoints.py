@@ -80,7 +80,7 @@ def without_its_manifest(case: Case) -> list[tuple[float, float]]:
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         assert case.start is not None
-        accelerator.strategy.load_state(accelerator, Path(case.start), models=[model])
+        accelerator.strategy.load_state(Path(case.start), models=[model])
         found = steps(case, accelerator, model, optimizer, loader)
         accelerator.end_training()
     return found

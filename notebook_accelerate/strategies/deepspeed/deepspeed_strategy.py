@@ -412,11 +412,10 @@ class DeepSpeedStrategy(EngineStrategy):
             )
         return engine._zero3_consolidated_16bit_state_dict() or {}
 
-    def save_state(self, accelerator: Any, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
+    def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
         """Write the engine into a folder, in DeepSpeed's own files; every rank must call this.
 
         Args:
-            accelerator: The Accelerator.
             folder: A folder that all ranks share.
             safe_serialization: Not used: the formats are DeepSpeed's.
             options: As for the engine's `save_checkpoint`.
@@ -424,11 +423,10 @@ class DeepSpeedStrategy(EngineStrategy):
         if self.engine is not None:
             zero_checkpoint.save_engine(self.engine.engine, folder, options)
 
-    def load_state(self, accelerator: Any, folder: Path, models: list[Any], **options: Any) -> None:
+    def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
         """Read the engine from a folder; every rank must call this.
 
         Args:
-            accelerator: The Accelerator.
             folder: The checkpoint.
             models: The prepared models that no hook has loaded.
             options: As for the engine's `load_checkpoint`; `strict` says whether names must be those of the model.

@@ -419,11 +419,10 @@ class MegatronLMStrategy(EngineStrategy):
             return model_parts.whole_state(self.engine)
         return super().model_state_dict(model, unwrap)
 
-    def save_state(self, accelerator: Any, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
+    def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
         """Write the engine into a folder, in megatron-core's files; every rank must call this.
 
         Args:
-            accelerator: The Accelerator.
             folder: A folder that all ranks share.
             safe_serialization: Not used: the formats are megatron-core's.
             options: None is known.
@@ -436,11 +435,10 @@ class MegatronLMStrategy(EngineStrategy):
         if self.engine is not None:
             megatron_checkpoint.save(self.engine, folder)
 
-    def load_state(self, accelerator: Any, folder: Path, models: list[Any], **options: Any) -> None:
+    def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
         """Read the engine from a folder, written with these or other degrees; every rank must call this.
 
         Args:
-            accelerator: The Accelerator.
             folder: The checkpoint.
             models: The prepared models that no hook has loaded.
             options: `strict`: whether the names must be those of the model.

@@ -232,11 +232,10 @@ class ShardedStrategy(Strategy):
             else super().model_state_dict(model, unwrap)
         )
 
-    def state_parts(self, accelerator: Any, safe_serialization: bool = True, **options: Any) -> list[StatePart]:
+    def state_parts(self, safe_serialization: bool = True, **options: Any) -> list[StatePart]:
         """Return what this rank writes of models and optimizers; every rank must call this.
 
         Args:
-            accelerator: The Accelerator.
             safe_serialization: Not used: the formats are torch's.
             options: None is known.
 
@@ -255,11 +254,10 @@ class ShardedStrategy(Strategy):
             parts += fsdp_checkpoint.optimizer_parts(optimizer.optimizer, self._model_of(optimizer), index, kind)
         return parts
 
-    def load_state(self, accelerator: Any, folder: Path, models: list[Any], **options: Any) -> None:
+    def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
         """Read models and optimizers from a folder; every rank must call this.
 
         Args:
-            accelerator: The Accelerator.
             folder: The checkpoint.
             models: The prepared models that no hook has loaded.
             options: `strict`: whether the names must be those of the models.
