@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.checkpointing.load_state import load_model, load_state
-    from notebook_accelerate.checkpointing.save_model import load, read_weights, save, save_model, write_weights
-    from notebook_accelerate.checkpointing.save_state import save_state, wait_for_saves
+    from notebook_accelerate.checkpointing.model_weights import load, read_weights, save, save_model, write_weights
     from notebook_accelerate.checkpointing.sharded_state_dict import shard_checkpoint
+    from notebook_accelerate.checkpointing.state_loading import load_model, load_state
+    from notebook_accelerate.checkpointing.state_saving import save_state, wait_for_saves
     from notebook_accelerate.checkpointing.tied_tensors import clean_state_dict_for_safetensors
 
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checkpointing.load_state": ("load_model", "load_state"),
-    "checkpointing.save_model": ("load", "read_weights", "save", "save_model", "write_weights"),
-    "checkpointing.save_state": ("save_state", "wait_for_saves"),
+    "checkpointing.state_loading": ("load_model", "load_state"),
+    "checkpointing.model_weights": ("load", "read_weights", "save", "save_model", "write_weights"),
+    "checkpointing.state_saving": ("save_state", "wait_for_saves"),
     "checkpointing.sharded_state_dict": ("shard_checkpoint",),
     "checkpointing.tied_tensors": ("clean_state_dict_for_safetensors",),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.checkpointing import checkpoint_writer, rank_agreement, save_state, wait_for_saves
+from notebook_accelerate.checkpointing import checkpoint_writer, rank_agreement, state_saving, wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import Snapshots
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training_config import ProjectConfiguration
@@ -89,20 +89,20 @@ def fail_on_rank_one(folder: str, blocking: bool) -> str:
     training.accelerator.save_state(folder)
     before = training.weights()
     training.epoch()
-    write = checkpoint_writer.files.write
+    write = checkpoint_writer.tensor_files.write
 
     def broken(value: Any, path: Path) -> None:
         if training.accelerator.process_index == 1:
             raise OSError(28, "No space left on device")
         write(value, path)
 
-    checkpoint_writer.files.write = broken  # type: ignore[assignment]
+    checkpoint_writer.tensor_files.write = broken  # type: ignore[assignment]
     try:
         training.accelerator.save_state(folder, blocking=blocking)
         training.accelerator.end_training()
     except CheckpointError as error:
         message = str(error)
-    checkpoint_writer.files.write = write  # type: ignore[assignment]
+    checkpoint_writer.tensor_files.write = write  # type: ignore[assignment]
     training.accelerator.load_state(folder)
     assert same(training.weights(), before)
     assert not list(Path(folder).glob(".*"))
@@ -151,16 +151,16 @@ def dies_while_writing(folder: str) -> None:
     training.accelerator.save_state(folder)
     rank, pid = training.accelerator.process_index, os.getpid()
     victim = gather_object([pid])[1]
-    write = checkpoint_writer.files.write
+    write = checkpoint_writer.tensor_files.write
 
     def killed(value: Any, path: Path) -> None:
         if rank == 1:
             os.kill(pid, signal.SIGKILL)
         write(value, path)
 
-    checkpoint_writer.files.write = killed  # type: ignore[assignment]
+    checkpoint_writer.tensor_files.write = killed  # type: ignore[assignment]
     training.accelerator.save_state(folder, blocking=False)
-    pending = save_state._pending[-1]
+    pending = state_saving._pending[-1]
     pending.join()
     assert rank == 0
     assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)

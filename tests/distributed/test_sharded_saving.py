@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from notebook_accelerate.checkpointing import save_state, wait_for_saves
+from notebook_accelerate.checkpointing import state_saving, wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError
@@ -60,9 +60,9 @@ def waits_for_nothing(folder: str) -> tuple[str, int]:
     groups = []
     for index in range(3):
         training.accelerator.save_state(f"{folder}_{index}", blocking=False)
-        groups.append(save_state._pending[-1].group)
+        groups.append(state_saving._pending[-1].group)
         training.step()
-    thread = save_state._pending[-1].thread
+    thread = state_saving._pending[-1].thread
     assert thread is not None
     assert groups[0] is not None
     assert groups[0] is not dist.group.WORLD
@@ -159,7 +159,7 @@ def killed(folder: str, at: str) -> None:
         target, name = (shard_files.SummedStream, "write") if at == "writing" else (Snapshot, "finish")
         pytest.MonkeyPatch().setattr(target, name, die)
     training.accelerator.save_state(folder, blocking=False)
-    pending = save_state._pending[-1]
+    pending = state_saving._pending[-1]
     pending.join()
     assert training.accelerator.process_index == 0
     assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.checkpointing import save_state
+from notebook_accelerate.checkpointing import state_saving
 from notebook_accelerate.errors import BrokenCheckpointError
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import ShardedTraining
@@ -40,7 +40,7 @@ def save_until_killed(folder: str, place: str) -> None:
     if training.accelerator.process_index == rank:
         sys.addaudithook(audit)
     training.accelerator.save_state(f"{folder}/second", blocking=False)
-    save_state._pending[-1].join()
+    state_saving._pending[-1].join()
     assert training.accelerator.process_index != rank
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
-from notebook_accelerate.checkpointing import save_state, wait_for_saves
+from notebook_accelerate.checkpointing import state_saving, wait_for_saves
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
@@ -143,7 +143,7 @@ def dies_while_uploading(folder: str, after: int) -> None:
 
     RemotePath.upload = killed  # type: ignore[method-assign]
     training.accelerator.save_state(folder, blocking=False)
-    pending = save_state._pending[-1]
+    pending = state_saving._pending[-1]
     pending.join()
     assert rank == 0
     assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)

@@ -28,7 +28,7 @@ from tests.support.trainings import Training, same
 def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Return what holds the writing thread until it is opened."""
     gate = Gate(tensor_files.write)
-    monkeypatch.setattr(checkpoint_writer.files, "write", gate)
+    monkeypatch.setattr(checkpoint_writer.tensor_files, "write", gate)
     return gate
 
 
@@ -85,7 +85,7 @@ def test_an_error_is_said_at_once_and_raised_by_the_next_call(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_writer.files, "write", full)
+    monkeypatch.setattr(checkpoint_writer.tensor_files, "write", full)
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     with pytest.raises(CheckpointError, match=r"disk is full, .* MB are free. What was there before is unchanged"):
         training.accelerator.end_training()
@@ -229,7 +229,7 @@ def test_an_interrupted_save_leaves_the_one_before_and_no_error_for_the_next(
     before = training.weights()
     training.epoch()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer.files, "write", _interrupted)
+        patch.setattr(checkpoint_writer.tensor_files, "write", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.accelerator.save_state(str(tmp_path / "out"))
     assert not list((tmp_path / "out").glob(".*"))

@@ -14,8 +14,8 @@ from notebook_accelerate.checkpointing.checkpoint_stores import Reading, store_o
 from notebook_accelerate.checkpointing.manifest import Manifest, broken, faults, read_manifest
 from notebook_accelerate.checkpointing.rank_agreement import agree
 from notebook_accelerate.checkpointing.rng_states import restore_rng_state
-from notebook_accelerate.checkpointing.save_state import wait_for_saves
 from notebook_accelerate.checkpointing.sharded_protocol import WHOLE, layout_of, schedules_to_save, writes_itself
+from notebook_accelerate.checkpointing.state_saving import wait_for_saves
 from notebook_accelerate.checkpointing.tensor_files import read
 from notebook_accelerate.checkpointing.tied_tensors import add_tied_names
 from notebook_accelerate.collectives.collective_watchdog import meet
