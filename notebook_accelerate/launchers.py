@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from notebook_accelerate import hardware, launch
+from notebook_accelerate import launch
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.output.rank_output import running_kernel
 from notebook_accelerate.launch.processes.zygote import warm_up
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
+
+def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a launcher take the arguments that the caller leaves out from ``config``.
+
+    An argument that the caller passes wins, also where it equals the parameter's default.
+
+    Args:
+        launcher: A function with a keyword argument ``config``.
+
+    Returns:
+        The function with the same signature.
+
+    Raises:
+        ValueError: ``config`` is not a LaunchConfig.
+    """
+    names = list(inspect.signature(launcher).parameters)
+
+    @functools.wraps(launcher)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        config = kwargs.get("config")
+        if config is None:
+            return launcher(*args, **kwargs)
+        if not isinstance(config, LaunchConfig):
+            raise ValueError(f"config={config!r} is not allowed; pass a LaunchConfig")
+        omitted = set(names[len(args) :]).intersection(LaunchConfig.__dataclass_fields__) - kwargs.keys()
+        kwargs.update({name: getattr(config, name) for name in omitted})
+        return launcher(*args, **kwargs)
+
+    return wrapped
+
+
+@_defaults_from_config
 def notebook_launcher(
     function: Callable[..., Any],
     args: Iterable[Any] = (),
@@ -45,82 +81,68 @@ def notebook_launcher(
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
 
     Args:
-        function: What every rank runs; it may be defined in a cell.
+        function: The function that every rank runs; it may be defined in a cell.
         args: Its positional arguments.
-        num_processes: Ranks on this machine; None means one per accelerator, or one.
-        mixed_precision: "no", "fp16", "bf16" or "fp8", for every ``Accelerator()`` that does not ask for its own.
-        use_port: Port of the process group; another free one is found when it is taken; 0 means any.
+        num_processes: Ranks on this machine; None: one per accelerator, or one where there is none.
+        mixed_precision: "no", "fp16", "bf16" or "fp8", for every ``Accelerator()`` that sets no precision of its own.
+        use_port: Port of the process group; if it is taken, another free one is used; 0: any free port.
         master_addr: Address of the machine with rank 0.
-        node_rank: Index of this notebook among those that run this cell together.
+        node_rank: Index of this notebook among the notebooks of the run.
         num_nodes: Notebooks that run this cell together, on one machine or several; each starts its own ranks.
-        rdzv_backend: "static" (each notebook says which it is, with ``node_rank``) or "c10d" (in the order they come).
-        rdzv_endpoint: host:port where the notebooks meet; empty means master_addr:use_port.
+        rdzv_backend: "static" (each notebook passes its ``node_rank``) or "c10d" (numbered in the order they join).
+        rdzv_endpoint: host:port of the rendezvous; empty means master_addr:use_port.
         rdzv_conf: Settings of the rendezvous by torch's names, in seconds: "join_timeout" (600), "last_call_timeout"
             (30), "keep_alive_interval" (5; a notebook is lost after "keep_alive_max_attempt" (3) of them), ...; and
-            "secret": a text that all notebooks share (or the variable NOTEBOOK_ACCELERATE_SECRET), with which the first
-            one shows the ranks of all.
+            "secret": a text that all notebooks share (or the variable NOTEBOOK_ACCELERATE_SECRET), which lets the
+            first notebook show the ranks of all.
         rdzv_id: Name of the run in the rendezvous.
-        max_restarts: How often the whole group is started again after a failure.
-        monitor_interval: Seconds between two looks at ranks where the system cannot tell when a process ends.
+        max_restarts: How often the whole group is restarted after a failure.
+        monitor_interval: Seconds between two checks of the ranks on systems that do not report the end of a process.
         log_line_prefix_template: Label of every line; ${role_name}, ${rank} and ${local_rank} are filled in.
         block: Whether to return when the run has ended, or as soon as it has started.
         start_method: "auto", "inline", "fork", "zygote" or "spawn".
-        panel: Whether the launch shows itself in the cell: "auto", True or False.
+        panel: Whether the launch shows a panel in the cell: "auto", True or False.
         timeout: Seconds for the whole run.
-        hang_timeout: Seconds without a sign of life from any rank before the run is ended.
+        hang_timeout: Seconds without output, metric or progress from any rank before the run is ended.
         env: Environment variables for the ranks, over the kernel's.
-        debug: Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line.
-        min_nodes: Notebooks that are enough to go on with: where others are lost, the group starts again with those
-            that are left (needs "c10d" and ``max_restarts``), and again with one that comes late; None means all of
-            ``num_nodes``.
+        debug: Whether the ranks of a failed run are kept, so that ``run.debug()`` opens at the failing line.
+        min_nodes: Smallest number of notebooks that continue: when others are lost, the group restarts with the
+            remaining ones (needs "c10d" and ``max_restarts``), and again when one joins late; None: ``num_nodes``.
         on: Where the ranks run: None (this machine), "ray" (the cluster that this machine belongs to, or the notebook's
-            own ``ray.init()``), "ray://host:port", or a ``RayCluster``; the variable NOTEBOOK_ACCELERATE_ON stands in
-            for None. ``num_processes`` counts the ranks on the whole cluster then.
-        config: All of the above in one object; arguments that differ from their defaults win.
+            own ``ray.init()``), "ray://host:port", or a ``RayCluster``; the variable NOTEBOOK_ACCELERATE_ON replaces
+            None. ``num_processes`` then counts the ranks on the whole cluster.
+        config: All of the above in one object; an argument passed here wins over its field.
 
     Returns:
         The run, with ``results`` (one value per rank), ``metrics``, ``logs()`` and ``report()``.
 
     Raises:
         ValueError: An argument is not allowed, or does not fit this machine.
-        LaunchError: Nothing could be started.
-        WorkerError: A blocking run did not succeed; ``.run`` is the run, ``.__cause__`` the original exception.
+        LaunchError: No rank could be started.
+        WorkerError: A blocking run failed; ``.run`` is the run, ``.__cause__`` the original exception.
         KeyboardInterrupt: The blocking cell was interrupted; every rank has ended.
     """
-    given = dict(locals())
-    values = {name: given[name] for name in LaunchConfig.__dataclass_fields__ if name in given}
+    arguments = dict(locals())
+    values = {name: arguments[name] for name in LaunchConfig.__dataclass_fields__ if name in arguments}
     if isinstance(args, str | bytes) or not isinstance(args, Iterable):
-        raise ValueError(f"args={args!r} is not a tuple; pass notebook_launcher({_name(function)}, ({args!r},))")
-    return launch.start(_merged(config, values), function, tuple(args))
-
-
-def _name(function: object) -> str:
-    return getattr(function, "__name__", "train")
-
-
-def _merged(config: LaunchConfig | None, values: dict[str, Any]) -> LaunchConfig:
-    """Return ``config`` with the explicit arguments over it: those that differ from the defaults."""
-    if config is None:
-        return LaunchConfig(**values)
-    if not isinstance(config, LaunchConfig):
-        raise ValueError(f"config={config!r} is not allowed; pass a LaunchConfig")
-    defaults = LaunchConfig()
-    return config.changed(**{name: value for name, value in values.items() if value != getattr(defaults, name)})
+        name = getattr(function, "__name__", "train")
+        raise ValueError(f"args={args!r} is not a tuple; pass notebook_launcher({name}, ({args!r},))")
+    return launch.start((config or LaunchConfig()).changed(**values), function, tuple(args))
 
 
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> Run:
-    """Run ``function(*args)`` in ``num_processes`` processes on the CPU, whatever accelerators there are.
+    """Run ``function(*args)`` in ``num_processes`` processes on the CPU, also where there are accelerators.
 
     Args:
-        function: What every rank runs.
+        function: The function that every rank runs.
         args: Its positional arguments.
-        num_processes: Ranks.
+        num_processes: Number of ranks.
 
     Returns:
         The run, as ``notebook_launcher`` returns it.
 
     Raises:
-        WorkerError: The run did not succeed.
+        WorkerError: The run failed.
     """
     return notebook_launcher(function, args, num_processes, config=LaunchConfig(cpu=True, use_port=0))
 
@@ -145,13 +167,24 @@ def test_launch() -> None:
         raise RuntimeError(f"{state.num_processes} ranks added up to {int(count)}")
 
 
-test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it from whoever imports it
+test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it from test files that import it
 
 
-def _warm_up_in_kernel() -> None:
-    """Start the server process of the zygote method early: importing torch there takes longer than a launch."""
-    if hardware.detect().host != "terminal":
-        threading.Thread(target=warm_up, name="notebook-accelerate-warm-up", daemon=True).start()
+def _warm_up_after_cell() -> None:
+    """Start the server process of the zygote method when the kernel has run the current cell.
+
+    Importing torch in that process takes longer than a launch. Scripts and ranks run no cells, so they start nothing.
+    """
+    kernel = running_kernel()
+    if kernel is None:
+        return
+    events = kernel.shell.events
+
+    def start_server(*_: object) -> None:
+        events.unregister("post_run_cell", start_server)
+        warm_up()
+
+    events.register("post_run_cell", start_server)
 
 
-_warm_up_in_kernel()
+_warm_up_after_cell()

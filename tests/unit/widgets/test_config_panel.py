@@ -21,7 +21,6 @@ from notebook_accelerate.config.training_config import (
 )
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
-from notebook_accelerate.launchers import _merged
 from notebook_accelerate.widgets import ConfigPanel, TrainingOptions, cell_code
 from notebook_accelerate.widgets.field_groups import LAUNCH_GROUPS, TRAINING_GROUPS
 
@@ -211,7 +210,8 @@ def test_the_cell_launches_what_is_set(entries: dict[str, Any]) -> None:
     called: dict[str, Any] = {}
 
     def notebook_launcher(function: Any, args: Any = (), **values: Any) -> str:
-        called.update(function=function, args=args, config=_merged(values.pop("config", None), values))
+        config = (values.pop("config", None) or LaunchConfig()).changed(**values)
+        called.update(function=function, args=args, config=config)
         return "the run"
 
     scope: dict[str, Any] = {"train": double}
