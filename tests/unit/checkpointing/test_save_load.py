@@ -316,11 +316,11 @@ def test_strict_reaches_the_model(tmp_path: Path) -> None:
 def test_a_strategy_may_write_its_own_files(tmp_path: Path) -> None:
     training = Training()
 
-    def write(accelerator: Any, folder: Path, safe_serialization: bool, **options: Any) -> None:
+    def write(folder: Path, safe_serialization: bool, **options: Any) -> None:
         (folder / "pieces").mkdir()
         torch.save((training.raw.state_dict(), options), folder / "pieces" / "rank_0.pt")
 
-    def read(accelerator: Any, folder: Path, models: list[Any], **options: Any) -> None:
+    def read(folder: Path, models: list[Any], **options: Any) -> None:
         state, _ = torch.load(folder / "pieces" / "rank_0.pt")
         models[0].load_state_dict(state, **options)
 
