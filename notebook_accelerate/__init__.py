@@ -1,7 +1,7 @@
 """The Accelerate training API, launched, watched and debugged from a notebook cell.
 
-The public names are loaded on first use (PEP 562), so that `import notebook_accelerate` costs milliseconds and
-loads no torch: kernels, planners and panels import this package long before anything is trained.
+The public names are imported on first use (PEP 562), so that `import notebook_accelerate` takes milliseconds and loads
+no torch: kernels, planners and panels import this package long before anything is trained.
 """
 
 from __future__ import annotations
@@ -11,182 +11,83 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.accelerator import Accelerator
+    # Submodules that scripts use as attributes after a plain `import notebook_accelerate`.
+    from notebook_accelerate import (
+        accelerator as accelerator,
+        big_modeling as big_modeling,
+        data_loader as data_loader,
+        hooks as hooks,
+        inference as inference,
+        launchers as launchers,
+        local_sgd as local_sgd,
+        logging as logging,
+        optimizer as optimizer,
+        parallelism_config as parallelism_config,
+        scheduler as scheduler,
+        state as state,
+        tracking as tracking,
+        utils as utils,
+        widgets as widgets,
+    )
+    from notebook_accelerate.accelerator import Accelerator as Accelerator
     from notebook_accelerate.big_modeling import (
-        cpu_offload,
-        cpu_offload_with_hook,
-        disk_offload,
-        dispatch_model,
-        init_empty_weights,
-        init_on_device,
-        load_checkpoint_and_dispatch,
+        cpu_offload as cpu_offload,
+        cpu_offload_with_hook as cpu_offload_with_hook,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+        init_empty_weights as init_empty_weights,
+        init_on_device as init_on_device,
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     )
-    from notebook_accelerate.config.cluster import RayCluster
-    from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.config.parallelism_config import ParallelismConfig
-    from notebook_accelerate.data_loader import skip_first_batches
+    from notebook_accelerate.config.cluster import RayCluster as RayCluster
+    from notebook_accelerate.config.launch_config import LaunchConfig as LaunchConfig
+    from notebook_accelerate.config.parallelism_config import ParallelismConfig as ParallelismConfig
+    from notebook_accelerate.data_loader import skip_first_batches as skip_first_batches
     from notebook_accelerate.errors import (
-        ChannelClosedError,
-        DeviceBusyError,
-        LaunchError,
-        NotebookAccelerateError,
-        PortInUseError,
-        RunNotFinishedError,
-        RunStoppedError,
-        RunTimeoutError,
-        SerializationError,
-        WorkerDiedError,
-        WorkerError,
+        ChannelClosedError as ChannelClosedError,
+        DeviceBusyError as DeviceBusyError,
+        LaunchError as LaunchError,
+        NotebookAccelerateError as NotebookAccelerateError,
+        PortInUseError as PortInUseError,
+        RunNotFinishedError as RunNotFinishedError,
+        RunStoppedError as RunStoppedError,
+        RunTimeoutError as RunTimeoutError,
+        SerializationError as SerializationError,
+        WorkerDiedError as WorkerDiedError,
+        WorkerError as WorkerError,
     )
-    from notebook_accelerate.inference import prepare_pippy
-    from notebook_accelerate.launch import Run, runs, shutdown
-    from notebook_accelerate.launchers import debug_launcher, notebook_launcher
-    from notebook_accelerate.state import PartialState
+    from notebook_accelerate.inference import prepare_pippy as prepare_pippy
+    from notebook_accelerate.launch import Run as Run, runs as runs, shutdown as shutdown
+    from notebook_accelerate.launchers import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+    from notebook_accelerate.state import PartialState as PartialState
     from notebook_accelerate.utils.dataclasses import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DDPCommunicationHookType,
-        DeepSpeedPlugin,
-        DistributedDataParallelKwargs,
-        DistributedType,
-        FullyShardedDataParallelPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
+        AutocastKwargs as AutocastKwargs,
+        DataLoaderConfiguration as DataLoaderConfiguration,
+        DDPCommunicationHookType as DDPCommunicationHookType,
+        DeepSpeedPlugin as DeepSpeedPlugin,
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+        DistributedType as DistributedType,
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+        GradScalerKwargs as GradScalerKwargs,
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+        ProfileKwargs as ProfileKwargs,
     )
-    from notebook_accelerate.utils.imports import is_rich_available
-    from notebook_accelerate.utils.memory import find_executable_batch_size
-    from notebook_accelerate.utils.modeling import infer_auto_device_map, load_checkpoint_in_model
-    from notebook_accelerate.utils.random import synchronize_rng_states
-    from notebook_accelerate.widgets.config_panel import configure
+    from notebook_accelerate.utils.imports import is_rich_available as is_rich_available
+    from notebook_accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
+    from notebook_accelerate.utils.modeling import (
+        infer_auto_device_map as infer_auto_device_map,
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
+    from notebook_accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
+    from notebook_accelerate.widgets.config_panel import configure as configure
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Accelerator",
-    "AutocastKwargs",
-    "ChannelClosedError",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DeviceBusyError",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "InitProcessGroupKwargs",
-    "LaunchConfig",
-    "LaunchError",
-    "NotebookAccelerateError",
-    "ParallelismConfig",
-    "PartialState",
-    "PortInUseError",
-    "ProfileKwargs",
-    "RayCluster",
-    "Run",
-    "RunNotFinishedError",
-    "RunStoppedError",
-    "RunTimeoutError",
-    "SerializationError",
-    "WorkerDiedError",
-    "WorkerError",
-    "configure",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "debug_launcher",
-    "disk_offload",
-    "dispatch_model",
-    "find_executable_batch_size",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "is_rich_available",
-    "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model",
-    "notebook_launcher",
-    "prepare_pippy",
-    "runs",
-    "shutdown",
-    "skip_first_batches",
-    "synchronize_rng_states",
-]
-
-# Where each public name lives, by module below this package.
-_NAMES_OF_MODULE = {
-    "accelerator": ("Accelerator",),
-    "big_modeling": (
-        "cpu_offload",
-        "cpu_offload_with_hook",
-        "disk_offload",
-        "dispatch_model",
-        "init_empty_weights",
-        "init_on_device",
-        "load_checkpoint_and_dispatch",
-    ),
-    "config.cluster": ("RayCluster",),
-    "config.launch_config": ("LaunchConfig",),
-    "config.parallelism_config": ("ParallelismConfig",),
-    "data_loader": ("skip_first_batches",),
-    "errors": (
-        "ChannelClosedError",
-        "DeviceBusyError",
-        "LaunchError",
-        "NotebookAccelerateError",
-        "PortInUseError",
-        "RunNotFinishedError",
-        "RunStoppedError",
-        "RunTimeoutError",
-        "SerializationError",
-        "WorkerDiedError",
-        "WorkerError",
-    ),
-    "inference": ("prepare_pippy",),
-    "launch": ("Run", "runs", "shutdown"),
-    "launchers": ("debug_launcher", "notebook_launcher"),
-    "state": ("PartialState",),
-    "utils.dataclasses": (
-        "AutocastKwargs",
-        "DDPCommunicationHookType",
-        "DataLoaderConfiguration",
-        "DeepSpeedPlugin",
-        "DistributedDataParallelKwargs",
-        "DistributedType",
-        "FullyShardedDataParallelPlugin",
-        "GradScalerKwargs",
-        "InitProcessGroupKwargs",
-        "ProfileKwargs",
-    ),
-    "utils.imports": ("is_rich_available",),
-    "utils.memory": ("find_executable_batch_size",),
-    "utils.modeling": ("infer_auto_device_map", "load_checkpoint_in_model"),
-    "utils.random": ("synchronize_rng_states",),
-    "widgets.config_panel": ("configure",),
-}
-
-# Submodules that scripts reach as attributes after a plain `import notebook_accelerate`.
-_SUBMODULES = (
-    "accelerator",
-    "big_modeling",
-    "data_loader",
-    "hooks",
-    "inference",
-    "launchers",
-    "local_sgd",
-    "logging",
-    "optimizer",
-    "parallelism_config",
-    "scheduler",
-    "state",
-    "tracking",
-    "utils",
-    "widgets",
-)
-
-__getattr__, __dir__, _ = attach(__name__, _NAMES_OF_MODULE, _SUBMODULES)
-
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register ``%%ranks`` and its kin: ``%load_ext notebook_accelerate``."""
+    """Register ``%%ranks`` and the other magics: ``%load_ext notebook_accelerate``."""
     from notebook_accelerate.magics import load
 
     load(shell)

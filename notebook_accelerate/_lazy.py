@@ -1,48 +1,53 @@
-"""Modules that only re-export: names are loaded from where they live when they are asked for (PEP 562)."""
+"""Modules that only re-export: each name is imported from its home on first use (PEP 562)."""
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
-
-PACKAGE = __name__.rpartition(".")[0]
+from typing import Any, NamedTuple
 
 
 class _LazyModule(ModuleType):
-    """A door with a name that one of its submodules has too: the name stays what the door says it is."""
+    """A module whose exports are not replaced by submodules of the same name: utils.tqdm is both."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule sets it as an attribute of its package; utils.tqdm is a function and a module.
-        if isinstance(value, ModuleType) and name in self.__all__:
-            return
-        super().__setattr__(name, value)
+        # Importing a submodule sets it as an attribute of its package.
+        if not (isinstance(value, ModuleType) and name in self.__all__):
+            super().__setattr__(name, value)
 
 
-def attach(
-    module_name: str, homes: Mapping[str, Iterable[str]], submodules: Iterable[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make the module-level functions of a door.
+def attach(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a module that re-exports its type-checking imports.
+
+    Type checkers see ordinary imports; at run time the same lines, read from the source, are the table of names. (The
+    package lazy_loader reads stub files for this.) Such a module reads::
+
+        if TYPE_CHECKING:
+            from notebook_accelerate.hardware.memory import release_memory as release_memory
+        else:
+            __getattr__, __dir__, __all__ = attach(__name__)
+
+    ``from <this package> import submodule as submodule`` makes a submodule an attribute, which is not in ``__all__``;
+    ``import *`` re-exports what another such module does.
 
     Args:
-        module_name: The door's ``__name__``.
-        homes: Names by the module that has them, below this package: ``{"config.enums": ("RNGType",)}``.
-        submodules: The door's own submodules, which become attributes on first use too.
+        module_name: The module's ``__name__``.
 
     Returns:
-        ``__getattr__``, ``__dir__`` and ``__all__`` of the door.
+        The functions and the list, in this order.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
-    inner = frozenset(submodules)
-    if inner & home_of.keys():
-        sys.modules[module_name].__class__ = _LazyModule
+    homes, submodules = exports(module_name)
+    sys.modules[module_name].__class__ = _LazyModule
 
     def load(name: str) -> Any:
-        if name in home_of:
-            value = _value(home_of[name], name, module_name)
-        elif name in inner:
+        if name in homes:
+            value = getattr(import_module(homes[name]), name)
+        elif name in submodules:
             value = import_module(f"{module_name}.{name}")
         else:
             raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
@@ -50,21 +55,44 @@ def attach(
         return value
 
     def listing() -> list[str]:
-        return sorted({*vars(sys.modules[module_name]), *home_of, *inner})
+        return sorted({*vars(sys.modules[module_name]), *homes, *submodules})
 
-    return load, listing, sorted(home_of)
-
-
-def _value(home: str, name: str, door: str) -> Any:
-    path = f"{PACKAGE}.{home}"
-    try:
-        module = import_module(path)
-    except ModuleNotFoundError as error:
-        # Only a room that is missing itself is a missing name; a package it needs is the caller's to know.
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise
-        raise AttributeError(f"module {door!r} has no attribute {name!r}: there is no {path}") from error
-    return getattr(module, name)
+    return load, listing, sorted(homes)
 
 
-__all__ = ["attach"]
+class Exports(NamedTuple):
+    """What a module re-exports: the module that defines each name, and its own submodules."""
+
+    homes: dict[str, str]
+    submodules: set[str]
+
+
+@cache
+def exports(module_name: str) -> Exports:
+    """Read the imports under ``if TYPE_CHECKING:`` of a module."""
+    homes: dict[str, str] = {}
+    submodules: set[str] = set()
+    for statement in _type_checking_imports(module_name):
+        home = statement.module or ""
+        names = [alias.name for alias in statement.names]
+        if home == module_name:
+            submodules.update(names)
+        elif names == ["*"]:
+            homes.update(exports(home).homes)
+            submodules.add(home.rpartition(".")[2])
+        else:
+            homes.update(dict.fromkeys(names, home))
+    return Exports(homes, submodules)
+
+
+def _type_checking_imports(module_name: str) -> list[ast.ImportFrom]:
+    spec = find_spec(module_name)
+    loader: Any = None if spec is None else spec.loader  # importlib.abc.InspectLoader takes 15 ms to import
+    source = loader.get_source(module_name) if hasattr(loader, "get_source") else None
+    if source is None:
+        raise ImportError(f"{module_name} reads its names from its source; install the package with its .py files")
+    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
+
+
+__all__ = ["Exports", "attach", "exports"]

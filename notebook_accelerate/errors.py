@@ -75,7 +75,7 @@ class RankFailure:
 
 
 class RankOutcome(Protocol):
-    """What an error knows of one rank; every rank of a `notebook_accelerate.Run` has these attributes."""
+    """One rank of a `FailedRun`."""
 
     @property
     def rank(self) -> int:
@@ -83,19 +83,49 @@ class RankOutcome(Protocol):
 
     @property
     def state(self) -> str:
-        """Where the rank is: "starting", "running", "succeeded", "failed" or "stopped"."""
+        """One of "starting", "running", "succeeded", "failed" and "stopped"."""
+
+    @property
+    def exit(self) -> str:
+        """How its process ended, as "exit 0" or "SIGKILL"; "" while it runs."""
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step it logged; None when it logged none."""
 
     @property
     def result(self) -> Any:
         """What the function returned; None unless the rank succeeded."""
 
 
+class RunReport(Protocol):
+    """A run as static HTML and as text."""
+
+    @property
+    def text(self) -> str:
+        """The report as plain text."""
+
+    @property
+    def html(self) -> str:
+        """The report as HTML."""
+
+    def error_lines(self, error: WorkerError) -> list[str]:
+        """Return the lines that IPython shows in place of a traceback."""
+
+
 class FailedRun(Protocol):
-    """The run that an error carries: a `notebook_accelerate.Run`."""
+    """The run that an error carries: a `notebook_accelerate.Run`.
+
+    These are the attributes that are of use after a failure; ``isinstance(error.run, Run)`` narrows it to all of them.
+    """
 
     @property
     def id(self) -> int:
         """Number of the run in its kernel, from 1."""
+
+    @property
+    def status(self) -> str:
+        """One of "starting", "running", "stopping", "succeeded", "failed" and "stopped"."""
 
     @property
     def elapsed(self) -> float:
@@ -105,11 +135,21 @@ class FailedRun(Protocol):
     def ranks(self) -> Sequence[RankOutcome]:
         """The ranks, in order."""
 
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The series that the ranks logged, by name; see `Run.metrics`."""
+
     def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:
         """Return the lines that the ranks wrote; see `Run.logs`."""
 
-    def report(self) -> Any:
+    def report(self) -> RunReport:
         """Return the run as static HTML and as text; see `Run.report`."""
+
+    def debug(self, rank: int | None = None) -> None:
+        """Open a debugger in a rank that was kept; see `Run.debug`."""
+
+    def stop(self, grace: float = 5.0) -> None:
+        """End the ranks that were kept; see `Run.stop`."""
 
 
 class NotebookAccelerateError(Exception):
@@ -166,8 +206,7 @@ class WorkerError(NotebookAccelerateError):
         """Return the lines IPython shows instead of the supervisor's own frames."""
         if self.run is None:
             return [f"{type(self).__name__}: {self}"]
-        lines: list[str] = self.run.report().error_lines(self)
-        return lines
+        return self.run.report().error_lines(self)
 
 
 class RunStoppedError(WorkerError):

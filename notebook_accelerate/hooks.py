@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from notebook_accelerate._lazy import attach
 
-_HOMES = {
-    "big_modeling.module_hooks": (
-        "LayerwiseCastingHook",
-        "ModelHook",
-        "SequentialHook",
-        "add_hook_to_module",
-        "remove_hook_from_module",
-        "remove_hook_from_submodules",
-    ),
-    "big_modeling.align_hook": ("AlignDevicesHook",),
-    "big_modeling.attach": (
-        "attach_align_device_hook",
-        "attach_align_device_hook_on_blocks",
-        "attach_execution_device_hook",
-    ),
-    "big_modeling.user_offload": ("CpuOffload", "UserCpuOffloadHook"),
-}
-
-__getattr__, __dir__, __all__ = attach(__name__, _HOMES)
+if TYPE_CHECKING:
+    from notebook_accelerate.big_modeling.align_hook import (
+        AlignDevicesHook as AlignDevicesHook,
+    )
+    from notebook_accelerate.big_modeling.attach import (
+        attach_align_device_hook as attach_align_device_hook,
+        attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+        attach_execution_device_hook as attach_execution_device_hook,
+    )
+    from notebook_accelerate.big_modeling.module_hooks import (
+        LayerwiseCastingHook as LayerwiseCastingHook,
+        ModelHook as ModelHook,
+        SequentialHook as SequentialHook,
+        add_hook_to_module as add_hook_to_module,
+        remove_hook_from_module as remove_hook_from_module,
+        remove_hook_from_submodules as remove_hook_from_submodules,
+    )
+    from notebook_accelerate.big_modeling.user_offload import (
+        CpuOffload as CpuOffload,
+        UserCpuOffloadHook as UserCpuOffloadHook,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

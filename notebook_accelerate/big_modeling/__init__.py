@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from notebook_accelerate._lazy import attach
 
-_HOMES = {
-    "big_modeling.attach": ("attach_layerwise_casting_hooks",),
-    "big_modeling.dispatching": ("cpu_offload", "disk_offload", "dispatch_model"),
-    "big_modeling.empty_init": ("init_empty_weights", "init_on_device"),
-    "big_modeling.checkpoint_loading": ("load_checkpoint_and_dispatch",),
-    "big_modeling.user_offload": ("cpu_offload_with_hook",),
-    "big_modeling.estimate": ("estimate_memory",),
-    "big_modeling.gradients": ("offloaded_gradients",),
-}
-
-__getattr__, __dir__, __all__ = attach(__name__, _HOMES)
+if TYPE_CHECKING:
+    from notebook_accelerate.big_modeling.attach import (
+        attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
+    )
+    from notebook_accelerate.big_modeling.checkpoint_loading import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    )
+    from notebook_accelerate.big_modeling.dispatching import (
+        cpu_offload as cpu_offload,
+        disk_offload as disk_offload,
+        dispatch_model as dispatch_model,
+    )
+    from notebook_accelerate.big_modeling.empty_init import (
+        init_empty_weights as init_empty_weights,
+        init_on_device as init_on_device,
+    )
+    from notebook_accelerate.big_modeling.estimate import (
+        estimate_memory as estimate_memory,
+    )
+    from notebook_accelerate.big_modeling.gradients import (
+        offloaded_gradients as offloaded_gradients,
+    )
+    from notebook_accelerate.big_modeling.user_offload import (
+        cpu_offload_with_hook as cpu_offload_with_hook,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 # Older member names and what they mean today, by enum and name.
 _RENAMED = {("DistributedType", "TPU"): "XLA"}
@@ -20,13 +20,15 @@ class EnumWithContains(enum.EnumMeta):
         """Tell whether ``item`` is a member, or the value of one."""
         return any(item is member or item == member.value for member in cast("type[enum.Enum]", cls))
 
-    def __getattr__(cls, name: str) -> Any:
-        """Return what an older member name means today, with a FutureWarning."""
-        newer = _RENAMED.get((cls.__name__, name))
-        if newer is None:
-            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        _warn_renamed(cls.__name__, name, newer)
-        return cls[newer]
+    if not TYPE_CHECKING:  # with it, a type checker accepts every name
+
+        def __getattr__(cls, name: str) -> Any:
+            """Return what an older member name means today, with a FutureWarning."""
+            newer = _RENAMED.get((cls.__name__, name))
+            if newer is None:
+                raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+            _warn_renamed(cls.__name__, name, newer)
+            return cls[newer]
 
 
 class BaseEnum(enum.Enum, metaclass=EnumWithContains):

@@ -7,9 +7,12 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from notebook_accelerate.hardware.devices import ROWS
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 _OUT_OF_MEMORY = (
     " out of memory.",  # CUDA, XPU, MPS and others
@@ -120,6 +123,22 @@ class _SizeFinder:
                 f"Batch size was passed into `{self._name}` as the first argument when called; the decorator passes "
                 f"it: write `{self._name}({shown})`"
             )
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, _Parameters], _Result],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[_Parameters, _Result]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[[Callable[Concatenate[int, _Parameters], _Result]], Callable[_Parameters, _Result]]: ...
 
 
 def find_executable_batch_size(

@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES, all_homes
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, all_homes(), submodules=(*HOMES, "rich"))
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.parallelism_config import (
+        ParallelismConfig as ParallelismConfig,
+    )
+    from notebook_accelerate.hardware.basic_config import (
+        write_basic_config as write_basic_config,
+    )
+    from notebook_accelerate.strategies.megatron.megatron_strategy import (
+        megatron_lm_initialize as megatron_lm_initialize,
+        megatron_lm_prepare_data_loader as megatron_lm_prepare_data_loader,
+        megatron_lm_prepare_model_optimizer_scheduler as megatron_lm_prepare_model_optimizer_scheduler,
+        megatron_lm_prepare_optimizer as megatron_lm_prepare_optimizer,
+        megatron_lm_prepare_scheduler as megatron_lm_prepare_scheduler,
+    )
+    from notebook_accelerate.utils import rich as rich
+    from notebook_accelerate.utils.ao import *
+    from notebook_accelerate.utils.bnb import *
+    from notebook_accelerate.utils.constants import *
+    from notebook_accelerate.utils.dataclasses import *
+    from notebook_accelerate.utils.deepspeed import *
+    from notebook_accelerate.utils.environment import *
+    from notebook_accelerate.utils.fsdp_utils import *
+    from notebook_accelerate.utils.imports import *
+    from notebook_accelerate.utils.launch import *
+    from notebook_accelerate.utils.megatron_lm import *
+    from notebook_accelerate.utils.memory import *
+    from notebook_accelerate.utils.modeling import *
+    from notebook_accelerate.utils.offload import *
+    from notebook_accelerate.utils.operations import *
+    from notebook_accelerate.utils.other import *
+    from notebook_accelerate.utils.random import *
+    from notebook_accelerate.utils.torch_xla import *
+    from notebook_accelerate.utils.tqdm import *
+    from notebook_accelerate.utils.transformer_engine import *
+    from notebook_accelerate.utils.versions import *
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

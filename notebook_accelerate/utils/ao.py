@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["ao"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.precision.torchao_fp8 import (
+        convert_model_to_fp8_ao as convert_model_to_fp8_ao,
+        filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
+        filter_linear_layers as filter_linear_layers,
+        find_first_last_linear_layers as find_first_last_linear_layers,
+        has_ao_layers as has_ao_layers,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["bnb"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.big_modeling.quantization import (
+        get_keys_to_not_convert as get_keys_to_not_convert,
+        get_parameter_device as get_parameter_device,
+        get_quantized_model_device_map as get_quantized_model_device_map,
+        has_4bit_bnb_layers as has_4bit_bnb_layers,
+        load_and_quantize_model as load_and_quantize_model,
+        quantize_and_offload_8bit as quantize_and_offload_8bit,
+        replace_with_bnb_layers as replace_with_bnb_layers,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

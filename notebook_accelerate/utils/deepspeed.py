@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["deepspeed"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.deepspeed_config import (
+        HfDeepSpeedConfig as HfDeepSpeedConfig,
+    )
+    from notebook_accelerate.config.deepspeed_plugin import (
+        DummyOptim as DummyOptim,
+        DummyScheduler as DummyScheduler,
+    )
+    from notebook_accelerate.strategies.deepspeed.deepspeed_strategy import (
+        DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
+        DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
+        DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
+        get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+        map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["launch"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.plan.command_lines import (
+        PrepareForLaunch as PrepareForLaunch,
+        prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env as prepare_multi_gpu_env,
+        prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
+        prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
+        prepare_tpu as prepare_tpu,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["memory"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.hardware.memory import (
+        clear_device_cache as clear_device_cache,
+        find_executable_batch_size as find_executable_batch_size,
+        release_memory as release_memory,
+        should_reduce_batch_size as should_reduce_batch_size,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["offload"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.big_modeling.offload_folder import (
+        OffloadedWeightsLoader as OffloadedWeightsLoader,
+        PrefixedDataset as PrefixedDataset,
+        extract_submodules_state_dict as extract_submodules_state_dict,
+        load_offloaded_weight as load_offloaded_weight,
+        offload_state_dict as offload_state_dict,
+        offload_weight as offload_weight,
+        save_offload_index as save_offload_index,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

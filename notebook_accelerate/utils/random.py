@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["random"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.data_loader.rng_sync import (
+        synchronize_rng_state as synchronize_rng_state,
+        synchronize_rng_states as synchronize_rng_states,
+    )
+    from notebook_accelerate.state.seeding import (
+        set_seed as set_seed,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["tqdm"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.logging import (
+        tqdm as tqdm,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["transformer_engine"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.precision.transformer_engine_fp8 import (
+        apply_fp8_autowrap as apply_fp8_autowrap,
+        contextual_fp8_autocast as contextual_fp8_autocast,
+        convert_model as convert_model,
+        has_transformer_engine_layers as has_transformer_engine_layers,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

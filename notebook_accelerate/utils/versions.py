@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from notebook_accelerate._lazy import attach
-from notebook_accelerate.utils._homes import HOMES
+from typing import TYPE_CHECKING
 
-__getattr__, __dir__, __all__ = attach(__name__, HOMES["versions"])
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.constants import (
+        STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC,
+    )
+    from notebook_accelerate.hardware.versions import (
+        compare_versions as compare_versions,
+        is_torch_version as is_torch_version,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -16,6 +16,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 import notebook_accelerate
+from notebook_accelerate import _lazy
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "notebook_accelerate"
@@ -65,21 +66,18 @@ def test_every_public_name_resolves(name: str) -> None:
     assert getattr(notebook_accelerate, name) is not None
 
 
-def test_the_three_lists_of_public_names_agree() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    homes = notebook_accelerate._NAMES_OF_MODULE
-    table = {name: f"notebook_accelerate.{home}" for home, names in homes.items() for name in names}
-    assert typed == table
-    assert sorted(notebook_accelerate.__all__) == sorted(table)
-    assert set(notebook_accelerate.__all__) <= set(dir(notebook_accelerate))
+def test_public_names_are_listed_and_come_from_rooms() -> None:
+    homes = _lazy.exports("notebook_accelerate").homes
+    assert sorted(homes) == notebook_accelerate.__all__
+    assert set(homes) <= set(dir(notebook_accelerate))
+    assert all(home.startswith("notebook_accelerate.") for home in homes.values())
 
 
 def test_the_modules_that_scripts_reach_as_attributes_are_those_that_exist() -> None:
     table = json.loads((ROOT / "tests/parity/surface/api_surface.json").read_text())
     modules = [*table["modules"], "widgets"]  # the panels are this project's own
-    assert sorted(notebook_accelerate._SUBMODULES) == sorted(name for name in modules if _is_module(name))
+    submodules = _lazy.exports("notebook_accelerate").submodules
+    assert sorted(submodules) == sorted(name for name in modules if _is_module(name))
 
 
 def test_unknown_names_are_attribute_errors() -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from notebook_accelerate._lazy import attach
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "config.config_file": (
-            "BaseConfig",
-            "ClusterConfig",
-            "SageMakerConfig",
-            "cache_dir",
-            "default_config_file",
-            "default_json_config_file",
-            "default_yaml_config_file",
-            "load_config_from_file",
-        )
-    },
-)
+if TYPE_CHECKING:
+    from notebook_accelerate.config.config_file import (
+        BaseConfig as BaseConfig,
+        ClusterConfig as ClusterConfig,
+        SageMakerConfig as SageMakerConfig,
+        cache_dir as cache_dir,
+        default_config_file as default_config_file,
+        default_json_config_file as default_json_config_file,
+        default_yaml_config_file as default_yaml_config_file,
+        load_config_from_file as load_config_from_file,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

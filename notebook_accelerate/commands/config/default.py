@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from notebook_accelerate._lazy import attach
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "config.config_file": ("ClusterConfig", "default_json_config_file"),
-        "hardware.basic_config": ("write_basic_config",),
-    },
-)
+if TYPE_CHECKING:
+    from notebook_accelerate.config.config_file import (
+        ClusterConfig as ClusterConfig,
+        default_json_config_file as default_json_config_file,
+    )
+    from notebook_accelerate.hardware.basic_config import (
+        write_basic_config as write_basic_config,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)
