@@ -21,8 +21,7 @@ from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
 from notebook_accelerate.launch.output.cell_outputs import here
 from notebook_accelerate.launch.output.rank_output import published_under
-from notebook_accelerate.launch.plan.fork_probe import fork_hazard
-from notebook_accelerate.launch.plan.planner import runs_inline
+from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.widgets import config_file
 from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training_functions
 from notebook_accelerate.widgets.copy_button import CopyButton
@@ -68,8 +67,8 @@ class ConfigPanel:
         self.hardware = machine or hardware.detect()
         self.runs: list[Run] = []
         self._facts_of_kernel = facts
-        self._facts_asked = 0.0
-        self._facts_known: KernelFacts | None = None
+        self._hazard: str | None = None
+        self._hazard_checked = 0.0
         self._function, self._arguments = function, tuple(args)
         self._fit = MemoryCheck(model, memory) if model is not None else None
         self._lock = threading.RLock()
@@ -253,19 +252,17 @@ class ConfigPanel:
     # ---- planning
 
     def _plan(self, config: LaunchConfig) -> LaunchPlan:
-        if runs_inline(config, self.hardware):
-            return launch.make_plan(config, self.hardware, KernelFacts(environment=os.environ))
         return launch.make_plan(config, self.hardware, self._facts())
 
     def _facts(self) -> KernelFacts:
         if self._facts_of_kernel is not None:
             return self._facts_of_kernel()
-        if self._facts_known is None or time.monotonic() - self._facts_asked > FACTS_SECONDS:
-            self._facts_known = KernelFacts(
-                fork_hazard=fork_hazard(), can_fork=hasattr(os, "fork"), environment=os.environ
-            )
-            self._facts_asked = time.monotonic()
-        return self._facts_known
+        return replace(kernel_facts(), fork_hazard=self._fork_hazard)
+
+    def _fork_hazard(self) -> str:
+        if self._hazard is None or time.monotonic() - self._hazard_checked > FACTS_SECONDS:
+            self._hazard, self._hazard_checked = fork_hazard(), time.monotonic()
+        return self._hazard
 
     # ---- the widgets
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -17,14 +16,15 @@ from notebook_accelerate.errors import RunInterrupted, RunStoppedError, WorkerEr
 from notebook_accelerate.launch import run_display, run_registry
 from notebook_accelerate.launch.output.rank_output import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.plan import ports
-from notebook_accelerate.launch.plan.fork_probe import fork_hazard
-from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan, runs_inline
+from notebook_accelerate.launch.plan.fork_probe import kernel_facts
+from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline, process_backend
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
+from notebook_accelerate.telemetry import inherited_state
 from notebook_accelerate.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -55,10 +55,9 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
     run_registry.release_held()
     run = Run(config, getattr(function, "__name__", type(function).__name__))
     run_display.reserve(run)
-    machine = hardware.detect()
-    if runs_inline(config, machine):
-        facts = KernelFacts(environment=os.environ)
-        run._planned(make_plan(config, machine, facts))
+    launch_plan = _plan(run)
+    if launch_plan.start_method == "inline":
+        run._planned(launch_plan)
         try:
             run_registry.add(run)
             _announce(run, publisher_for(run.id))
@@ -69,13 +68,21 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
                 run._finish("stopped", error_messages.stopped(run))
             raise
     else:
-        launcher = _Launcher(run, function, arguments)
+        launcher = _Launcher(run, launch_plan, function, arguments)
         launcher.start()
         if config.block:
             launcher.see_through()
     if config.block and run.error is not None:
         raise run.error from error_messages.original(run.error)
     return run
+
+
+def _plan(run: Run) -> LaunchPlan:
+    try:
+        return make_plan(run.config, hardware.detect(), kernel_facts())
+    except KeyboardInterrupt:
+        run._finish("stopped", error_messages.stopped(run))
+        raise RunInterrupted(run) from None
 
 
 def _where(config: LaunchConfig) -> LaunchConfig:
@@ -90,10 +97,13 @@ def _where(config: LaunchConfig) -> LaunchConfig:
 
 
 class _Launcher:
-    """The run's own thread: it plans, forks, supervises, restarts, and finishes the run."""
+    """The run's own thread: it forks, supervises, restarts, and finishes the run."""
 
-    def __init__(self, run: Run, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._run, self._function, self._arguments = run, function, arguments
+    def __init__(
+        self, run: Run, launch_plan: LaunchPlan, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
+        self._run, self._plan, self._function, self._arguments = run, launch_plan, function, arguments
+        self._inherited = inherited_state.capture()  # here: some of it belongs to the thread of the cell
         self._publisher = publisher_for(run.id)
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -219,15 +229,7 @@ class _Launcher:
         self._publisher.flush(force=True)
 
     def _prepare(self) -> LaunchPlan:
-        run = self._run
-        machine = hardware.detect()
-        asked = run.config.start_method
-        facts = KernelFacts(
-            fork_hazard=fork_hazard() if asked in ("auto", "fork") and run.config.cluster is None else "",
-            can_fork=hasattr(os, "fork"),
-            environment=os.environ,
-        )
-        launch_plan = make_plan(run.config, machine, facts)
+        run, launch_plan = self._run, self._plan
         run_registry.check_devices(run, launch_plan)
         if launch_plan.world_size > 1 and not launch_plan.where:
             launch_plan = replace(launch_plan, port=self._port(launch_plan))
@@ -316,7 +318,7 @@ class _Launcher:
             backend = self._party.backend(backend)
             self._party.attend(group)
         backend.hear(self._run.config, self._tell, lambda: bool(self._calls))
-        group.start(backend, number)
+        group.start(backend, number, self._inherited)
         self._group = group
         self._started.set()
         return group

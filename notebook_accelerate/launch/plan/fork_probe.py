@@ -1,10 +1,9 @@
-"""Says whether the live kernel is safe to fork: by asking the runtimes, and by forking a probe under a watchdog.
+"""Checks whether the live kernel is safe to fork: queries the runtimes, then forks a probe with a time limit.
 
-Ranks are forked by the run's own supervisor thread. A forked child keeps only the forking thread, and libgomp keeps a
-team of workers per calling thread, so the warm OpenMP team of the kernel's main thread, for whose dead members a child
-forked from there would wait for ever (pytorch#17199, GCC PR 60035), is never used in a rank: it needs neither pausing
-nor restoring. What is shared by the process (a CUDA or XLA runtime, a lock held by a thread that is computing) is what
-the checks here look for.
+The run's supervisor thread forks the ranks. A forked child keeps only the forking thread, and libgomp keeps one team of
+workers per calling thread. A rank therefore never uses the warm OpenMP team of the kernel's main thread, whose dead
+workers a child forked from the main thread would wait for forever (pytorch#17199, GCC PR 60035). The checks look for
+state that all threads share: a CUDA or XLA runtime, or a lock held by a thread that is computing.
 """
 
 from __future__ import annotations
@@ -20,20 +19,28 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.launch.plan.planner import KernelFacts
+
 PROBE_SECONDS = 2.0
-"""How long the probe child may take (it needs a few milliseconds) before the kernel counts as unsafe."""
+"""Time limit of the probe, which needs a few milliseconds; past it the kernel counts as unsafe."""
 MAX_WAITS = 15
-"""So many times longer it may take where it has nothing but to wait for its turn on a busy machine."""
-LOOK_SECONDS, MAX_LOOKS = 0.01, 100
+"""The limit is extended up to this many times while the probe only waits for a processor on a busy machine."""
+SAMPLE_SECONDS, MAX_SAMPLES = 0.01, 100
 COMPUTING_SHARE = 0.1
-"""A thread that uses the processor for a tenth of a look is computing; a wake-up takes far less."""
+"""A thread that uses the processor for a tenth of a period is computing; a wake-up takes far less."""
+
+
+def kernel_facts() -> KernelFacts:
+    """Return the planner's facts about this kernel."""
+    return KernelFacts(fork_hazard=fork_hazard, can_fork=hasattr(os, "fork"), environment=os.environ)
 
 
 def fork_hazard() -> str:
-    """Return why forking this kernel is not safe, as a phrase for the run's header; "" when it is."""
+    """Return why forking this kernel is not safe, as a phrase for the run's header; "" when it is. For any thread."""
     if not hasattr(os, "fork") or sys.platform != "linux":
         return "forking is not safe on this platform" if hasattr(os, "fork") else "this platform cannot fork"
     for check in CHECKS:
@@ -48,14 +55,14 @@ def _accelerator_runtime() -> str:
         return "CUDA is initialised in the kernel"
     for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
         runtime: Any = sys.modules.get(f"torch.{name}") or sys.modules.get(f"torch_{name}.{name}")
-        with contextlib.suppress(Exception):  # a back end that is only half there cannot be initialised
+        with contextlib.suppress(Exception):  # a back end that is only partly loaded cannot be initialised
             if runtime is not None and runtime.is_initialized():
                 return f"{name.upper()} is initialised in the kernel"
     return ""
 
 
 def _cuda_driver_initialised() -> bool:
-    """Ask the driver: on a process without a CUDA context its calls answer CUDA_ERROR_NOT_INITIALIZED (3)."""
+    """Query the driver: without a CUDA context its calls return CUDA_ERROR_NOT_INITIALIZED (3)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -99,7 +106,7 @@ _KNOWN_THREADS = (
 
 
 def _busy_thread() -> str:
-    """Name a Python thread, other than the kernel's own and this one, that is computing right now."""
+    """Return the hazard that a Python thread, other than the kernel's own and this one, is computing now."""
     mine = {threading.get_ident(), threading.main_thread().ident}
     others = {
         thread.native_id: thread
@@ -107,17 +114,17 @@ def _busy_thread() -> str:
         if thread.ident not in mine and not thread.name.startswith(_KNOWN_THREADS)
     }
     before = {tid: _cpu_nanoseconds(_own(tid)) for tid in others if tid is not None}
-    # A look at the state alone catches an idle thread at its rare wake-ups, or one that waits for a busy processor.
+    # The state alone is not enough: it also shows "R" for a rare wake-up, or for a thread that waits for a processor.
     running = [tid for tid in before if _state(_own(tid)) == "R"]
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_SAMPLES):
         if not running:
             break
-        time.sleep(LOOK_SECONDS)
+        time.sleep(SAMPLE_SECONDS)
         used = {tid: (_cpu_nanoseconds(_own(tid)) - before[tid]) / 1e9 for tid in running}
         for tid in running:
-            if used[tid] > COMPUTING_SHARE * LOOK_SECONDS:
+            if used[tid] > COMPUTING_SHARE * SAMPLE_SECONDS:
                 return f"thread {others[tid].name!r} is computing in the kernel"
-        running = [tid for tid in running if _state(_own(tid)) == "R"]  # on a busy machine it waits for its turn
+        running = [tid for tid in running if _state(_own(tid)) == "R"]  # it waits for a processor
     return ""
 
 
@@ -146,27 +153,41 @@ def _memory_map() -> str:
 
 
 CHECKS: list[Callable[[], str]] = [_accelerator_runtime, _xla_runtime, _process_group, _allocator, _busy_thread]
-"""Each returns a hazard as a phrase, or ""; the first one found is the reason in the run's header."""
+"""Each returns a hazard as a phrase, or ""; the first hazard is the reason in the run's header."""
 
 
-_came_through: set[tuple[frozenset[str], frozenset[str]]] = set()
+_passed: set[tuple[frozenset[str], frozenset[str]]] = set()
 
 
 def probe_if_changed() -> str:
-    """Probe, unless a probe has come through with these libraries loaded and threads of these kinds running.
+    """Probe from a new thread, unless a probe has passed with the same libraries loaded and the same kinds of threads.
 
-    A probe is a fork more, and is waited for: a third of the time that a launch of two ranks takes.
+    A probe takes a third of the time of a launch of two ranks. It needs a thread without an OpenMP team, as the run's
+    thread is: forked from the main thread, a probe could wait for the dead workers of that thread's team.
     """
     now = _libraries_and_threads()
-    if now in _came_through:
+    if now in _passed:
         return ""
-    if not (hazard := probe()):
-        _came_through.add(now)
+    if not (hazard := _call_on_new_thread(probe)):
+        _passed.add(now)
     return hazard
 
 
+def _call_on_new_thread(function: Callable[[], str]) -> str:
+    outcome: Future[str] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - re-raised on the caller's thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, name="notebook-accelerate-probe", daemon=True).start()
+    return outcome.result()
+
+
 def _libraries_and_threads() -> tuple[frozenset[str], frozenset[str]]:
-    """Return what decides whether a fork works: the mapped libraries, and the kinds of threads there are."""
+    """Return what decides whether a fork works: the mapped libraries, and the kinds of threads."""
     mapped = (line.rpartition(" ")[2] for line in _memory_map().splitlines())
     python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith("notebook-accelerate")}
     return frozenset(name for name in mapped if ".so" in name), frozenset(python | _native_thread_names())
@@ -175,13 +196,13 @@ def _libraries_and_threads() -> tuple[frozenset[str], frozenset[str]]:
 def _native_thread_names() -> set[str]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             found.add(re.sub(r"\d+", "", (task / "comm").read_text().strip()))
     return found
 
 
 def probe(seconds: float = PROBE_SECONDS) -> str:
-    """Fork a child that does what ranks do first, and return a hazard if it does not come through in time."""
+    """Fork a child that does what ranks do first; return a hazard unless it finishes in time."""
     reader, writer = os.pipe()
     pid = fork_quietly()
     if pid == 0:
@@ -193,23 +214,23 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
             code = 0
         finally:
             os._exit(code)
-    came_through = False
+    passed = False
     try:
         os.close(writer)
-        came_through = _answers(reader, pid, seconds)
+        passed = _passes(reader, pid, seconds)
     finally:
         os.close(reader)
-        if not came_through:
+        if not passed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return "" if came_through else "a probe forked from the kernel did not come through"
+    return "" if passed else "a probe forked from the kernel did not finish"
 
 
-def _answers(reader: int, pid: int, seconds: float) -> bool:
-    """Wait for the probe's word for ``seconds``, and for longer while it only waits for its turn on a busy machine.
+def _passes(reader: int, pid: int, seconds: float) -> bool:
+    """Wait ``seconds`` for the probe's answer, and longer while it only waits for a processor on a busy machine.
 
-    What a fork breaks sleeps for ever, or spins.
+    A child that the fork has broken sleeps forever, or spins.
     """
     for _ in range(MAX_WAITS):
         if select.select([reader], [], [], seconds)[0]:
@@ -248,11 +269,11 @@ _SENT_BY_OTHERS = signal.valid_signals() - {
 
 
 def fork_quietly() -> int:
-    """Fork; Python 3.12's warning about threads is what the preflight has just checked.
+    """Fork without Python 3.12's warning about threads: ``fork_hazard`` has checked them.
 
-    The child begins with all signals blocked but those of its own crashes. It is still in the kernel's process group
+    The child starts with all signals blocked except those of its own crashes. It is still in the kernel's process group
     and has the kernel's handlers: the front end's interrupt would raise KeyboardInterrupt wherever the child is, and
-    unwind it into the code of the kernel's thread that forked it.
+    unwind the child into the code of the kernel's thread that forked it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_BY_OTHERS)
     pid = -1
@@ -267,6 +288,8 @@ def fork_quietly() -> int:
 def _fork() -> int:
     if not _FORK_WARNS:
         return os.fork()
-    with warnings.catch_warnings():  # for all threads: one that begins or ends such a block meanwhile may lose its own
+    with (
+        warnings.catch_warnings()
+    ):  # for all threads: one that enters or leaves such a block meanwhile may lose its own
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

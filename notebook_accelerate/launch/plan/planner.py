@@ -1,4 +1,4 @@
-"""Decides how a launch will happen, from facts alone: no process is started, nothing is touched."""
+"""Decides how a launch happens. Pure: it reads a configuration and facts, and starts nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from notebook_accelerate.config.cluster import RayCluster
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """What is known of the kernel at the moment of a launch.
+    """What the planner knows about the kernel at the moment of a launch.
 
     Attributes:
-        fork_hazard: Why forking this kernel is not safe; "" when it is.
+        fork_hazard: Returns why forking this kernel is not safe; "" when it is. A function, because the check forks a
+            probe: the planner calls it only where the start method depends on the answer.
         can_fork: Whether this platform can fork at all.
         environment: The kernel's environment variables.
     """
 
-    fork_hazard: str = ""
+    fork_hazard: Callable[[], str] = lambda: ""
     can_fork: bool = True
     environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What will happen.
+    """How a launch happens.
 
     Attributes:
         start_method: inline, fork, zygote, spawn or ray.
-        reason: Why that one, as the run's header shows it.
+        reason: Why that method was chosen, as the run's header shows it.
         num_processes: Ranks on this machine.
         world_size: Ranks on all machines.
         first_rank: Global index of this machine's first rank.
@@ -42,15 +43,15 @@ class LaunchPlan:
         backend: Communication library of the process group ("gloo", "nccl", ...); "" for a single rank.
         threads: CPU threads for each rank's operators; None leaves what the kernel has.
         master_addr: Address of rank 0.
-        port: Port that was asked for; the launch may have to take another.
+        port: Requested port; the launch may have to use another.
         loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
         node: Index of this notebook among those that run the cell together.
-        nodes: How many there are.
-        met: Whether the others have been met: before, what is said of all ranks is an assumption.
+        nodes: Number of notebooks.
+        met: Whether all notebooks have joined; until then the numbers over all notebooks are assumptions.
         interface: Name of the network interface on which the ranks of several notebooks reach each other; "": unknown.
-        run_name: What all notebooks call the run; "" before they have met.
-        where: The cluster that the ranks run on, as the header calls it; "" for this machine.
-        devices: Devices of each process; several share each batch.
+        run_name: The run's name on all notebooks; "" before they have joined.
+        where: The cluster that the ranks run on, as the header names it; "" for this machine.
+        devices: Devices per process; the devices of one process share each batch.
     """
 
     start_method: str
@@ -87,10 +88,10 @@ class LaunchPlan:
 
 
 def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> LaunchPlan:
-    """Return how ``config`` will be launched on ``hardware`` from a kernel with ``facts``.
+    """Return how to launch ``config`` on ``hardware`` from a kernel with ``facts``.
 
     Raises:
-        ValueError: The configuration asks for what this machine does not have.
+        ValueError: The configuration asks for something that this machine or this kernel does not have.
     """
     if config.cluster is not None:
         return _on_cluster(config, config.cluster)
@@ -128,13 +129,13 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
 
 
 def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tuple[int, int]:
-    """Return how many ranks there are on XLA devices, and how many devices each has.
+    """Return the number of ranks on XLA devices, and the number of devices of each.
 
-    torch_xla knows two numbers of processes: one, or one for each chip. A process that is alone has all devices of the
-    machine; several that have two devices each would leave one of them idle.
+    torch_xla supports one process, or one for each chip. A single process uses all devices of the machine; several
+    processes with two devices each would leave one of the two idle.
 
     Raises:
-        ValueError: Another number was asked for.
+        ValueError: The configuration requests another number of processes.
     """
     from notebook_accelerate.hardware import xla_environment
 
@@ -155,7 +156,7 @@ def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tupl
 
 
 def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
-    """Return the plan of ranks on a cluster, of whose machines nothing is known before they are reached."""
+    """Return the plan of ranks on a cluster, whose machines are unknown until the launch reaches them."""
     ranks = config.num_processes or 1
     on_cpu = config.cpu or cluster.gpus == 0
     asked = (config.env or {}).get("OMP_NUM_THREADS")
@@ -168,7 +169,7 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
         accelerator="cpu" if on_cpu else "the cluster's devices",
         backend="gloo" if on_cpu and ranks > 1 else "",
         threads=int(asked) if asked and asked.isdigit() and int(asked) > 0 else max(1, int(cluster.cpus)),
-        master_addr="",  # of the first rank's node, once it has one
+        master_addr="",  # the address of the first rank's node, once the rank has one
         port=0,
         loopback="",
         where=cluster.where,
@@ -178,15 +179,15 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
 def joined(
     plan: LaunchPlan, processes: Sequence[int], index: int, store: tuple[str, int], interface: str, run_name: str
 ) -> LaunchPlan:
-    """Return the plan of one of several notebooks that have met.
+    """Return the plan of one notebook after all notebooks of the run have joined.
 
     Args:
-        plan: What was planned before.
-        processes: How many ranks each notebook starts, in order.
-        index: Which of them this one is.
-        store: Address and port of the store that the ranks meet at.
+        plan: The plan before they joined.
+        processes: Number of ranks that each notebook starts, in order.
+        index: This notebook's index.
+        store: Address and port of the ranks' rendezvous store.
         interface: Name of the network interface between the notebooks; "" leaves the choice to the back end.
-        run_name: What all notebooks call the run.
+        run_name: The run's name on all notebooks.
     """
     return replace(
         plan,
@@ -201,11 +202,6 @@ def joined(
         interface=interface,
         run_name=run_name,
     )
-
-
-def runs_inline(config: LaunchConfig, hardware: HardwareInfo) -> bool:
-    """Whether ``config`` is for the kernel's own process; that needs no look at whether the kernel can be forked."""
-    return make_plan(config, hardware, KernelFacts(environment={})).start_method == "inline"
 
 
 def _accelerator(config: LaunchConfig, hardware: HardwareInfo) -> tuple[str, int]:
@@ -231,14 +227,14 @@ def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, 
     if config.start_method != "auto":
         return _asked_method(config, num_processes, facts)
     if accelerator == "xla" and facts.can_fork:
-        # A device belongs to the first process that starts a runtime on it: the kernel never does.
+        # A device belongs to the first process that starts a runtime on it, which must never be the kernel.
         return "zygote", "XLA's runtime belongs to the rank, never to the kernel"
     if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
         return "inline", "one process: the kernel itself"
     if not facts.can_fork:
         return "spawn", "this platform cannot fork"
-    if facts.fork_hazard:
-        return "zygote", facts.fork_hazard
+    if hazard := facts.fork_hazard():
+        return "zygote", hazard
     return "fork", "the kernel is safe to fork"
 
 
@@ -250,13 +246,13 @@ def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) 
         raise ValueError(f"start_method='inline' cannot do {needed}; pass start_method='auto'")
     if method in ("fork", "zygote") and not facts.can_fork:
         raise ValueError(f"start_method={method!r} is not possible on this platform; pass 'spawn'")
-    if method == "fork" and facts.fork_hazard:
-        raise ValueError(f"start_method='fork' is not safe now: {facts.fork_hazard}; pass 'auto' or 'zygote'")
+    if method == "fork" and (hazard := facts.fork_hazard()):
+        raise ValueError(f"start_method='fork' is not safe now: {hazard}; pass 'auto' or 'zygote'")
     return method, "as asked"
 
 
 def _needs_process(config: LaunchConfig) -> str:
-    """Return the settings that need a process of its own, as the user wrote them; "" when none does."""
+    """Return the settings that need a separate process, as the user wrote them; "" when there are none."""
     needed = [
         name
         for name in ("timeout", "hang_timeout", "max_restarts", "env", "debug")
@@ -268,7 +264,7 @@ def _needs_process(config: LaunchConfig) -> str:
 
 
 def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
-    """Return the variables that torchrun would give to this rank, and those that pin it to this machine."""
+    """Return the variables that torchrun sets for this rank, and those that pin it to this machine."""
     rank = plan.first_rank + local_rank
     env = {
         "RANK": str(rank),
@@ -285,16 +281,12 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
     }
     if plan.threads is not None:
         env["OMP_NUM_THREADS"] = str(plan.threads)
-    if plan.met:  # as torchrun: the agent hosts the store
+    if plan.met:  # as under torchrun, the agent hosts the store
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         env["TORCHELASTIC_RUN_ID"] = plan.run_name
-    if plan.interface:
-        # gloo otherwise takes the interface of the host name, which need not reach the other notebooks
-        env["GLOO_SOCKET_IFNAME"] = plan.interface
-        env["TP_SOCKET_IFNAME"] = plan.interface
+    if interface := plan.loopback or plan.interface:
+        # gloo's default is the interface of the host name, which need not reach the other ranks or notebooks.
+        env["GLOO_SOCKET_IFNAME"] = env["TP_SOCKET_IFNAME"] = interface
     if plan.loopback:
-        # gloo otherwise takes the interface of the host name, which need not reach this machine's other ranks
-        env["GLOO_SOCKET_IFNAME"] = plan.loopback
-        env["TP_SOCKET_IFNAME"] = plan.loopback
         env["NCCL_SOCKET_IFNAME"] = plan.loopback
     return env

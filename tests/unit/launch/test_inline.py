@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import pytest
 
 import notebook_accelerate
-from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
+from notebook_accelerate import Run, WorkerError, hardware, notebook_launcher, telemetry
 from notebook_accelerate.telemetry import MetricEvent, current_sink, install_sink
 
 
@@ -78,6 +79,18 @@ def test_an_interrupt_is_a_keyboard_interrupt_with_the_run() -> None:
         notebook_launcher(interrupted)
     assert caught.value.run.status == "stopped"  # type: ignore[attr-defined]
     assert "RANK" not in os.environ
+
+
+def test_virtual_xla_devices_are_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counts devices by the kernel's environment."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "4")
+    machine = replace(hardware.detect(), accelerator="xla", count=4)
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    run = notebook_launcher(os.getpid, start_method="inline")
+    assert run.results == (os.getpid(),)
+    assert run.plan is not None
+    assert (run.plan.accelerator, run.plan.devices) == ("xla", 4)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from notebook_accelerate.launch.plan.planner import (
     joined,
     make_plan,
     rank_environment,
-    runs_inline,
 )
 
 GIB = 1 << 30
@@ -28,7 +27,7 @@ def _machine(accelerator: str = "cpu", count: int = 0, cpu_count: int = 8) -> Ha
 
 def _plan(machine: HardwareInfo | None = None, hazard: str = "", can_fork: bool = True, **values: Any) -> LaunchPlan:
     environment = values.pop("environment", {})
-    facts = KernelFacts(fork_hazard=hazard, can_fork=can_fork, environment=environment)
+    facts = KernelFacts(fork_hazard=lambda: hazard, can_fork=can_fork, environment=environment)
     return make_plan(LaunchConfig(**values), machine or _machine(), facts)
 
 
@@ -160,7 +159,6 @@ def test_xla_devices_are_left_to_ranks() -> None:
     found = _plan(machine)
     assert (found.num_processes, found.start_method) == (1, "zygote")
     assert "never to the kernel" in found.reason
-    assert not runs_inline(LaunchConfig(), machine)
     assert _plan(machine, start_method="inline").start_method == "inline"
 
 
@@ -210,6 +208,15 @@ def test_other_numbers_of_xla_ranks_are_refused(environment: dict[str, str], cou
         _plan(_machine(accelerator="xla", count=count), environment=environment, num_processes=asked)
 
 
-def test_runs_inline_needs_no_facts() -> None:
-    assert runs_inline(LaunchConfig(), _machine())
-    assert not runs_inline(LaunchConfig(num_processes=2), _machine())
+def test_inline_on_virtual_xla_devices_is_one_process() -> None:
+    machine = _machine(accelerator="xla", count=4)
+    found = _plan(machine, environment=VIRTUAL, start_method="inline")
+    assert (found.start_method, found.num_processes, found.devices) == ("inline", 1, 4)
+
+
+@pytest.mark.parametrize("values", [{}, {"start_method": "inline"}, {"start_method": "zygote"}, {"on": "ray"}])
+def test_no_probe_is_forked_where_the_start_method_does_not_depend_on_it(values: dict[str, Any]) -> None:
+    def probe() -> str:
+        raise AssertionError("the planner called the probe")
+
+    make_plan(LaunchConfig(**values), _machine(), KernelFacts(environment={}, fork_hazard=probe))

@@ -30,7 +30,7 @@ MACHINE = HardwareInfo(
 
 
 def test_the_plan_says_where_and_never_is_inline() -> None:
-    facts = KernelFacts(fork_hazard="something", environment={"OMP_NUM_THREADS": "3"})
+    facts = KernelFacts(fork_hazard=lambda: "something", environment={"OMP_NUM_THREADS": "3"})
     planned = make_plan(LaunchConfig(num_processes=8, on="ray"), MACHINE, facts)
     assert planned.start_method == "ray"
     assert planned.sentence().startswith("8 processes on a Ray cluster · ray (as asked: on='ray')")

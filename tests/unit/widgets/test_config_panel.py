@@ -60,7 +60,7 @@ def test_the_sentence_says_what_will_happen() -> None:
 
 def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
     assert _panel(GPUS).sentence == "4 processes on cuda, fork, nccl, fp32; effective batch 4 × your loader's"
-    busy = KernelFacts(environment={}, fork_hazard="CUDA is initialised in the kernel")
+    busy = KernelFacts(environment={}, fork_hazard=lambda: "CUDA is initialised in the kernel")
     panel = _panel(GPUS, busy)
     assert panel.sentence.startswith("4 processes on cuda, zygote, nccl")
     assert "zygote: CUDA is initialised in the kernel" in panel._outlook.value
