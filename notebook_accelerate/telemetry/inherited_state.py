@@ -1,62 +1,186 @@
-"""What of the kernel's own state every rank starts with, whatever its start method.
+"""The kernel's state that every rank starts with, whatever its start method.
 
-The policy for random numbers: all ranks start from the kernel's state at launch, so that a model built in the
-function is the same on every rank, a kernel that was seeded gives the same run again, and fork and zygote agree.
-Launching does not advance the kernel's own generators.
+A rank starts as a function called in the cell would: with the kernel's random number generators, and with the torch and
+numpy settings of the process and of the cell's thread. All ranks start from the same random state, so a model built in
+the function is the same on every rank, and a seeded kernel repeats a run. A launch does not advance the kernel's own
+generators.
+
+Two settings are not inherited: the number of threads, which the launch plan decides, and the index of the default
+device, which would put all ranks on one device.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
+
+from notebook_accelerate.hardware import devices
+
+_SETTINGS: dict[str, str] = {
+    "set_warn_always": "is_warn_always_enabled",
+    "backends.cuda.enable_flash_sdp": "backends.cuda.flash_sdp_enabled",
+    "backends.cuda.enable_mem_efficient_sdp": "backends.cuda.mem_efficient_sdp_enabled",
+    "backends.cuda.enable_math_sdp": "backends.cuda.math_sdp_enabled",
+    "backends.cuda.enable_cudnn_sdp": "backends.cuda.cudnn_sdp_enabled",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": "",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": "",
+    "backends.cudnn.enabled": "",
+    "backends.cudnn.benchmark": "",
+    "backends.cudnn.deterministic": "",
+    "set_float32_matmul_precision": "get_float32_matmul_precision",
+    "backends.cudnn.allow_tf32": "",
+    # After the two older settings, which change these: torch 2.9 and later.
+    "backends.cuda.matmul.fp32_precision": "",
+    "backends.mkldnn.matmul.fp32_precision": "",
+    "backends.cudnn.conv.fp32_precision": "",
+    "backends.cudnn.rnn.fp32_precision": "",
+}
+"""Settings of the process that a rank which is not forked from the kernel would miss, by name in torch: functions that
+set, with those that return the value, and attributes."""
+
+_entered: list[AbstractContextManager[Any]] = []
+"""Contexts that this rank never leaves: inference mode ends when its guard is collected."""
 
 
 @dataclass
 class InheritedState:
-    """States of generators and torch settings, None where the kernel has not loaded the library."""
+    """The state of a kernel and of one of its threads; None or empty where the kernel has not loaded the library.
+
+    Attributes:
+        python_rng: State of ``random``.
+        numpy_rng: State of ``numpy.random``.
+        numpy_errors: What ``numpy.geterr`` returns on the thread.
+        torch_rng: State of torch's CPU generator.
+        settings: Torch's settings of the process, by name.
+        thread: Torch's settings of the thread, by name.
+    """
 
     python_rng: Any = None
     numpy_rng: Any = None
-    torch_rng: Any = None
+    numpy_errors: dict[str, Any] = field(default_factory=dict)
+    torch_rng: bytes | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    thread: dict[str, Any] = field(default_factory=dict)
 
 
 def capture() -> InheritedState:
-    """Return the kernel's state; imports nothing."""
-    ambient = InheritedState(python_rng=random.getstate())
+    """Return the state of this process and of the calling thread: call it on the thread of the cell.
+
+    It imports nothing, and starts no accelerator.
+    """
+    state = InheritedState(random.getstate())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
-        ambient.numpy_rng = numpy.random.get_state()
+        state.numpy_rng, state.numpy_errors = numpy.random.get_state(), numpy.geterr()
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_default_device"):
-        ambient.torch_rng = torch.get_rng_state().numpy().tobytes()
-        ambient.settings = {
-            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-            "default_device": str(torch.get_default_device()),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-        }
-    return ambient
+        state.torch_rng = torch.get_rng_state().numpy().tobytes()
+        state.settings = _process_settings(torch)
+        state.thread = _thread_settings(torch)
+    return state
 
 
-def apply(ambient: InheritedState) -> None:
-    """Put this process into the captured state."""
-    random.setstate(ambient.python_rng)
-    if ambient.numpy_rng is not None:
+def apply(state: InheritedState) -> None:
+    """Put this process and the calling thread into the captured state."""
+    random.setstate(state.python_rng)
+    if state.numpy_rng is not None:
         import numpy as np
 
-        np.random.set_state(ambient.numpy_rng)  # noqa: NPY002 - the same
-    if ambient.torch_rng is not None:
-        import torch
+        np.random.set_state(state.numpy_rng)  # noqa: NPY002 - the legacy generator is the one that users share
+        np.seterr(**state.numpy_errors)
+    if state.torch_rng is not None:
+        torch: Any = import_module("torch")
+        torch.set_rng_state(torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8))
+        _apply_process_settings(torch, state.settings)
+        _apply_thread_settings(torch, state.thread)
 
-        torch.set_rng_state(torch.frombuffer(bytearray(ambient.torch_rng), dtype=torch.uint8))
-        settings = ambient.settings
-        torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
-        # The default device is kept per thread: a rank forked from another thread does not inherit it.
-        if settings["default_device"] != "cpu":
-            torch.set_default_device(settings["default_device"])
-        if settings["deterministic"] != torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(settings["deterministic"])  # imports the compiler, which takes a second
-        torch.set_float32_matmul_precision(settings["matmul_precision"])
+
+def _process_settings(torch: Any) -> dict[str, Any]:
+    # Names in place of torch's objects: a spawned rank reads them before its environment is complete.
+    found: dict[str, Any] = {
+        "default_dtype": _name(torch.get_default_dtype()),
+        "determinism": torch.get_deterministic_debug_mode(),
+        "anomalies": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    }
+    return found | {name: value for name in _SETTINGS if (value := _read(torch, name)) is not None}
+
+
+def _apply_process_settings(torch: Any, settings: dict[str, Any]) -> None:
+    torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
+    if (mode := settings["determinism"]) != torch.get_deterministic_debug_mode():
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)  # imports the compiler, which takes a second
+    if settings["anomalies"] != (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()):
+        torch.autograd.set_detect_anomaly(*settings["anomalies"])
+    for name in _SETTINGS:
+        if name in settings and settings[name] != _read(torch, name):
+            _write(torch, name, settings[name])
+
+
+def _read(torch: Any, name: str) -> Any:
+    """Return a setting; None where this torch has no such setting, or cannot name it in the older of its two ways."""
+    with suppress(AttributeError, RuntimeError):
+        value = attrgetter(_SETTINGS[name] or name)(torch)
+        return value() if _SETTINGS[name] else value
+    return None
+
+
+def _write(torch: Any, name: str, value: Any) -> None:
+    if _SETTINGS[name]:
+        attrgetter(name)(torch)(value)
+        return
+    owner, _, attribute = name.rpartition(".")
+    setattr(attrgetter(owner)(torch), attribute, value)
+
+
+def _thread_settings(torch: Any) -> dict[str, Any]:
+    return {
+        "device": _default_device(torch),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": _autocast(torch),
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+    }
+
+
+def _apply_thread_settings(torch: Any, thread: dict[str, Any]) -> None:
+    if thread["device"]:
+        torch.set_default_device(thread["device"])
+    torch.set_grad_enabled(thread["grad"])
+    contexts = [torch.inference_mode()] if thread["inference"] else []
+    for kind, dtype in thread["autocast"].items():
+        contexts.append(torch.autocast(kind, getattr(torch, dtype), cache_enabled=thread["autocast_cache"]))
+    for context in contexts:
+        context.__enter__()
+    _entered.extend(contexts)
+
+
+def _autocast(torch: Any) -> dict[str, str]:
+    """Return the data type of each type of device for which autocast is on."""
+    found = {}
+    for row in devices.ROWS:
+        with suppress(RuntimeError):  # torch does not know the type before its extension is imported
+            if torch.is_autocast_enabled(row.type):
+                found[row.type] = _name(torch.get_autocast_dtype(row.type))
+    return found
+
+
+def _default_device(torch: Any) -> str:
+    """Return the type of the thread's default device; "" where none is set.
+
+    ``torch.get_default_device`` creates a tensor to find the index, and with it a CUDA context in the kernel.
+    """
+    contexts: Any = sys.modules.get("torch.utils._device")
+    if contexts is None:  # no device was ever set
+        return ""
+    modes = torch.overrides._get_current_function_mode_stack()
+    devices = [mode.device.type for mode in modes if isinstance(mode, contexts.DeviceContext)]
+    return devices[-1] if devices else ""
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -218,7 +218,7 @@ def take_on(order: WorkerOrder) -> None:
     install_sources(order.sources)
     shared_state.reset()
     launch_arguments.tell(load_bytes(order.accelerator) if isinstance(order.accelerator, bytes) else order.accelerator)
-    inherited_state.apply(order.ambient)
+    inherited_state.apply(order.state)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):
         # OMP_NUM_THREADS has no effect on a torch that is already imported.

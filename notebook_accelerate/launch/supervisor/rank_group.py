@@ -91,9 +91,8 @@ class RankGroup:
 
     # ---- start
 
-    def start(self, backend: ProcessBackend, attempt: int) -> None:
+    def start(self, backend: ProcessBackend, attempt: int, state: inherited_state.InheritedState) -> None:
         """Start every rank; on failure those that had started are ended."""
-        state = inherited_state.capture()
         orders = [self._order(local_rank, attempt, state) for local_rank in range(self._plan.num_processes)]
         try:
             backend.start_ranks(orders, self.ears.attend)

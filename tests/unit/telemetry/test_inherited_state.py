@@ -1,0 +1,194 @@
+"""State that ranks inherit from the thread that launches them: captured on one thread, applied on another."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from notebook_accelerate.telemetry import inherited_state
+
+
+def _on_new_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "device": torch.empty(0).device.type,
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "determinism": torch.get_deterministic_debug_mode(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "anomalies": torch.is_anomaly_enabled(),
+        "numpy": np.geterr()["over"],
+    }
+
+
+def _inherited() -> dict[str, Any]:
+    """Return the settings of a thread after it has applied this thread's state, which travels pickled."""
+    state = pickle.dumps(inherited_state.capture())
+
+    def rank() -> dict[str, Any]:
+        inherited_state.apply(pickle.loads(state))
+        return _settings()
+
+    return _on_new_thread(rank)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _process_settings() -> Iterator[None]:
+    """Restore the settings that a thread shares with the others."""
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_new_thread_lacks_the_settings_of_its_parent() -> None:
+    with torch.device("meta"), torch.no_grad(), torch.autocast("cpu", torch.float16):
+        found = _on_new_thread(_settings)
+    assert (found["device"], found["grad"], found["autocast"][0]) == ("cpu", True, False)
+
+
+def test_default_settings_are_inherited() -> None:
+    assert _inherited() == _settings()
+
+
+def test_the_settings_of_the_thread_are_inherited() -> None:
+    with (
+        torch.device("meta"),
+        torch.no_grad(),
+        torch.autocast("cpu", torch.float16, cache_enabled=False),
+        np.errstate(over="raise"),
+    ):
+        expected, found = _settings(), _inherited()
+    assert found == expected
+    assert (found["device"], found["grad"], found["autocast"]) == ("meta", False, (True, torch.float16))
+    assert (found["autocast cache"], found["numpy"]) == (False, "raise")
+    assert _settings()["device"] == "cpu"
+
+
+def test_the_default_device_is_inherited_however_it_is_set() -> None:
+    def kernel() -> dict[str, Any]:
+        torch.set_default_device("meta")
+        return _inherited()
+
+    assert _on_new_thread(kernel)["device"] == "meta"
+
+
+def test_inference_mode_lasts() -> None:
+    with torch.inference_mode():
+        state = inherited_state.capture()
+
+    def rank() -> tuple[bool, bool]:
+        inherited_state.apply(state)
+        import gc
+
+        gc.collect()
+        return torch.is_inference_mode_enabled(), torch.ones(1).is_inference()
+
+    assert _on_new_thread(rank) == (True, True)
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_the_random_state_is_inherited_and_the_kernels_own_is_kept() -> None:
+    state = inherited_state.capture()
+    expected = torch.rand(3).tolist(), np.random.rand(3).tolist()  # noqa: NPY002 - the generator that is inherited
+    inherited_state.apply(state)
+    assert (torch.rand(3).tolist(), np.random.rand(3).tolist()) == expected  # noqa: NPY002 - the same
+
+
+_RANK = """
+import json, pickle, sys, torch
+from notebook_accelerate.telemetry import inherited_state
+kernel = sys.argv[1] == "kernel"
+if kernel:
+    exec(sys.argv[2])
+    sys.stdout.buffer.write(pickle.dumps(inherited_state.capture()))
+else:
+    inherited_state.apply(pickle.load(sys.stdin.buffer))
+    print(json.dumps(eval(sys.argv[2])))
+"""
+
+
+def _in_processes(setup: str, expression: str) -> Any:
+    """Set something in one interpreter, apply its state in another, and return an expression's value there."""
+    run = [sys.executable, "-c", _RANK]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    kernel = subprocess.run([*run, "kernel", setup], capture_output=True, env=environment, check=True)
+    rank = [*run, "rank", expression]
+    done = subprocess.run(rank, input=kernel.stdout, capture_output=True, env=environment, check=True)
+    return json.loads(done.stdout)
+
+
+def test_a_process_that_is_not_forked_inherits_the_settings_of_the_process() -> None:
+    setup = """
+torch.backends.cudnn.benchmark = True
+torch.backends.cuda.enable_flash_sdp(False)
+torch.backends.cudnn.allow_tf32 = False
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_warn_always(True)
+torch.set_default_dtype(torch.float64)
+torch.autograd.set_detect_anomaly(True, check_nan=False)
+torch.set_float32_matmul_precision("medium")
+"""
+    names = (
+        "torch.backends.cudnn.benchmark",
+        "torch.backends.cuda.flash_sdp_enabled()",
+        "torch.backends.cudnn.allow_tf32",
+        "torch.get_deterministic_debug_mode()",
+        "torch.is_warn_always_enabled()",
+        "str(torch.get_default_dtype())",
+        "torch.is_anomaly_enabled()",
+        "torch.is_anomaly_check_nan_enabled()",
+        "torch.get_float32_matmul_precision()",
+    )
+    expected = [True, False, False, 1, True, "torch.float64", True, False, "medium"]
+    assert _in_processes(setup, f"[{', '.join(names)}]") == expected
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 and later")
+def test_precisions_set_in_the_newer_way_are_inherited() -> None:
+    """Torch then refuses to return them in the older way, with a RuntimeError."""
+    setup = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
+    expression = "[torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]"
+    assert _in_processes(setup, expression) == ["tf32", "bf16"]
+
+
+def test_capture_keeps_an_index_out() -> None:
+    """With an index all ranks would share one device."""
+
+    def kernel() -> dict[str, Any]:
+        torch.set_default_device("cuda:1")
+        return inherited_state.capture().thread
+
+    assert _on_new_thread(kernel)["device"] == "cuda"
+
+
+def test_capture_starts_no_accelerator() -> None:
+    """``torch.get_default_device`` creates a tensor, which fails here, or makes a CUDA context in the kernel."""
+
+    def kernel() -> dict[str, Any]:
+        torch.set_default_device("cuda")
+        return inherited_state.capture().thread
+
+    assert _on_new_thread(kernel)["device"] == "cuda"
+    assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
