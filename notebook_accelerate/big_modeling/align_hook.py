@@ -1,4 +1,4 @@
-"""`AlignDevicesHook`: inputs and weights are where a module computes when it computes."""
+"""`AlignDevicesHook`: moves inputs and weights to the device where a module computes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from notebook_accelerate.big_modeling.module_sizes import named_module_tensors
 from notebook_accelerate.big_modeling.module_tensors import TiedParams, set_module_tensor_to_device
 from notebook_accelerate.big_modeling.module_walk import submodule
 from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit
-from notebook_accelerate.big_modeling.tensor_sources import FileSource, in_memory, loader_of, mapped_in_place, source_of
-from notebook_accelerate.big_modeling.weight_transfer import has_lane
+from notebook_accelerate.big_modeling.tensor_sources import FileSource, is_in_memory, loader_of, source_of
+from notebook_accelerate.big_modeling.weight_transfer import can_prefetch
 from notebook_accelerate.collectives import find_device, send_to_device
 
 _BLOCK = re.compile(r"^.*?\.?\d+(?=\.|$)")
 
 
 class AlignDevicesHook(ModelHook):
-    """Moves a module's inputs to where it computes, and brings its weights there where they are kept elsewhere.
+    """Moves a module's inputs, and its weights if they are offloaded, to the device where it computes.
 
     Args:
         execution_device: Where the module computes; None leaves inputs and weights where they are.
-        offload: Keep the weights away between forwards; see `Prefetcher` for how they come in time.
-        io_same_device: Move the output to where the input was.
-        weights_map: The weights by name, where they are offloaded; None: a copy on the CPU is kept.
-        offload_buffers: Keep buffers away too.
-        place_submodules: Treat the tensors of all submodules, not only the module's own.
+        offload: Offload the weights between forwards; `Prefetcher` reads them ahead.
+        io_same_device: Move the output to the device of the input.
+        weights_map: The offloaded weights by name; None: a copy on the CPU is kept.
+        offload_buffers: Offload buffers too.
+        place_submodules: Handle the tensors of all submodules, not only the module's own.
         skip_keys: Keyword arguments that are not moved.
         tied_params_map: Copies of tied parameters by address and device, shared between hooks.
     """
@@ -59,15 +59,15 @@ class AlignDevicesHook(ModelHook):
         self.input_device: Any = None
         self.original_devices: dict[str, torch.device] = {}
         self.block = ""
-        """Name of the block that the module belongs to: blocks measure how far weights are read ahead."""
+        """Name of the module, which says what block it is in: weights are read ahead by blocks."""
         self.gradients = GradientSink()
-        """Takes the gradients of weights that are put away before backward."""
-        self._plain: torch.device | None = None
-        self._begins: tuple[Prefetcher, ...] = ()
+        """Takes the gradients of weights that are released before backward."""
+        self._device: torch.device | None = None
+        self._pass_prefetchers: tuple[Prefetcher, ...] = ()
         self._prefetcher: Prefetcher | None = None
         self._unit: Unit | None = None
         self._slots: list[tuple[dict[str, Any], str, str, Any]] = []
-        self._live: dict[str, tuple[Any, Any]] = {}
+        self._reused: dict[str, tuple[Any, Any]] = {}
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -77,7 +77,7 @@ class AlignDevicesHook(ModelHook):
     # ---- attaching and detaching
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put the weights where they are kept."""
+        """Move the weights to the execution device, or offload them."""
         device = self.execution_device
         if device in ("meta", torch.device("meta")):
             self.tied_params_map = None
@@ -85,127 +85,127 @@ class AlignDevicesHook(ModelHook):
             for name, _ in named_module_tensors(module, recurse=self.place_submodules):
                 set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
         elif self.offload:
-            self._send_away(module)
+            self._offload_weights(module)
         return module
 
-    def _send_away(self, module: torch.nn.Module) -> None:
+    def _offload_weights(self, module: torch.nn.Module) -> None:
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        away = dict(
+        offloaded = dict(
             named_module_tensors(
                 module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
             )
         )
         if self.weights_map is None:
-            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in away.items()}
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in offloaded.items()}
         for name, tensor in tensors.items():
-            if name in away:
+            if name in offloaded:
                 set_module_tensor_to_device(module, name, "meta")
                 owner, key = submodule(module, name)
-                held = owner._parameters if key in owner._parameters else owner._buffers
-                self._slots.append((held, key, name, held[key]))
+                own = owner._parameters if key in owner._parameters else owner._buffers
+                self._slots.append((own, key, name, own[key]))
             elif self.execution_device is not None and tensor.device.type != "meta":
                 set_module_tensor_to_device(module, name, self.execution_device)
         self._plan_ahead()
 
     def _plan_ahead(self) -> None:
-        """Let the weights be read ahead, where they are in files or must be copied to an accelerator."""
+        """Register the weights to be read ahead, where they are in files or are copied to an accelerator."""
         # "is None": 0 is an accelerator.
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
         loader = loader_of(self.weights_map)
-        if loader is None or device.type == "meta" or not self._slots or not has_lane(device):
+        if loader is None or device.type == "meta" or not self._slots or not can_prefetch(device):
             return
         assert self.weights_map is not None
         sources = [(slot, source_of(self.weights_map, slot[2])) for slot in self._slots]
-        alone = any(source is None or source.dtype != slot[3].dtype for slot, source in sources)
-        if alone or (device.type == "cpu" and not any(isinstance(source, FileSource) for _, source in sources)):
+        converted = any(source is None or source.dtype != slot[3].dtype for slot, source in sources)
+        if converted or (device.type == "cpu" and not any(isinstance(source, FileSource) for _, source in sources)):
             return
-        slots = [
-            Slot(slot[0], slot[1], slot[3], source, maps=mapped_in_place(source, device))
-            for slot, source in sources
-            if source is not None
-        ]
+        slots = [Slot(slot[0], slot[1], slot[3], source) for slot, source in sources if source is not None]
         self._prefetcher = loader.prefetchers.setdefault(device, Prefetcher(device))
         self._unit = Unit(slots, block_of(self.block))
 
-    def begin_passes_of(self, weights: Mapping[str, Any] | None) -> None:
-        """Take this hook's forward as one pass through what is offloaded.
+    def mark_passes(self, weights: Mapping[str, Any] | None) -> None:
+        """Let each forward of this hook's module begin a pass of the prefetchers.
 
         Args:
-            weights: The weights of the modules inside.
+            weights: The offloaded weights of its submodules.
         """
         loader = loader_of(weights)
         if loader is not None:
-            self._begins = tuple(loader.prefetchers.values())
+            self._pass_prefetchers = tuple(loader.prefetchers.values())
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Bring the weights back to where they were."""
+        """Move the weights back to their original devices."""
         if self.offload:
-            self._put_away()
+            self._release_weights()
             for name, device in self.original_devices.items():
                 if device.type != "meta":
-                    held = self.weights_map or {}
-                    value = held[name] if any(name == slot[2] for slot in self._slots) else None
+                    weights = self.weights_map or {}
+                    value = weights[name] if any(name == slot[2] for slot in self._slots) else None
                     set_module_tensor_to_device(module, name, device, value=value)
         return module
 
     # ---- a forward
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring in the weights and move the inputs."""
+        """Load the weights and move the inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-            for prefetcher in self._begins:
-                _untraced(prefetcher.begin)
+            for prefetcher in self._pass_prefetchers:
+                _untraced(prefetcher.begin_pass)
         if self.offload:
-            _untraced(self._bring_in)
+            _untraced(self._load_weights)
         device = self.execution_device
         if device is None:
             return args, kwargs
-        if self._plain is None:
-            self._plain = torch.device(device)
-        if _all_on(args, self._plain) and (not kwargs or _all_on(kwargs.values(), self._plain)):
+        if self._device is None:
+            self._device = torch.device(device)
+        if _all_on(args, self._device) and (not kwargs or _all_on(kwargs.values(), self._device)):
             return args, kwargs
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
-    def _bring_in(self) -> None:
+    def _load_weights(self) -> None:
         if self._prefetcher is not None and self._unit is not None:
-            tensors = self._prefetcher.bring(self._unit)
+            tensors = self._prefetcher.fetch(self._unit)
             trains = torch.is_grad_enabled()
-            for (held, key, name, _), tensor in zip(self._slots, tensors, strict=True):
-                held[key] = self.gradients.watch(name, tensor) if trains else tensor
+            for (own, key, name, _), tensor in zip(self._slots, tensors, strict=True):
+                own[key] = self.gradients.watch(name, tensor) if trains else tensor
             return
         assert self.weights_map is not None
-        for held, key, name, absent in self._slots:
+        for own, key, name, placeholder in self._slots:
             value = self.weights_map[name]
-            known = self._live.get(name)
-            held[key] = known[1] if known is not None and known[0] is value else self._made(name, absent, value)
+            reused = self._reused.get(name)
+            if reused is not None and reused[0] is value:
+                own[key] = reused[1]
+            else:
+                own[key] = self._load_weight(name, placeholder, value)
 
-    def _made(self, name: str, absent: Any, value: torch.Tensor) -> Any:
-        """Return what stands in the module for a weight; it is kept where it is the weight itself, not a copy."""
+    def _load_weight(self, name: str, placeholder: Any, value: torch.Tensor) -> Any:
+        """Return a weight as its module holds it; it is kept for the next forward if it shares the weight's memory."""
         device = self.execution_device if self.execution_device is not None else value.device
-        here = value.detach().to(device=device, dtype=absent.dtype if value.is_floating_point() else None)
-        made = self.gradients.watch(name, like(absent, here)) if isinstance(absent, torch.nn.Parameter) else here
-        if here.data_ptr() == value.data_ptr() and in_memory(self.weights_map, name):
-            self._live[name] = (value, made)
-        return made
+        moved = value.detach().to(device=device, dtype=placeholder.dtype if value.is_floating_point() else None)
+        is_parameter = isinstance(placeholder, torch.nn.Parameter)
+        loaded = self.gradients.watch(name, like(placeholder, moved)) if is_parameter else moved
+        if moved.data_ptr() == value.data_ptr() and is_in_memory(self.weights_map, name):
+            self._reused[name] = (value, loaded)
+        return loaded
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Put the weights away and move the output."""
+        """Release the weights and move the output."""
         if self.offload:
-            output = _untraced(self._put_away, output)
+            output = _untraced(self._release_weights, output)
         if self.io_same_device and self.input_device is not None:
             if not (isinstance(output, torch.Tensor) and output.device == self.input_device):
                 output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
             self.input_device = None
         return output
 
-    def _put_away(self, output: Any = None) -> Any:
-        for held, key, _, absent in self._slots:
-            held[key] = absent
+    def _release_weights(self, output: Any = None) -> Any:
+        for own, key, _, placeholder in self._slots:
+            own[key] = placeholder
         if self._prefetcher is not None and self._unit is not None:
-            output = self._prefetcher.own(output)
-            self._prefetcher.give_back(self._unit)
+            output = self._prefetcher.clone_weights(self._unit, output)
+            self._prefetcher.release(self._unit)
         return output
 
 
@@ -215,12 +215,12 @@ def _break_graph(function: Any, *arguments: Any) -> Any:
 
 
 def _untraced(function: Any, *arguments: Any) -> Any:
-    """Call what is no computation; torch.compile breaks its graph there, and is not imported for that elsewhere."""
+    """Call a function that torch.compile must not trace; torch._dynamo is not imported unless a model is compiled."""
     return _break_graph(function, *arguments) if torch.compiler.is_compiling() else function(*arguments)
 
 
 def _all_on(values: Any, device: torch.device) -> bool:
-    """Tell, fast, whether all values are tensors on a device or nothing that moves."""
+    """Return, fast, whether all values are on a device already, or are not moved at all."""
     for value in values:
         if value is None or type(value) in (int, float, bool, str):
             continue
@@ -230,6 +230,6 @@ def _all_on(values: Any, device: torch.device) -> bool:
 
 
 def block_of(name: str) -> str:
-    """Return the name of the repeated block that a module is in: up to its first number, ``h.3`` of ``h.3.mlp.fc``."""
+    """Return the name of the repeated block that contains a module: ``h.3`` for ``h.3.mlp.fc``."""
     match = _BLOCK.match(name)
     return match.group() if match else name

@@ -271,7 +271,7 @@ class _Loading:
         else:
             # Mapped where it stays on the CPU: nothing is read before it is used, and memory is the page cache's.
             maps = isinstance(source, FileSource) and torch.device(device).type == "cpu"
-            value = source.mapped() if maps else source.load(torch.device(device))  # type: ignore[attr-defined]
+            value = source.map_lazily() if maps else source.load(torch.device(device))  # type: ignore[attr-defined]
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
 
     def _dtype_of(self, name: str, source: Source) -> torch.dtype | None:

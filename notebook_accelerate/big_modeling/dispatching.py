@@ -133,7 +133,7 @@ def _mark_passes(model: Any, weights: Mapping[str, Any] | None) -> None:
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     for each in hooks:
         if isinstance(each, AlignDevicesHook) and each.io_same_device:
-            each.begin_passes_of(weights)
+            each.mark_passes(weights)
 
 
 def dispatch_model(

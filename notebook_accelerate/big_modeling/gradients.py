@@ -1,4 +1,4 @@
-"""Gradients of offloaded weights, which are gone again when they have been computed with."""
+"""Gradients of offloaded weights, which are released after their forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GradientSink:
         self._warned = False
 
     def collect(self, store: dict[str, torch.Tensor] | None, prefix: str = "") -> None:
-        """Collect from now on, or not any more.
+        """Start or stop collecting.
 
         Args:
             store: Where gradients go; None: they are dropped.
@@ -37,7 +37,7 @@ class GradientSink:
 
         Args:
             name: Its name in the module.
-            parameter: What stands in the module for this forward.
+            parameter: The module's parameter or buffer during this forward.
 
         Returns:
             The parameter.
@@ -52,24 +52,24 @@ class GradientSink:
             if not self._warned:
                 self._warned = True
                 _LOG.warning(
-                    "The gradient of the offloaded %s is dropped, as the weight itself was after its forward. To get "
-                    "it, write: with notebook_accelerate.big_modeling.offloaded_gradients(model) as gradients: ...; to "
-                    "not compute it: parameter.requires_grad_(False) before the model is offloaded.",
+                    "The gradient of the offloaded %s is dropped, because the weight itself was released after its "
+                    "forward. To collect it: with notebook_accelerate.big_modeling.offloaded_gradients(model) as "
+                    "gradients: ... To skip it: parameter.requires_grad_(False) before the model is offloaded.",
                     name,
                 )
             return
         assert gradient is not None
         key = full_name(self._prefix, name)
-        # Each name's sum on the CPU: the device has no room for them.
+        # Summed on the CPU: the device has no memory for them.
         here = gradient.to("cpu")
         self._store[key] = self._store[key] + here if key in self._store else here
 
 
 def align_hooks(module: Any) -> list[Any]:
-    """List a module's hooks that bring offloaded weights.
+    """List a module's hooks that load offloaded weights.
 
     Args:
-        module: The module; its submodules are not looked at.
+        module: The module; its submodules' hooks are not listed.
     """
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
@@ -78,17 +78,16 @@ def align_hooks(module: Any) -> list[Any]:
 
 @contextmanager
 def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect the gradients of a model's offloaded weights: those of all backward passes inside, summed on the CPU.
+    """Collect the gradients of a model's offloaded weights, summed on the CPU over all backward passes inside.
 
-    Offloaded weights are in a module during its forward only, so that nothing holds their gradients afterwards, other
-    than those of weights that stay (adapters, for instance), which are in ``parameter.grad`` as always. They take as
-    much main memory as the weights.
+    Offloaded weights are in their module during its forward only, so their gradients cannot be in ``parameter.grad``,
+    where those of other weights (adapters, for instance) are as usual. They take as much main memory as the weights.
 
     Args:
         model: A model from `cpu_offload`, `disk_offload`, `dispatch_model` or `load_checkpoint_and_dispatch`.
 
     Yields:
-        The gradients, by the parameters' names; one with several names has a part of its gradient under each.
+        The gradients by parameter name; a tied parameter has a part of its gradient under each of its names.
 
     Example:
         with offloaded_gradients(model) as gradients:

@@ -1,4 +1,4 @@
-"""Weights in files: Accelerate's offload folders (one ``.dat`` per tensor and ``index.json``), and safetensors."""
+"""Reads and writes Accelerate's offload folders: one ``.dat`` file per tensor, and ``index.json``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from notebook_accelerate.big_modeling.file_mapping import map_file
 from notebook_accelerate.big_modeling.weight_files import inside, open_safetensors
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
@@ -20,19 +20,19 @@ INDEX_NAME = "index.json"
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write one tensor to its file.
+    """Write one tensor to a file.
 
     Args:
         weight: The tensor.
         weight_name: Its name: the file is ``{weight_name}.dat``.
         offload_folder: The folder.
-        index: Where its dtype and shape are noted; None: a new one.
+        index: The index to add its dtype and shape to; None: a new one.
 
     Returns:
         The index; `save_offload_index` writes it.
 
     Raises:
-        CheckpointError: The file could not be written, for instance for want of space.
+        CheckpointError: The file could not be written, for instance because the disk is full.
     """
     index = {} if index is None else index
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -48,34 +48,53 @@ def offload_weight(
         partial.unlink(missing_ok=True)
         raise CheckpointError(
             f"{weight_name} ({weight.nbytes:,} bytes) could not be offloaded to {offload_folder}: {error.strerror}. "
-            "What was written before is not used; choose an offload folder that exists and has room."
+            "The file was removed; pass an offload folder that exists, with enough free space."
         ) from error
     index[weight_name] = {"dtype": dtype, "shape": list(weight.shape)}
     return index
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Map a tensor's file into memory: it is read when it is used.
+    """Map a tensor's file into memory; it is read on first access, and writes do not reach the file.
 
     Args:
         weight_file: The ``.dat`` file.
         weight_info: Its "dtype" and "shape".
 
     Raises:
-        BrokenCheckpointError: The file is not there, or of another size.
+        BrokenCheckpointError: The file is missing, or has another size.
     """
-    shape = tuple(weight_info["shape"])
+    path, shape = Path(weight_file), tuple(weight_info["shape"])
     dtype: torch.dtype = getattr(torch, weight_info["dtype"])
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    path = Path(weight_file)
+    size = _checked_size(path, weight_info)
+    return map_file(path, 0, size).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+
+
+def data_file(folder: str | os.PathLike[str] | None, name: str, info: Mapping[str, Any]) -> Path:
+    """Return the ``.dat`` file of a tensor.
+
+    Args:
+        folder: The offload folder; None: the working directory.
+        name: The tensor's name.
+        info: Its "dtype" and "shape".
+
+    Raises:
+        BrokenCheckpointError: The file is missing, or has another size.
+        CheckpointError: The name leads out of the folder.
+    """
+    path = inside(Path(folder or "."), f"{name}.dat")
+    _checked_size(path, info)
+    return path
+
+
+def _checked_size(path: Path, info: Mapping[str, Any]) -> int:
+    dtype: torch.dtype = getattr(torch, info["dtype"])
+    size = dtype.itemsize * torch.Size(info["shape"]).numel()
     found = path.stat().st_size if path.is_file() else None
     if found != size:
         problem = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-        raise BrokenCheckpointError(f"{path} {problem}: offload the model again.")
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    # Copy on write: what is changed in memory must not change the file.
-    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c")).view(dtype).reshape(shape)
+        raise BrokenCheckpointError(f"{path} {problem}. Offload the model again.")
+    return size
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
@@ -98,7 +117,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     """Write named tensors to a folder, one file each, and the index.
 
     Args:
-        save_dir: The folder; made where it does not exist.
+        save_dir: The folder; created if it does not exist.
         state_dict: The tensors.
 
     Raises:
@@ -112,7 +131,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A mapping seen from inside a module: names without its prefix.
+    """A view of a mapping for one module: names without the module's prefix.
 
     Args:
         dataset: The mapping.
@@ -139,8 +158,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     Args:
         state_dict: Tensors in memory.
         save_folder: An offload folder with its ``index.json``.
-        index: An index in place of the folder's: an entry with "safetensors_file" names a tensor of such a file.
-        device: Where tensors of safetensors files go; None: the CPU.
+        index: An index to use instead of the folder's; entries with "safetensors_file" are in such a file.
+        device: Device of tensors from safetensors files; None: the CPU.
 
     Raises:
         ValueError: None of the first three is given.
@@ -154,7 +173,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: Any = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
+            raise ValueError(
+                "Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights: "
+                'OffloadedWeightsLoader(save_folder="a_folder")'
+            )
         self.state_dict: Any = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None:
@@ -163,7 +185,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
         self.prefetchers: dict[torch.device, Any] = {}
-        """Who reads the weights ahead, by device."""
+        """The prefetcher of each device."""
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -174,7 +196,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             with open_safetensors(info["safetensors_file"], self.device or "cpu") as file:
                 tensor = file.get_tensor(info.get("weight_name", key))
             return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
-        return load_offloaded_weight(inside(Path(self.save_folder or "."), f"{key}.dat"), info)
+        return load_offloaded_weight(data_file(self.save_folder, key, info), info)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
@@ -186,7 +208,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that belong to some modules.
+    """Return the tensors of some modules.
 
     Args:
         state_dict: Named tensors.
@@ -194,6 +216,6 @@ def extract_submodules_state_dict(
     """
     found: dict[str, torch.Tensor] = {}
     for outer in submodule_names:
-        inside_it = f"{outer}." if outer else ""
-        found.update({name: value for name, value in state_dict.items() if name == outer or name.startswith(inside_it)})
+        prefix = f"{outer}." if outer else ""
+        found.update({name: value for name, value in state_dict.items() if name == outer or name.startswith(prefix)})
     return found

@@ -1,4 +1,4 @@
-"""Where an offloaded tensor is: in memory, or at a place in a file."""
+"""Where an offloaded tensor is read from: memory, or a part of a file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from notebook_accelerate.big_modeling import file_mapping
-from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, PrefixedDataset
-from notebook_accelerate.big_modeling.weight_files import inside, safetensors_layout
+from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, PrefixedDataset, data_file
+from notebook_accelerate.big_modeling.weight_files import safetensors_layout
 from notebook_accelerate.errors import BrokenCheckpointError
 
 _ALIGNMENT = 64
-"""Bytes: what torch's CPU allocator gives. With 8, as safetensors has, MKL's products of vectors round differently."""
+"""Bytes, as torch's CPU allocator aligns. With 8, as safetensors has, MKL's products of vectors round differently."""
 
 
 class Source:
-    """A tensor that can be read again and again.
+    """A tensor that can be read repeatedly.
 
     Args:
         shape: Its shape.
@@ -28,9 +27,9 @@ class Source:
     """
 
     pinned: torch.Tensor | None = None
-    """Where it is in pinned memory."""
-    offset = 0
-    """Where it begins in its file, in bytes."""
+    """The tensor in pinned memory."""
+    mappable = False
+    """Whether `map` is possible, and faster than `read_into`."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -40,18 +39,22 @@ class Source:
         """Fill a tensor of the same shape and dtype on the CPU."""
         raise NotImplementedError
 
+    def map(self) -> torch.Tensor:
+        """Return the tensor as a mapping of its file, read into memory."""
+        raise NotImplementedError
+
     def pin(self, known: dict[int, torch.Tensor]) -> None:
-        """Bring it to pinned memory, where it is in memory.
+        """Move the tensor to pinned memory, where it is in memory.
 
         Args:
-            known: What is pinned already, by the address it had before; tied weights are pinned once.
+            known: Tensors that are pinned already, by their former address; tied weights are pinned once.
 
         Raises:
             RuntimeError: The system pins no more memory.
         """
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return it on a device, in memory of its own."""
+        """Return the tensor on a device, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read_into(tensor)
         return tensor.to(device)
@@ -62,8 +65,8 @@ class MemorySource(Source):
 
     Args:
         tensor: The tensor.
-        state: The dictionary that has it, which gets the pinned one in its place.
-        name: Its name there.
+        state: The dictionary that contains it; `pin` replaces it there.
+        name: Its name in `state`.
     """
 
     def __init__(self, tensor: torch.Tensor, state: Any, name: str) -> None:
@@ -71,11 +74,11 @@ class MemorySource(Source):
         self._tensor, self._state, self._name = tensor.detach(), state, name
 
     def read_into(self, tensor: torch.Tensor) -> None:
-        """Copy it."""
-        tensor.copy_(self._tensor)
+        """Copy the tensor."""
+        tensor.data.copy_(self._tensor)
 
     def pin(self, known: dict[int, torch.Tensor]) -> None:
-        """Pin it; the dictionary that had it gets the pinned one, so that memory does not double."""
+        """Pin the tensor, and replace it in its dictionary, so that memory does not double."""
         if self.pinned is not None:
             return
         address = self._tensor.data_ptr()
@@ -87,16 +90,16 @@ class MemorySource(Source):
             self._state[self._name] = other
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return it on a device."""
+        """Return the tensor on a device."""
         return self._tensor.to(device)
 
 
 class FileSource(Source):
-    """A tensor at a place in a file.
+    """A tensor in a file.
 
     Args:
         path: The file.
-        offset: Where it begins, in bytes.
+        offset: The tensor's first byte.
         shape: Its shape.
         dtype: Its dtype.
     """
@@ -104,49 +107,55 @@ class FileSource(Source):
     def __init__(self, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
         self.path, self.offset = path, offset
+        self._is_aligned = offset % _ALIGNMENT == 0  # kernels choose by alignment, and their last bits with them
+        large = self.nbytes >= file_mapping.MIN_BYTES
+        self.mappable = large and self._is_aligned and file_mapping.can_read_ahead()
 
     def read_into(self, tensor: torch.Tensor) -> None:
-        """Read it; the interpreter is free meanwhile."""
+        """Read the tensor; the interpreter is free meanwhile."""
         if not self.nbytes:
             return
-        # .data: the tensor may be a parameter's memory, and nobody computes with it now.
+        # .data: the tensor may be a parameter's memory, and nothing computes with it now.
         flat: Any = tensor.data.reshape(-1).view(torch.uint8).numpy()
         view = memoryview(flat)
         done = 0
-        # Opened each time: a descriptor that is kept would outlive the model, and miss that the file was replaced.
+        # Opened each time: an open descriptor would outlive the model, and keep a file that was replaced.
         with self.path.open("rb", buffering=0) as file:
             while done < self.nbytes:
                 count = os.preadv(file.fileno(), [view[done:]], self.offset + done)
                 if not count:
-                    raise BrokenCheckpointError(f"{self.path} ends too early: it changed since it was offloaded.")
+                    raise file_mapping.too_short(self.path)
                 done += count
 
+    def map(self) -> torch.Tensor:
+        """Return the tensor as a mapping of its file, read into memory."""
+        return self._mapping(read_ahead=True)
+
+    def map_lazily(self) -> torch.Tensor:
+        """Return the tensor as a mapping of its file, read on first access."""
+        return self._mapping(read_ahead=False) if self.nbytes else torch.empty(self.shape, dtype=self.dtype)
+
+    def _mapping(self, *, read_ahead: bool) -> torch.Tensor:
+        data = file_mapping.map_file(self.path, self.offset, self.nbytes, read_ahead=read_ahead)
+        return data.view(self.dtype).view(self.shape)
+
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return it on a device; on the CPU as a map of the file, where kernels see no difference."""
-        return self.mapped() if device.type == "cpu" and self.aligned else super().load(device)
-
-    @property
-    def aligned(self) -> bool:
-        """Whether it begins in its file as memory does: kernels choose by that, and their last bits with them."""
-        return self.offset % _ALIGNMENT == 0
-
-    def mapped(self) -> torch.Tensor:
-        """Return it mapped into memory: read when it is used, copied when it is written to."""
-        if not self.nbytes:
-            return torch.empty(self.shape, dtype=self.dtype)
-        pages = np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.offset, shape=(self.nbytes,))
-        return torch.from_numpy(pages).view(self.dtype).reshape(self.shape)
+        """Return the tensor on a device; on the CPU as a mapping of its file, where kernels see no difference."""
+        return self.map_lazily() if device.type == "cpu" and self._is_aligned else super().load(device)
 
 
 def source_of(weights: Mapping[str, Any], name: str) -> Source | None:
-    """Return where a tensor of an offloaded model is.
+    """Return where a tensor of an offloaded model is read from.
 
     Args:
-        weights: What a hook has as its weights.
-        name: The tensor's name there.
+        weights: The hook's weights.
+        name: The tensor's name in them.
 
     Returns:
-        The source; None where this kind of mapping must be asked anew each time.
+        The source; None for mappings that must be asked each time.
+
+    Raises:
+        BrokenCheckpointError: The tensor's file is missing, or has another size.
     """
     weights, name = _unprefixed(weights, name)
     if not isinstance(weights, OffloadedWeightsLoader):
@@ -156,13 +165,9 @@ def source_of(weights: Mapping[str, Any], name: str) -> Source | None:
     info = weights.index[name]
     if info.get("safetensors_file") is not None:
         return _in_safetensors(Path(info["safetensors_file"]), info.get("weight_name", name), info)
-    shape = tuple(info["shape"])
-    path = inside(Path(weights.save_folder or "."), f"{name}.dat")
-    source = FileSource(path, 0, shape, getattr(torch, info["dtype"]))
-    found = path.stat().st_size if path.is_file() else -1
-    if found != source.nbytes:
-        raise BrokenCheckpointError(f"{path} has {found:,} bytes instead of {source.nbytes:,}: offload again.")
-    return source
+    return FileSource(
+        data_file(weights.save_folder, name, info), 0, tuple(info["shape"]), getattr(torch, info["dtype"])
+    )
 
 
 def _unprefixed(weights: Any, name: str) -> tuple[Any, str]:
@@ -173,38 +178,26 @@ def _unprefixed(weights: Any, name: str) -> tuple[Any, str]:
 
 
 def _in_safetensors(path: Path, name: str, info: Mapping[str, Any]) -> Source | None:
-    place = safetensors_layout(path).get(name)
-    if place is None:
-        raise BrokenCheckpointError(f"{path} holds no tensor {name!r}")
-    if "dtype" in info and getattr(torch, info["dtype"]) != place.dtype:
-        return None  # it is converted each time
-    return FileSource(path, place.offset, place.shape, place.dtype)
+    location = safetensors_layout(path).get(name)
+    if location is None:
+        raise BrokenCheckpointError(f"{path} contains no tensor {name!r}. Offload the model again.")
+    if "dtype" in info and getattr(torch, info["dtype"]) != location.dtype:
+        return None  # converted each time
+    return FileSource(path, location.offset, location.shape, location.dtype)
 
 
 def loader_of(weights: Any) -> OffloadedWeightsLoader | None:
-    """Return the loader at the bottom of prefixed views; None where there is none."""
+    """Return the loader below prefixed views; None for other mappings."""
     weights, _ = _unprefixed(weights, "")
     return weights if isinstance(weights, OffloadedWeightsLoader) else None
 
 
-def in_memory(weights: Any, name: str) -> bool:
-    """Tell whether a mapping has a tensor in memory, rather than mapping its file anew each time it is asked.
+def is_in_memory(weights: Any, name: str) -> bool:
+    """Return whether a mapping has a tensor in memory, and does not map its file anew on each access.
 
     Args:
-        weights: What a hook has as its weights.
-        name: The tensor's name there.
+        weights: The hook's weights.
+        name: The tensor's name in them.
     """
     weights, name = _unprefixed(weights, name)
     return name in weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else isinstance(weights, dict)
-
-
-def mapped_in_place(source: Source | None, device: torch.device) -> bool:
-    """Tell whether a tensor's part of its file is best mapped into the arena: large, aligned, on the CPU.
-
-    Args:
-        source: Where the tensor is.
-        device: Where it is computed with.
-    """
-    if device.type != "cpu" or not isinstance(source, FileSource):
-        return False
-    return source.nbytes >= file_mapping.LEAST and source.aligned and file_mapping.supported()

@@ -68,12 +68,13 @@ def test_weights_are_read_ahead_into_one_small_arena(tmp_path: Path) -> None:
         model(TOKENS)
         model(TOKENS)
         prefetcher = _prefetcher(model)
-        arena, read = prefetcher._arena, prefetcher.reads_ahead
+        arena, read = prefetcher._plan.parameters[0][0].untyped_storage(), prefetcher.reads_ahead
         block = 2 * (64 * 64 + 64) * 4
-        assert arena.numel() <= 2 * (block + 4 * 256)
+        assert arena.nbytes() <= 2 * (block + 4 * 256)
         parameters = [id(each) for unit in prefetcher._plan.parameters for each in unit]
         model(TOKENS)
-        assert prefetcher._arena is arena
+        addresses = {each.untyped_storage().data_ptr() for unit in prefetcher._plan.parameters for each in unit}
+        assert addresses == {arena.data_ptr()}
         assert prefetcher.reads_ahead > read
         assert [id(each) for unit in prefetcher._plan.parameters for each in unit] == parameters
 
@@ -122,19 +123,20 @@ def test_another_order_is_learned(tmp_path: Path) -> None:
 class WithOwnWeight(nn.Module):
     """Gives its weight, and a view of it, to others: what they get must stay what it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(64, 64))
+        self.weight = nn.Parameter(torch.rand(width, width))
 
     def forward(self) -> Any:
         return self.weight, {"row": self.weight[3]}
 
 
-def test_weights_that_a_module_returns_are_not_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [64, 1024], ids=["copied", "mapped"])
+def test_weights_that_a_module_returns_are_not_overwritten(tmp_path: Path, width: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleList([WithOwnWeight() for _ in range(8)])
+            self.parts = nn.ModuleList([WithOwnWeight(width) for _ in range(8)])
 
         def forward(self) -> Any:
             return [part() for part in self.parts]
@@ -149,8 +151,9 @@ def test_weights_that_a_module_returns_are_not_overwritten(tmp_path: Path) -> No
                 assert torch.equal(views["row"], row)
 
 
-def test_every_gradient_mode_after_every_other(tmp_path: Path) -> None:
-    model = Deep(width=32).eval()
+@pytest.mark.parametrize("width", [32, 1024], ids=["copied", "mapped"])
+def test_every_gradient_mode_after_every_other(tmp_path: Path, width: int) -> None:
+    model = Deep(width=width).eval()
     plain = model(TOKENS)
     disk_offload(model, tmp_path)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.no_grad):
@@ -178,7 +181,7 @@ def _mapped_bytes() -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssFile")))
 
 
-@pytest.mark.skipif(not file_mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+@pytest.mark.skipif(not file_mapping.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
 def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     model = Deep(blocks=20, width=1024).eval()
     size = sum(each.nbytes for each in model.parameters())
@@ -194,10 +197,10 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
         for block, expected in zip(model.h, plain[1], strict=True):
             assert torch.equal(block(x), expected), "one row: where rounding depends on where the weights are"
     units = {id(unit): unit for unit in _prefetcher(model)._plan.order}.values()
-    assert sum(slot.maps for unit in units for slot in unit.slots) == 40
+    assert sum(slot.source.mappable for unit in units for slot in unit.slots) == 40
 
 
-@pytest.mark.skipif(not file_mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+@pytest.mark.skipif(not file_mapping.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
 def test_what_is_written_to_mapped_weights_stays_out_of_the_file(tmp_path: Path) -> None:
     class Writing(nn.Linear):
         def forward(self, x: Any) -> Any:
@@ -435,7 +438,7 @@ def test_a_file_that_shrinks_while_it_is_used_is_told(tmp_path: Path) -> None:
             _run(model, 3)
 
 
-@pytest.mark.skipif(not file_mapping.supported(), reason="the system maps no files at an address: Linux 5.14 does")
+@pytest.mark.skipif(not file_mapping.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
 def test_a_mapped_file_that_shrinks_is_told(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     disk_offload(model, tmp_path)
