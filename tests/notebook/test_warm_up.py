@@ -33,3 +33,5 @@ def test_the_server_starts_once_after_the_first_cell(kernel: Kernel) -> None:
     assert kernel.value(hooks) == before
     kernel.check("1")
     assert kernel.value(children) == [server]
+    kernel.check("import notebook_accelerate; notebook_accelerate.shutdown()")
+    assert kernel.value(children) == []

@@ -1,6 +1,6 @@
 """Ranks forked from a clean server process that has torch imported and nothing initialised.
 
-The server outlives launches: it is started once, in the background, as soon as the launcher is imported in a kernel.
+The server outlives launches: a kernel starts it once, after the cell that imports the launcher.
 It ends when the kernel ends (its control socket closes), or by ``shutdown()``.
 """
 
