@@ -16,7 +16,7 @@ from notebook_accelerate import checkpointing, collectives, tracking
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler
-from notebook_accelerate.config.launch_arguments import takes_what_the_launch_told
+from notebook_accelerate.config.launch_arguments import takes_launch_arguments
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
@@ -80,7 +80,7 @@ class Accelerator(AcceleratorViews):
         ValueError: A setting is not allowed, or two settings contradict each other.
     """
 
-    @takes_what_the_launch_told
+    @takes_launch_arguments
     def __init__(
         self,
         device_placement: bool = True,

@@ -10,7 +10,7 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accelerate.config.plain_values import said
+from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.cell_outputs import here
 from notebook_accelerate.launch.report import svg_curves
@@ -126,7 +126,7 @@ class RunsTable:
         ranks = str(run.plan.world_size if run.plan is not None else run.config.num_processes or "")
         cells = [str(run.id), run.function_name, run.status, started, duration(run.elapsed), ranks]
         values = [getattr(run.config, name) for name in settings]
-        cells += [value if isinstance(value, str) else said(value) for value in values]
+        cells += [value if isinstance(value, str) else format_setting(value) for value in values]
         return [*cells, *(_final(run, name) for name in metrics)]
 
     def _differences(self) -> list[str]:

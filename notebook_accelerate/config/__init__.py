@@ -1,3 +1,3 @@
-"""What can be configured: dataclasses and enums without torch; ``environ`` alone reads and writes ACCELERATE_*."""
+"""Configuration dataclasses and enums, without torch; ``environ`` alone reads and writes ACCELERATE_* variables."""
 
 from __future__ import annotations

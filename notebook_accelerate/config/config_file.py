@@ -21,6 +21,7 @@ from notebook_accelerate.config.enums import (
     PrecisionType,
     SageMakerDistributedType,
 )
+from notebook_accelerate.config.field_checks import check_one_of
 
 
 def cache_folder() -> Path:
@@ -38,7 +39,7 @@ default_config_file = default_yaml_config_file
 
 @dataclass
 class BaseConfig:
-    """What every configuration file has."""
+    """The fields of every configuration file."""
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
@@ -54,21 +55,19 @@ class BaseConfig:
         # YAML reads a bare `no` as False.
         precision = str(self.mixed_precision).lower()
         self.mixed_precision = "no" if precision in {"false", "none"} else precision
-        if self.mixed_precision not in PrecisionType:
-            allowed = ", ".join(PrecisionType.list())
-            raise ValueError(f"mixed_precision={self.mixed_precision!r} is not allowed; allowed: {allowed}")
+        check_one_of("mixed_precision", self.mixed_precision, PrecisionType.list())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a file holds: enums by value, without fields that are None or empty."""
-        values = {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+        """Return the contents of a file: enums by value, without fields that are None or empty."""
+        values = {name: _enum_value(value) for name, value in dataclasses.asdict(self).items()}
         return {name: value for name, value in values.items() if value is not None and value != {}}
 
     @staticmethod
     def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill what older files leave out.
+        """Fill the fields that older files do not have.
 
         Args:
-            config_dict: What a file holds.
+            config_dict: Contents of a file.
 
         Returns:
             Arguments of the class.
@@ -84,11 +83,11 @@ class BaseConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], source: object = "the configuration") -> Any:
-        """Make a configuration of what a file holds.
+        """Create a configuration from the contents of a file.
 
         Args:
-            config_dict: The values.
-            source: Where they come from, for messages.
+            config_dict: The contents.
+            source: Name of the file, for messages.
 
         Returns:
             The configuration.
@@ -99,9 +98,7 @@ class BaseConfig:
         config = cls.process_config(config_dict)
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(config.keys() - known):
-            raise ValueError(
-                f"{source} has keys that are not known: {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
+            raise ValueError(f"{source} has unknown keys: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls(**config)
 
     @classmethod
@@ -111,8 +108,7 @@ class BaseConfig:
         Args:
             json_file: Its path; None: the default file.
         """
-        path = Path(default_json_config_file if json_file is None else json_file)
-        return cls.from_dict(json.loads(path.read_text(encoding="utf-8")), path)
+        return cls._from_file(default_json_config_file if json_file is None else json_file)
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> Any:
@@ -121,8 +117,11 @@ class BaseConfig:
         Args:
             yaml_file: Its path; None: the default file.
         """
-        path = Path(default_yaml_config_file if yaml_file is None else yaml_file)
-        return cls.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {}, path)
+        return cls._from_file(default_yaml_config_file if yaml_file is None else yaml_file)
+
+    @classmethod
+    def _from_file(cls, file: str | os.PathLike[str]) -> Any:
+        return cls.from_dict(_contents(Path(file)), file)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON.
@@ -141,7 +140,7 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
 
-# Fields of a cluster's configuration that are empty where a file has none.
+# Sections of a cluster's configuration; empty where a file does not have them.
 _SECTIONS = (
     "fp8_config",
     "deepspeed_config",
@@ -155,10 +154,10 @@ _SECTIONS = (
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """Configuration of a training on this machine or several."""
+    """Configuration of a training on one or several machines."""
 
     num_processes: int = -1
-    """Ranks of all machines together."""
+    """Total number of ranks on all machines."""
     machine_rank: int = 0
     num_machines: int = 1
     gpu_ids: str | None = None
@@ -194,7 +193,7 @@ class ClusterConfig(BaseConfig):
         self.downcast_bf16 = self.downcast_bf16 not in {False, None, "no", "false"}
 
     def to_environment(self) -> dict[str, str]:
-        """Return the variables that give a worker these settings."""
+        """Return these settings as environment variables of a rank."""
         values: dict[str, Any] = {
             "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
             "ACCELERATE_USE_CPU": self.use_cpu or None,
@@ -204,8 +203,8 @@ class ClusterConfig(BaseConfig):
             **_dynamo_variables(self.dynamo_config),
             **_fsdp_variables(self.fsdp_config),
             **_deepspeed_variables(self.deepspeed_config),
-            **_switched("ACCELERATE_USE_PARALLELISM_CONFIG", _upper(self.parallelism_config)),
-            **_switched("ACCELERATE_USE_MEGATRON_LM", _upper(self.megatron_lm_config)),
+            **_with_switch("ACCELERATE_USE_PARALLELISM_CONFIG", _upper(self.parallelism_config)),
+            **_with_switch("ACCELERATE_USE_MEGATRON_LM", _upper(self.megatron_lm_config)),
             **_fp8_variables(self.fp8_config),
         }
         return {name: environ.as_text(value) for name, value in values.items() if value is not None}
@@ -239,28 +238,32 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
     """Read a configuration file.
 
     Args:
-        config_file: Its path, ending in .json, or else YAML; None: the default file.
+        config_file: Path of a YAML or JSON file; None: the default file.
 
     Returns:
         The configuration.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It has unknown keys or values.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file has unknown keys or values.
     """
     path = Path(default_config_file if config_file is None else config_file)
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no configuration file {path}; write_basic_config(save_location=...) makes one"
+            f"the configuration file {path} does not exist; write_basic_config(save_location=...) creates one"
         )
-    # JSON is YAML, so that files with either content load whatever their name.
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values = _contents(path)
     sagemaker = values.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     loaded: ClusterConfig | SageMakerConfig = (SageMakerConfig if sagemaker else ClusterConfig).from_dict(values, path)
     return loaded
 
 
-def _plain(value: Any) -> Any:
+def _contents(path: Path) -> dict[str, Any]:
+    # JSON is a subset of YAML, so both load, independent of the file's name.
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def _enum_value(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
@@ -272,7 +275,7 @@ def _joined(value: Any) -> Any:
     return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _switched(switch: str, values: dict[str, Any]) -> dict[str, Any]:
+def _with_switch(switch: str, values: dict[str, Any]) -> dict[str, Any]:
     return {switch: True, **values} if values else {}
 
 
@@ -287,7 +290,8 @@ def _fsdp_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
         "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP",
         "FSDP_BACKWARD_PREFETCH_POLICY": "FSDP_BACKWARD_PREFETCH",
     }
-    return _switched("ACCELERATE_USE_FSDP", {renamed.get(name, name): value for name, value in _upper(config).items()})
+    values = {renamed.get(name, name): value for name, value in _upper(config).items()}
+    return _with_switch("ACCELERATE_USE_FSDP", values)
 
 
 def _deepspeed_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -299,7 +303,7 @@ def _deepspeed_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
         "DEEPSPEED_MOE_LAYER_CLS_NAMES": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
     }
     values = {renamed.get(name, f"ACCELERATE_DEEPSPEED_{name}"): value for name, value in _upper(config).items()}
-    return _switched("ACCELERATE_USE_DEEPSPEED", values)
+    return _with_switch("ACCELERATE_USE_DEEPSPEED", values)
 
 
 def _fp8_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:

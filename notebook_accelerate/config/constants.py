@@ -1,4 +1,4 @@
-"""Names of files and closed lists that other tools rely on."""
+"""File names and lists of choices, by Accelerate's names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 
-# Versions from which something works.
+# Lowest versions that a feature needs.
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"

@@ -1,4 +1,4 @@
-"""How DistributedDataParallel wraps a model, and how it compresses gradients."""
+"""Arguments of DistributedDataParallel, and its gradient compression."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from types import FunctionType
 from typing import Any, Literal
 
 from notebook_accelerate.config.enums import DDPCommunicationHookType
+from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-# Module and function of each hook; the rows below it take a state made from ``comm_state_option``.
+# Module and function of each hook; those of _WITH_STATE get a state made from ``comm_state_option``.
 _HOOK_OF_TYPE = {
     DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_hook"),
     DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_hook"),
@@ -33,20 +34,20 @@ class DistributedDataParallelKwargs(KwargsHandler):
     dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
-    """Size of a bucket of gradients that is reduced at once, in MiB."""
+    """Size of a bucket of gradients that are reduced together, in MiB."""
     find_unused_parameters: bool = False
     """Whether some parameters may get no gradient in a step."""
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
-    """Whether gradients live in the buckets, which saves their copy."""
+    """Whether gradients are views of the buckets, which avoids a copy."""
     static_graph: bool = False
     """Whether every step uses the same parameters in the same order."""
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    """How gradients are compressed."""
+    """Compression of gradients."""
     comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
         DDPCommunicationHookType.NO
     )
-    """What the hook's own messages are cast to."""
+    """Dtype to which the hook's own messages are cast."""
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``PowerSGDState`` for the power_sgd hooks, such as ``matrix_approximation_rank``."""
 
@@ -61,7 +62,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Return the fields by name.
 
         Args:
-            ignore_keys: Fields left out; by default those that are no arguments of DistributedDataParallel.
+            ignore_keys: Fields left out; by default those that are not arguments of DistributedDataParallel.
 
         Returns:
             Values by field.
@@ -75,7 +76,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             model: A ``DistributedDataParallel``.
 
         Raises:
-            ValueError: torch has no such hook for this model's device and back end.
+            ValueError: torch has no such hook for this model's device and backend.
         """
         if self.comm_hook == DDPCommunicationHookType.NO:
             return
@@ -103,10 +104,10 @@ def _function(module: str, name: str) -> Any:
 
 
 def _with_flat_matrices(hook: Any) -> Any:
-    """Return torch's batched PowerSGD hook, able to orthogonalize what it passes.
+    """Return torch's batched PowerSGD hook with an orthogonalization that accepts its matrices.
 
-    Its matrices have two dimensions, but torch (2.0 to 2.13 at least) orthogonalizes batches of them, with three, and
-    stops the training with a bare AssertionError once compression starts.
+    The hook passes matrices of two dimensions, but torch (2.0 to 2.13 at least) orthogonalizes batches of three
+    dimensions, and stops the training with a bare AssertionError when compression starts.
     """
     batched = hook.__globals__["_orthogonalize"]
 
@@ -121,8 +122,7 @@ def _with_flat_matrices(hook: Any) -> Any:
 def _member(
     name: str, value: DDPCommunicationHookType | str, allowed: list[DDPCommunicationHookType]
 ) -> DDPCommunicationHookType:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: {', '.join(allowed)}")
+    check_one_of(name, value, [member.value for member in allowed])
     return DDPCommunicationHookType(value)
 
 

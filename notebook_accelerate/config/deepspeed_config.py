@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration: where it comes from, its values by dotted keys, and what `"auto"` stands for."""
+"""A DeepSpeed configuration: reading it, and access to its values by dotted keys."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ AUTO = "auto"
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration, asked by dotted keys such as ``zero_optimization.stage``.
+    """A DeepSpeed configuration with access by dotted keys such as ``zero_optimization.stage``.
 
     Args:
-        config_file_or_dict: A dict, which is copied; the path of a JSON file; or such a file's text in base64.
+        config_file_or_dict: A dict, which is copied; the path of a JSON file; or the text of such a file in base64.
 
     Attributes:
         config: The configuration as a dict.
@@ -38,23 +38,23 @@ class HfDeepSpeedConfig:
     __hash__ = object.__hash__  # transformers keeps weak references to it
 
     def __repr__(self) -> str:
-        # An expression that a plugin takes in its place, so that code can be written from a plugin.
+        # An expression that a plugin accepts as hf_ds_config, so that code can be generated from a plugin.
         return repr(self.config if self._source is None else os.fspath(self._source))
 
     def set_stage_and_offload(self) -> None:
-        """Look the stage of ZeRO and the offloading up again, after `config` was changed."""
+        """Update the ZeRO stage and the offloading after a change of `config`."""
         self._stage = self.get_value("zero_optimization.stage", -1)
-        devices = [self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")]
+        devices = [self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
         self._offload = self._stage in {2, 3} and any(device in {"cpu", "nvme"} for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """Find the dict that has, or could have, a value.
+        """Find the dict that contains, or could contain, a value.
 
         Args:
             ds_key_long: The dotted key.
 
         Returns:
-            The dict, or None where there is none, and the last part of the key.
+            The dict, None where it is missing, and the last part of the key.
         """
         *path, key = ds_key_long.split(".")
         node: Any = self.config
@@ -69,7 +69,7 @@ class HfDeepSpeedConfig:
 
         Args:
             ds_key_long: The dotted key.
-            default: What is returned where there is none.
+            default: The value where the key is missing.
         """
         node, key = self.find_config_node(ds_key_long)
         return default if node is None else node.get(key, default)
@@ -79,10 +79,10 @@ class HfDeepSpeedConfig:
 
         Args:
             ds_key_long: The dotted key.
-            must_exist: Whether it is an error where there is none.
+            must_exist: Whether a missing key is an error.
 
         Raises:
-            ValueError: There is none.
+            ValueError: The key is missing.
         """
         node, key = self.find_config_node(ds_key_long)
         if node is not None and key in node:
@@ -91,7 +91,7 @@ class HfDeepSpeedConfig:
             raise ValueError(f"the DeepSpeed configuration has no {ds_key_long}: {self.config}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Tell whether a value is there and is true.
+        """Return whether a value is set and true.
 
         Args:
             ds_key_long: The dotted key.
@@ -99,7 +99,7 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Tell whether a value is there and is false.
+        """Return whether a value is set and false.
 
         Args:
             ds_key_long: The dotted key.
@@ -108,20 +108,20 @@ class HfDeepSpeedConfig:
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Tell whether gradients and optimizer states are sharded, and parameters are not."""
+        """Return whether gradients and optimizer states are sharded, and parameters are not."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Tell whether parameters are sharded too."""
+        """Return whether parameters are sharded too."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Tell whether anything rests in main memory or on a disk."""
+        """Return whether anything is offloaded to main memory or to a disk."""
         return self._offload
 
 
 class DerivedConfig(HfDeepSpeedConfig):
-    """A configuration that follows from a plugin's other fields: it tells nothing that they do not."""
+    """A configuration derived from a plugin's other fields; any two are equal, since the fields are compared anyway."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DerivedConfig) or super().__eq__(other)
@@ -146,8 +146,8 @@ def _read(given: Any) -> dict[str, Any]:
             except (binascii.Error, UnicodeDecodeError):
                 pass
     raise ValueError(
-        f"{given!r} is no DeepSpeed configuration; pass a dict, the path of a JSON file that exists, or such a file's "
-        "text in base64"
+        f"{given!r} is not a DeepSpeed configuration; pass a dict, the path of an existing JSON file, or the text of "
+        "such a file in base64"
     )
 
 
@@ -157,7 +157,7 @@ def _parsed(text: str, source: Any) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{source} holds a {type(found).__name__}; a DeepSpeed configuration is a JSON object")
+        raise ValueError(f"{source} contains a {type(found).__name__}; a DeepSpeed configuration is a JSON object")
     return found
 
 

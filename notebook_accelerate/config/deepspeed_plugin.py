@@ -1,4 +1,4 @@
-"""DeepSpeed: its plugin, and the stand-ins for an optimizer and scheduler that its own configuration describes."""
+"""DeepSpeed: its plugin, and placeholders for an optimizer and a scheduler that its configuration defines."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.deepspeed_config import AUTO, DerivedConfig, HfDeepSpeedConfig
+from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
 
 if TYPE_CHECKING:
@@ -30,18 +31,17 @@ _KEYS = {
     "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
     "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
 }
-"""The plugin's fields by their places in a DeepSpeed configuration."""
+"""The dotted key of each of the plugin's fields in a DeepSpeed configuration."""
 _DEVICES = ("none", "cpu", "nvme")
 _HALVES = {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": True}}
 
 
 @dataclass
 class DeepSpeedPlugin:
-    """Settings of DeepSpeed; what is None is read from ACCELERATE_DEEPSPEED_* variables.
+    """Settings of DeepSpeed; fields that are None are read from ACCELERATE_DEEPSPEED_* variables.
 
     Attributes:
-        deepspeed_config: The configuration that DeepSpeed gets, a dict; "auto" values are filled when a model is
-            prepared.
+        deepspeed_config: The configuration for DeepSpeed, a dict; "auto" values are filled when a model is prepared.
 
     Raises:
         ValueError: A value is not allowed, or fields and configuration contradict each other.
@@ -50,16 +50,16 @@ class DeepSpeedPlugin:
     hf_ds_config: Any = None
     """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig`` (ACCELERATE_DEEPSPEED_CONFIG_FILE).
 
-    Default: one that follows from the other fields.
+    Default: derived from the other fields.
     """
     gradient_accumulation_steps: int | None = None
-    """Batches per optimizer step (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); default: as the ``Accelerator`` says."""
+    """Batches per optimizer step (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); default: the ``Accelerator``'s."""
     gradient_clipping: float | None = None
-    """Largest norm of gradients (ACCELERATE_GRADIENT_CLIPPING); default: as ``clip_grad_norm_`` is called."""
+    """Largest norm of gradients (ACCELERATE_GRADIENT_CLIPPING); default: the argument of ``clip_grad_norm_``."""
     zero_stage: int | None = None
     """0, 1, 2 or 3 (ACCELERATE_DEEPSPEED_ZERO_STAGE); default: 2."""
     is_train_batch_min: bool = True
-    """Whether the smaller of several loaders' batch sizes counts."""
+    """Whether the smallest of several loaders' batch sizes is used (False: the largest)."""
     offload_optimizer_device: str | None = None
     """none, cpu or nvme (ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE); default: none."""
     offload_param_device: str | None = None
@@ -69,23 +69,24 @@ class DeepSpeedPlugin:
     offload_param_nvme_path: str | None = None
     """Folder on a disk (ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH)."""
     zero3_init_flag: bool | None = None
-    """Whether transformers splits models while it makes them (ACCELERATE_DEEPSPEED_ZERO3_INIT); default: with stage 3.
+    """Whether transformers shards models while it builds them; default: with stage 3.
 
+    (ACCELERATE_DEEPSPEED_ZERO3_INIT)
     """
     zero3_save_16bit_model: bool | None = None
     """Whether stage 3 gathers whole weights to save them (ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL); default: True.
 
-    In a configuration of your own: as that says, and DeepSpeed's default is False.
+    With ``hf_ds_config``: the configuration's value; DeepSpeed's default is False.
     """
     transformer_moe_cls_names: str | None = None
-    """Classes of expert layers, separated by commas, that stage 3 gathers as one.
+    """Classes of expert layers, separated by commas, that stage 3 gathers as a whole.
 
     (ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES)
     """
     enable_msamp: bool | None = None
     """Whether MS-AMP keeps optimizer states in 8 bits (ACCELERATE_FP8_BACKEND=MSAMP); default: False."""
     msamp_opt_level: Literal["O1", "O2"] | None = None
-    """How far MS-AMP goes (ACCELERATE_FP8_OPT_LEVEL); default: O1."""
+    """Optimization level of MS-AMP: O1 or O2 (ACCELERATE_FP8_OPT_LEVEL); default: O1."""
 
     def __post_init__(self) -> None:
         self._selected = False
@@ -94,11 +95,11 @@ class DeepSpeedPlugin:
         self._read_environment()
         if self.hf_ds_config is None:
             self._check_fields()
-            self.hf_ds_config = DerivedConfig(self._config_of_fields())
+            self.hf_ds_config = DerivedConfig(self._config_from_fields())
         else:
             if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
                 self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
-            self._take_config(given)
+            self._merge_config(given)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         self._finish()
 
@@ -108,7 +109,7 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             path = environ.text("ACCELERATE_DEEPSPEED_CONFIG_FILE")
             self.hf_ds_config = None if path == "none" else path
-        if self.hf_ds_config is None:  # a configuration says these itself
+        if self.hf_ds_config is None:  # a configuration has values for these
             if self.gradient_accumulation_steps is None:
                 self.gradient_accumulation_steps = _number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int)
             if self.gradient_clipping is None:
@@ -126,28 +127,27 @@ class DeepSpeedPlugin:
             self.msamp_opt_level = environ.text("ACCELERATE_FP8_OPT_LEVEL", "O1")  # type: ignore[assignment]
 
     def _check_fields(self) -> None:
-        if self.zero_stage not in {0, 1, 2, 3}:
-            raise ValueError(f"zero_stage={self.zero_stage!r} is not allowed; allowed: 0, 1, 2, 3")
-        for what, least in (("optimizer", 1), ("param", 3)):
-            device = getattr(self, f"offload_{what}_device")
-            if device not in _DEVICES:
-                raise ValueError(f"offload_{what}_device={device!r} is not allowed; allowed: {', '.join(_DEVICES)}")
+        check_one_of("zero_stage", self.zero_stage, range(4))
+        assert self.zero_stage is not None
+        for part, least in (("optimizer", 1), ("param", 3)):
+            device = getattr(self, f"offload_{part}_device")
+            check_one_of(f"offload_{part}_device", device, _DEVICES)
             if device != "none" and self.zero_stage < least:
                 raise ValueError(
-                    f"offload_{what}_device={device!r} needs zero_stage={least}{'' if least == 3 else ' or more'}, and "
+                    f"offload_{part}_device={device!r} needs zero_stage={least}{'' if least == 3 else ' or more'}, and "
                     f"zero_stage={self.zero_stage}"
                 )
-            if device == "nvme" and getattr(self, f"offload_{what}_nvme_path") is None:
-                raise ValueError(f"offload_{what}_device='nvme' needs a folder: pass offload_{what}_nvme_path")
+            if device == "nvme" and getattr(self, f"offload_{part}_nvme_path") is None:
+                raise ValueError(f"offload_{part}_device='nvme' needs a folder: pass offload_{part}_nvme_path")
 
-    def _config_of_fields(self) -> dict[str, Any]:
-        """Return the configuration that the fields describe."""
+    def _config_from_fields(self) -> dict[str, Any]:
+        """Return the configuration that the fields define."""
         zero: dict[str, Any] = {"stage": self.zero_stage}
-        for what in ("optimizer", "param"):
-            offload = {"device": getattr(self, f"offload_{what}_device")}
+        for part in ("optimizer", "param"):
+            offload = {"device": getattr(self, f"offload_{part}_device")}
             if offload["device"] == "nvme":
-                offload["nvme_path"] = getattr(self, f"offload_{what}_nvme_path")
-            zero[f"offload_{what}"] = offload
+                offload["nvme_path"] = getattr(self, f"offload_{part}_nvme_path")
+            zero[f"offload_{part}"] = offload
         zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
         return {
             "train_batch_size": AUTO,
@@ -157,7 +157,7 @@ class DeepSpeedPlugin:
             _ZERO: zero,
         }
 
-    def _take_config(self, given: dict[str, Any]) -> None:
+    def _merge_config(self, given: dict[str, Any]) -> None:
         """Fill a configuration's "auto" values from the fields, and the fields from its other values."""
         if _ZERO not in self.hf_ds_config.config:
             raise ValueError(
@@ -169,7 +169,7 @@ class DeepSpeedPlugin:
         for name, value in given.items():
             node, key = self.hf_ds_config.find_config_node(_KEYS[name])
             if node is None or key not in node:
-                self._put(_KEYS[name], value)
+                self._set_value(_KEYS[name], value)
             else:
                 self.fill_match(_KEYS[name], mismatches, True, **{_KEYS[name]: value})
         if mismatches:
@@ -182,7 +182,7 @@ class DeepSpeedPlugin:
         self.offload_optimizer_device = self.offload_optimizer_device or "none"
         self.offload_param_device = self.offload_param_device or "none"
 
-    def _put(self, ds_key_long: str, value: Any) -> None:
+    def _set_value(self, ds_key_long: str, value: Any) -> None:
         node = self.hf_ds_config.config
         *path, key = ds_key_long.split(".")
         for part in path:
@@ -202,8 +202,7 @@ class DeepSpeedPlugin:
             )
             self.zero3_init_flag = False
         if self.enable_msamp:
-            if self.msamp_opt_level not in {"O1", "O2"}:
-                raise ValueError(f"msamp_opt_level={self.msamp_opt_level!r} is not allowed; allowed: O1, O2")
+            check_one_of("msamp_opt_level", self.msamp_opt_level, ("O1", "O2"))
             if zero3:
                 raise ValueError("MS-AMP does not work with ZeRO stage 3; pass zero_stage=2, or enable_msamp=False")
             self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
@@ -213,12 +212,12 @@ class DeepSpeedPlugin:
 
         Args:
             ds_key_long: The dotted key, such as ``zero_optimization.stage``.
-            default: What is returned where there is none.
+            default: The value where the key is missing.
         """
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether a value of the configuration is still to be filled.
+        """Return whether a value of the configuration is "auto".
 
         Args:
             ds_key_long: The dotted key.
@@ -228,16 +227,16 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill one "auto" value, or compare another one with what is known.
+        """Fill one "auto" value, or compare another value with the known one.
 
         Args:
             ds_key_long: The dotted key.
-            mismatches: Takes a line for a value that differs, or that nothing here tells; None: raise at once.
+            mismatches: List to which a line is added for each value that differs or is unknown; None: raise at once.
             must_match: Whether values are compared.
-            kwargs: What is known, by dotted key.
+            kwargs: The known values, by dotted key.
 
         Raises:
-            ValueError: A value differs, or is "auto" and nothing tells it.
+            ValueError: The value differs, or is "auto" and not known.
         """
         found: list[str] = []
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
@@ -246,13 +245,13 @@ class DeepSpeedPlugin:
             if ds_key_long in kwargs:
                 node[key] = kwargs[ds_key_long]
             else:
-                found.append(f"- {ds_key_long} is 'auto', and nothing here tells its value: write it, or leave it out")
+                found.append(f"- {ds_key_long} is 'auto', and its value is not known here: write it, or leave it out")
         elif must_match and value is not None and ds_key_long in kwargs and value != kwargs[ds_key_long]:
             found.append(f"- {ds_key_long} is {value!r} in the configuration, and {kwargs[ds_key_long]!r} here")
         if mismatches is not None:
             mismatches.extend(found)
         elif found:
-            raise ValueError(_mismatch_text(found, "what is known here"))
+            raise ValueError(_mismatch_text(found, "the values known here"))
 
     def deepspeed_config_process(
         self,
@@ -262,17 +261,17 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill all "auto" values of the configuration, and compare the others with what is known.
+        """Fill all "auto" values of the configuration, and compare the others with the known values.
 
         Args:
             prefix: Dotted key of `config`, with a dot at its end.
-            mismatches: Takes a line for each value that differs; None: they are raised together.
+            mismatches: List to which a line is added for each value that differs; None: raise one error for all.
             config: A section of the configuration; None: all of it.
             must_match: Whether values that are not "auto" are compared.
-            kwargs: What is known, by dotted key.
+            kwargs: The known values, by dotted key.
 
         Raises:
-            ValueError: Values differ, or are "auto" and nothing tells them; the message lists them all.
+            ValueError: Values differ, or are "auto" and not known; the message lists all of them.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for key, value in list((self.deepspeed_config if config is None else config).items()):
@@ -283,16 +282,16 @@ class DeepSpeedPlugin:
         if mismatches is None:
             self.hf_ds_config.set_stage_and_offload()
             if found:
-                raise ValueError(_mismatch_text(found, "what is known here"))
+                raise ValueError(_mismatch_text(found, "the values known here"))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write a precision into the configuration.
+        """Set the precision in the configuration.
 
         Args:
-            mixed_precision: no, fp16, bf16 or fp8 (which trains in bf16 around its layers).
+            mixed_precision: no, fp16, bf16 or fp8 (bf16 outside the fp8 layers).
 
         Raises:
-            ValueError: The configuration has another one.
+            ValueError: The configuration has another precision.
         """
         wanted = {"fp8": "bf16"}.get(str(mixed_precision), str(mixed_precision))
         for name, section in _HALVES.items():
@@ -311,18 +310,18 @@ class DeepSpeedPlugin:
 
     @property
     def precision(self) -> str | None:
-        """The precision that the configuration has enabled: fp16 or bf16; None where it leaves that open."""
+        """The precision that the configuration enables: fp16 or bf16; None: neither."""
         return next((name for name in _HALVES if self.get_value(f"{name}.enabled") in {True, "true"}), None)
 
     # -- transformers -------------------------------------------------------------------------------------------------
 
     def is_zero3_init_enabled(self) -> bool:
-        """Tell whether transformers splits models while it makes them."""
+        """Return whether transformers shards models while it builds them."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Switch the splitting of new models on or off inside a block.
+        """Switch the sharding of new models on or off inside a with block.
 
         Args:
             enable: Whether it is on.
@@ -331,25 +330,25 @@ class DeepSpeedPlugin:
             Nothing.
         """
         before = self.zero3_init_flag
-        self._init_by_transformers(enable)
+        self._set_zero3_init(enable)
         try:
             yield
         finally:
-            self._init_by_transformers(bool(before))
+            self._set_zero3_init(bool(before))
 
-    def _init_by_transformers(self, enable: bool) -> None:
+    def _set_zero3_init(self, enable: bool) -> None:
         if self.zero3_init_flag != enable:
             self.zero3_init_flag = enable
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers, where it is installed, by which configuration it splits models while it makes them.
+        """Give transformers, where it is installed, the configuration by which it shards models while it builds them.
 
-        transformers keeps a weak reference: it forgets the configuration with this plugin.
+        transformers keeps a weak reference, so the configuration ends with this plugin.
         """
         self.dschf = None
         if not (self.zero3_init_flag and self.hf_ds_config.is_zero3()):
-            # What is not imported yet has no configuration to forget.
+            # A module that is not imported yet has no configuration to unset.
             integration = sys.modules.get("transformers.integrations.deepspeed")
             if integration is not None and self._selected:
                 integration.unset_hf_deepspeed_config()
@@ -360,14 +359,14 @@ class DeepSpeedPlugin:
         config = copy.deepcopy(self.deepspeed_config)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             if config.get(key, AUTO) == AUTO:
-                config[key] = 1  # splitting does not depend on it, and DeepSpeed wants a number
+                config[key] = 1  # sharding does not depend on it, and DeepSpeed needs a number
         if config.get("train_batch_size") == AUTO:
             del config["train_batch_size"]
         self.dschf = HfDeepSpeedConfig(_without_autos(config))
         integration.set_hf_deepspeed_config(self.dschf)
 
     def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
-        """Have ZeRO stage 3 gather each layer of experts as a whole; ranks would wait for different experts otherwise.
+        """Make ZeRO stage 3 gather each layer of experts as a whole; otherwise ranks wait for different experts.
 
         Args:
             model: The model.
@@ -394,17 +393,17 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """Whether this is the plugin in use, where an `Accelerator` has several."""
+        """Whether this is the active plugin of an `Accelerator` with several."""
         return self._selected
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Make this the plugin in use; `AcceleratorState().select_deepspeed_plugin(name)` calls it.
+        """Make this the active plugin; `AcceleratorState().select_deepspeed_plugin(name)` calls it.
 
         Args:
-            _from_accelerator_state: Whether that is the caller; nobody else can unselect the others.
+            _from_accelerator_state: Whether `AcceleratorState` is the caller; only it can unselect the others.
 
         Raises:
-            ValueError: It is not.
+            ValueError: There is another caller.
         """
         if not _from_accelerator_state:
             raise ValueError(
@@ -434,14 +433,14 @@ def _number(variable: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(str(text))
     except ValueError:
-        raise ValueError(f"environment variable {variable}={text!r} is no number, and not auto") from None
+        raise ValueError(f"environment variable {variable}={text!r} is neither a number nor auto") from None
 
 
 def _mismatch_text(mismatches: list[str], other: str) -> str:
     lines = "\n".join(mismatches)
     return (
         f"the DeepSpeed configuration does not agree with {other}:\n{lines}\n"
-        "Correct these values; 'auto' takes what the training says."
+        "Correct these values; 'auto' takes the values of the training."
     )
 
 
@@ -451,13 +450,13 @@ def _without_autos(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class DummyOptim:
-    """Holds parameters where a DeepSpeed configuration describes the optimizer.
+    """Placeholder with parameters, for a DeepSpeed configuration that defines the optimizer.
 
     Args:
         params: Parameters, or dicts that define groups of them.
         lr: Learning rate.
         weight_decay: Weight decay.
-        **kwargs: Anything else.
+        **kwargs: Further values, kept as they are.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -468,14 +467,14 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Holds an optimizer where a DeepSpeed configuration describes the scheduler.
+    """Placeholder with an optimizer, for a DeepSpeed configuration that defines the scheduler.
 
     Args:
         optimizer: The optimizer.
-        total_num_steps: How many steps there will be.
-        warmup_num_steps: How many of them warm up.
-        lr_scheduler_callable: Makes the scheduler of an optimizer.
-        **kwargs: Anything else.
+        total_num_steps: Number of steps.
+        warmup_num_steps: Number of warm-up steps.
+        lr_scheduler_callable: Called with an optimizer; returns its scheduler.
+        **kwargs: Further values, kept as they are.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from typing import Any
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DynamoBackend
+from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -15,18 +16,18 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of ``torch.compile``; what is None is read from ACCELERATE_DYNAMO_* variables."""
+    """Arguments of ``torch.compile``; fields that are None are read from ACCELERATE_DYNAMO_* variables."""
 
     backend: DynamoBackend | None = None
-    """The compiler (ACCELERATE_DYNAMO_BACKEND); default: NO, which compiles nothing."""
+    """The compiler (ACCELERATE_DYNAMO_BACKEND); default: NO, no compilation."""
     mode: str | None = None
     """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs (ACCELERATE_DYNAMO_MODE)."""
     fullgraph: bool | None = None
     """Whether a graph break is an error (ACCELERATE_DYNAMO_USE_FULLGRAPH); default: False."""
     dynamic: bool | None = None
-    """Whether shapes are traced as variables (ACCELERATE_DYNAMO_USE_DYNAMIC); default: torch decides."""
+    """Whether shapes are dynamic (ACCELERATE_DYNAMO_USE_DYNAMIC); default: torch decides."""
     options: Any = None
-    """Settings of the back end."""
+    """Options of the backend."""
     disable: bool = False
     """Whether ``torch.compile`` does nothing."""
     use_regional_compilation: bool | None = None
@@ -39,8 +40,7 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = _backend(self.backend or environ.text("ACCELERATE_DYNAMO_BACKEND", "NO") or "NO")
         if self.mode is None:
             self.mode = environ.text("ACCELERATE_DYNAMO_MODE", "default")
-        if self.mode not in _MODES:
-            raise ValueError(f"mode={self.mode!r} is not allowed; allowed: {', '.join(_MODES)}")
+        check_one_of("mode", self.mode, _MODES)
         if self.fullgraph is None:
             self.fullgraph = environ.flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
         if self.use_regional_compilation is None:
@@ -49,7 +49,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self.dynamic = environ.flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy of all fields by name, the back end in torch's spelling."""
+        """Return a copy of all fields by name, with the backend in torch's spelling."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:

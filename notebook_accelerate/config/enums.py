@@ -1,4 +1,4 @@
-"""The closed sets of choices of the public API.
+"""The enums of the public API.
 
 Every member is a string and equals its value, so ``precision == "bf16"`` and ``"bf16" in PrecisionType`` both hold.
 """
@@ -9,21 +9,21 @@ import enum
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
-# Older member names and what they mean today, by enum and name.
+# Current names of renamed members, by enum and older name.
 _RENAMED = {("DistributedType", "TPU"): "XLA"}
 
 
 class EnumWithContains(enum.EnumMeta):
-    """Lets ``value in Enum`` ask for values, on every Python version, and keeps older member names readable."""
+    """Makes ``value in Enum`` accept values on every Python version, and resolves older member names."""
 
     def __contains__(cls, item: object) -> bool:
-        """Tell whether ``item`` is a member, or the value of one."""
+        """Return whether ``item`` is a member, or the value of one."""
         return any(item is member or item == member.value for member in cast("type[enum.Enum]", cls))
 
-    if not TYPE_CHECKING:  # with it, a type checker accepts every name
+    if not TYPE_CHECKING:  # a type checker that sees this method accepts every name
 
         def __getattr__(cls, name: str) -> Any:
-            """Return what an older member name means today, with a FutureWarning."""
+            """Return the member for an older name, with a FutureWarning."""
             newer = _RENAMED.get((cls.__name__, name))
             if newer is None:
                 raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
@@ -32,7 +32,7 @@ class EnumWithContains(enum.EnumMeta):
 
 
 class BaseEnum(enum.Enum, metaclass=EnumWithContains):
-    """Enum that lists its values and answers ``in`` for them."""
+    """Enum that lists its values and supports ``in`` for them."""
 
     @classmethod
     def list(cls) -> list[Any]:
@@ -73,7 +73,7 @@ class _NamedEnum(str, BaseEnum):
 
 
 class DistributedType(_NamedEnum):
-    """How the processes of a training work together."""
+    """Kinds of distributed training."""
 
     NO = "NO"
     """One process."""
@@ -93,7 +93,7 @@ class DistributedType(_NamedEnum):
 
 
 class SageMakerDistributedType(_NamedEnum):
-    """How SageMaker distributes a training."""
+    """Kinds of distributed training on SageMaker."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -101,7 +101,7 @@ class SageMakerDistributedType(_NamedEnum):
 
 
 class ComputeEnvironment(_NamedEnum):
-    """Where a training runs."""
+    """Environments of a training."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -136,14 +136,14 @@ class DynamoBackend(_StringEnum):
     HPU_BACKEND = "HPU_BACKEND"
     NEURON = "NEURON"
     IPEX = "IPEX"
-    """Deprecated: Intel's extension for PyTorch has ended; INDUCTOR has its optimisations."""
+    """Deprecated: Intel's extension for PyTorch is discontinued; INDUCTOR has its optimisations."""
 
 
 class LoggerType(_StringEnum):
     """Experiment trackers by name."""
 
     ALL = "all"
-    """Every one that is installed."""
+    """All trackers that are installed."""
     AIM = "aim"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -191,7 +191,7 @@ class CustomDtype(_StringEnum):
 
 
 class DDPCommunicationHookType(_StringEnum):
-    """How DistributedDataParallel compresses gradients."""
+    """Communication hooks of DistributedDataParallel, which compress gradients."""
 
     NO = "no"
     FP16 = "fp16"
@@ -202,7 +202,7 @@ class DDPCommunicationHookType(_StringEnum):
 
 def _warn_renamed(enum_name: str, older: str, newer: str) -> None:
     warnings.warn(
-        f"{enum_name}.{older} is deprecated: write {enum_name}.{newer}, which it stands for",
+        f"{enum_name}.{older} is deprecated: use {enum_name}.{newer}",
         FutureWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""The only reader and writer of ACCELERATE_* (and of the launcher's rank) variables."""
+"""Reads and writes the ACCELERATE_* variables and the launcher's rank variables; no other module does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any, TypeVar, cast
 PREFIX = "ACCELERATE_"
 _TRUE = frozenset(("1", "true", "yes", "on", "y", "t"))
 _FALSE = frozenset(("0", "false", "no", "off", "n", "f"))
-
 _FORBIDDEN = frozenset(";\n<> ")
+
+KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET",)
+"""Variables of the kernel alone: the processes that it starts do not have them, nor do their children."""
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 _ignored: ContextVar[bool] = ContextVar("ignored", default=False)
@@ -23,7 +25,7 @@ _ignored: ContextVar[bool] = ContextVar("ignored", default=False)
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    """Let `flag`, `text`, `integer` and `choice` see no variable inside a with block, in this thread or task only."""
+    """Make `flag`, `text`, `integer` and `choice` return defaults inside a with block, in this thread or task only."""
     token = _ignored.set(True)
     try:
         yield
@@ -36,16 +38,16 @@ def _get(name: str) -> str:
 
 
 def parse_flag(value: str) -> bool:
-    """Read a yes or a no.
+    """Parse a truth value.
 
     Args:
         value: 1, true, yes, on, y or t; 0, false, no, off, n or f; in any case.
 
     Returns:
-        Whether it is a yes.
+        The truth value.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: ``value`` is none of these.
     """
     word = value.strip().lower()
     if word in _TRUE:
@@ -59,7 +61,7 @@ def flag(name: str, default: bool = False) -> bool:
     """Return the variable ``name`` as a truth value, ``default`` where it is unset or empty.
 
     Raises:
-        ValueError: It is neither a yes nor a no.
+        ValueError: The variable is not a truth value.
     """
     value = _get(name)
     if not value:
@@ -79,7 +81,7 @@ def integer(name: str, default: int | None = None) -> int | None:
     """Return the variable ``name`` as a whole number, ``default`` where it is unset or empty.
 
     Raises:
-        ValueError: It is not a whole number.
+        ValueError: The variable is not a whole number.
     """
     value = _get(name)
     if not value:
@@ -91,10 +93,10 @@ def integer(name: str, default: int | None = None) -> int | None:
 
 
 def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str | None:
-    """Return the variable ``name`` in lower case if it is one of ``allowed``, ``default`` where it is unset or empty.
+    """Return the variable ``name`` in lower case, ``default`` where it is unset or empty.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The variable is not one of ``allowed``.
     """
     value = _get(name).lower()
     if not value:
@@ -104,7 +106,7 @@ def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str
     return value
 
 
-def put(values: Mapping[str, Any]) -> None:
+def set_variables(values: Mapping[str, Any]) -> None:
     """Set variables for this process and its children; a None value removes the variable.
 
     Args:
@@ -118,27 +120,27 @@ def put(values: Mapping[str, Any]) -> None:
 
 
 def as_text(value: Any) -> str:
-    """Return ``value`` as variables hold it: true and false in lower case, enums by value."""
+    """Return ``value`` as the text of a variable: true and false in lower case, enums by value."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(getattr(value, "value", value))
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a yes or a no as a number.
+    """Parse a truth value as a number.
 
     Args:
-        value: What `parse_flag` takes; a bool is taken as it is.
+        value: A text that `parse_flag` accepts, or a bool.
         to_bool: Return True or False instead of 1 or 0.
 
     Returns:
         1 or 0, or True or False.
 
     Raises:
-        ValueError: It is neither a yes nor a no.
+        ValueError: ``value`` is not a truth value.
     """
-    answer = parse_flag(str(value))
-    return answer if to_bool else int(answer)
+    parsed = parse_flag(str(value))
+    return parsed if to_bool else int(parsed)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
@@ -146,7 +148,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
     Args:
         env_keys: Names, the preferred one first.
-        default: What to return when none does.
+        default: The value where no variable does.
 
     Returns:
         The number.
@@ -160,24 +162,24 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the variable `key` as a truth value, `default` where it is unset.
+    """Return the variable `key` as a truth value; see `flag`.
 
     Args:
         key: Name of the variable.
-        default: What an unset variable means.
+        default: The value where it is unset.
 
     Returns:
-        Whether it is a yes.
+        The truth value.
     """
     return flag(key, default)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the variable `key` as text, `default` where it is unset.
+    """Return the variable `key` as text.
 
     Args:
         key: Name of the variable.
-        default: What an unset variable means.
+        default: The value where it is unset.
 
     Returns:
         The text.
@@ -192,14 +194,14 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         current_env: Values by name.
 
     Returns:
-        One line each, ended by a newline. Left out, with a warning: names and values that are empty or hold a
-        space, newline, semicolon, < or >.
+        One line for each variable, with a newline. Names and values that are empty or contain a space, newline,
+        semicolon, < or > are left out with a warning.
     """
     lines = []
     for name, value in current_env.items():
         if not value or _FORBIDDEN & set(f"{name}{value}"):
             warnings.warn(
-                f"{name}={value!r} is left out: it is empty or holds a space, newline, ';', '<' or '>'", stacklevel=2
+                f"{name}={value!r} is left out: it is empty or contains a space, newline, ';', '<' or '>'", stacklevel=2
             )
             continue
         lines.append(f"{name}={value}\n")
@@ -208,7 +210,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables inside a with block, and bring back what was there before, whatever happens.
+    """Set environment variables inside a with block, and restore the earlier values afterwards, also on errors.
 
     Args:
         **kwargs: Values by name; names are upper-cased, values become text.
@@ -233,7 +235,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment inside a with block; what is set there is gone afterwards, and all is as before."""
+    """Empty the environment inside a with block; restore it afterwards, without the variables set in the block."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -249,24 +251,28 @@ def _kept_accelerate_variables() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in _accelerate_variables().keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
+        _restore_accelerate_variables(before)
 
 
 def _accelerate_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
 
 
+def _restore_accelerate_variables(before: Mapping[str, str]) -> None:
+    for name in _accelerate_variables().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 def purge_accelerate_environment(func_or_cls: _T) -> _T:
-    """Undo what the decorated function, or the tests of the decorated class, do to ACCELERATE_* variables.
+    """Restore the ACCELERATE_* variables after the decorated function, or after each test of the decorated class.
 
     Args:
-        func_or_cls: A function (also async), or a class whose methods that start with ``test`` are wrapped, with
-            ``setUp``/``setup_method``, and so are those of its subclasses.
+        func_or_cls: A function (also async); or a class, of which the methods that start with ``test`` are wrapped
+            with ``setUp``/``setup_method``, as are those of its subclasses.
 
     Returns:
-        The function wrapped, or the class itself.
+        The wrapped function, or the class itself.
     """
     if not inspect.isclass(func_or_cls):
         return cast("_T", _purged(func_or_cls))
@@ -282,7 +288,7 @@ def purge_accelerate_environment(func_or_cls: _T) -> _T:
 
 
 def _purge_methods(cls: type) -> None:
-    """Wrap the tests that ``cls`` itself defines, and whatever sets variables up for them."""
+    """Wrap the tests that ``cls`` itself defines, and the methods that set variables up for them."""
     if "run" not in vars(cls) and callable(getattr(cls, "run", None)) and hasattr(cls, "setUp"):
         # unittest.TestCase.run spans setUp, the test and tearDown.
         cls.run = _purged(cls.run)  # type: ignore[attr-defined]
@@ -294,7 +300,7 @@ def _purge_methods(cls: type) -> None:
 
 
 def _purge_setup(cls: Any) -> None:
-    """Remember the variables before pytest's ``setup_method`` and bring them back after ``teardown_method``."""
+    """Keep the variables before pytest's ``setup_method``; restore them after ``teardown_method``."""
     setup, teardown = cls.setup_method, getattr(cls, "teardown_method", None)
 
     @functools.wraps(setup)
@@ -307,9 +313,7 @@ def _purge_setup(cls: Any) -> None:
             if teardown is not None:
                 teardown(self, *args)
         finally:
-            for name in _accelerate_variables().keys() - self._variables_before.keys():
-                del os.environ[name]
-            os.environ.update(self._variables_before)
+            _restore_accelerate_variables(self._variables_before)
 
     cls.setup_method, cls.teardown_method = setup_method, teardown_method
 
@@ -332,6 +336,19 @@ def _purged(function: Any) -> Any:
     return wrapped
 
 
+def inheritable() -> dict[str, str]:
+    """Return this process's environment without the variables of the kernel alone."""
+    return {name: value for name, value in os.environ.items() if name not in KERNEL_ONLY}
+
+
+def worker_variables(*, mixed_precision: str, cpu: bool) -> dict[str, str]:
+    """Return the ACCELERATE_* variables that give a rank the launch's settings."""
+    values = {"ACCELERATE_MIXED_PRECISION": mixed_precision, "FORK_LAUNCHED": "1"}
+    if cpu:
+        values["ACCELERATE_USE_CPU"] = "true"
+    return values
+
+
 __all__ = [
     "KERNEL_ONLY",
     "as_text",
@@ -348,24 +365,8 @@ __all__ = [
     "parse_flag_from_env",
     "patch_environment",
     "purge_accelerate_environment",
-    "put",
+    "set_variables",
     "str_to_bool",
     "text",
+    "worker_variables",
 ]
-
-
-KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET",)
-"""Variables for the kernel alone: no process that it starts has them, so that no process those start has them."""
-
-
-def inheritable() -> dict[str, str]:
-    """Return this process's environment, less what is for the kernel alone."""
-    return {name: value for name, value in os.environ.items() if name not in KERNEL_ONLY}
-
-
-def worker_variables(*, mixed_precision: str, cpu: bool) -> dict[str, str]:
-    """Return the ACCELERATE_* variables that tell a launched worker what the launch was asked for."""
-    values = {"ACCELERATE_MIXED_PRECISION": mixed_precision, "FORK_LAUNCHED": "1"}
-    if cpu:
-        values["ACCELERATE_USE_CPU"] = "true"
-    return values

@@ -1,4 +1,4 @@
-"""Recipes of the libraries that compute in fp8; what is None is read from ACCELERATE_FP8_* variables."""
+"""Recipes of the fp8 libraries; fields that are None are read from ACCELERATE_FP8_* variables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import FP8BackendType
+from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 
 if TYPE_CHECKING:
@@ -20,32 +21,26 @@ _AMAX_ALGORITHMS = ("max", "most_recent")
 _OPT_LEVELS = ("O1", "O2")
 
 
-def _need(module: str, install: str, name: str) -> None:
-    """Raise where the library of a recipe is missing, except while defaults are computed."""
+def _require(module: str, install: str, name: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ImportError(f"{name} needs {module}, which is not installed: {install}")
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not allowed; `{name}` must be one of {', '.join(allowed)}")
-
-
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How torchao converts linear layers to fp8."""
+    """Settings of torchao's conversion of linear layers to fp8."""
 
     config: Float8LinearConfig | None = None
-    """torchao's own configuration; None: its default, with the two switches below."""
+    """torchao's own configuration; None: its default, with the two flags below."""
     module_filter_func: Callable[..., Any] | None = None
-    """Called with a module and its name; whether it is converted. None: all linear layers but the first and last."""
+    """Called with a module and its name; returns whether to convert it. None: all linear layers but first and last."""
     pad_inner_dim: bool | None = None
     """Whether inner dimensions are padded to multiples of 16 (ACCELERATE_FP8_PAD_INNER_DIM); default: True."""
     enable_fsdp_float8_all_gather: bool | None = None
     """Whether FSDP gathers weights in fp8 (ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER); default: True."""
 
     def __post_init__(self) -> None:
-        _need("torchao", "pip install torchao", "AORecipeKwargs")
+        _require("torchao", "pip install torchao", "AORecipeKwargs")
         if self.pad_inner_dim is None:
             self.pad_inner_dim = environ.flag("ACCELERATE_FP8_PAD_INNER_DIM", default=True)
         if self.enable_fsdp_float8_all_gather is None:
@@ -74,19 +69,19 @@ class TERecipeKwargs(KwargsHandler):
     amax_history_len: int | None = None
     """Length of the history of maxima (ACCELERATE_FP8_AMAX_HISTORY_LEN); default: 1024."""
     amax_compute_algo: Literal["max", "most_recent"] | None = None
-    """How the scale is found in it (ACCELERATE_FP8_AMAX_COMPUTE_ALGO); default: most_recent."""
+    """How the scale follows from the history (ACCELERATE_FP8_AMAX_COMPUTE_ALGO); default: most_recent."""
     override_linear_precision: tuple[bool, bool, bool] | None = None
     """Whether fprop, dgrad and wgrad run in higher precision (ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION: "0,0,0")."""
     use_mxfp8_block_scaling: bool | None = None
     """Whether blocks of 32 values share a scale (ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING); default: False."""
 
     def __post_init__(self) -> None:
-        _need("transformer_engine", "pip install 'transformer_engine[pytorch]'", type(self).__name__)
+        _require("transformer_engine", "pip install 'transformer_engine[pytorch]'", type(self).__name__)
         _fill_te(self)
 
 
 def _fill_te(recipe: TERecipeKwargs | FP8RecipeKwargs) -> None:
-    """Read what the recipe leaves open from the environment, and check it."""
+    """Fill the fields that are None from the environment, and check them."""
     if recipe.use_autocast_during_eval is None:
         recipe.use_autocast_during_eval = environ.flag("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL")
     if recipe.use_mxfp8_block_scaling is None:
@@ -98,8 +93,8 @@ def _fill_te(recipe: TERecipeKwargs | FP8RecipeKwargs) -> None:
     recipe.fp8_format = found.upper()
     found = recipe.amax_compute_algo or environ.text("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "most_recent")
     recipe.amax_compute_algo = found.lower()
-    _one_of("fp8_format", recipe.fp8_format, _FORMATS)
-    _one_of("amax_compute_algo", recipe.amax_compute_algo, _AMAX_ALGORITHMS)
+    check_one_of("fp8_format", recipe.fp8_format, _FORMATS)
+    check_one_of("amax_compute_algo", recipe.amax_compute_algo, _AMAX_ALGORITHMS)
     if recipe.override_linear_precision is None:
         text = environ.text("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "0,0,0") or ""
         recipe.override_linear_precision = _flags(text)
@@ -123,22 +118,22 @@ class MSAMPRecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         found: Any = self.opt_level or environ.text("ACCELERATE_FP8_OPT_LEVEL", "O2")
         self.opt_level = found
-        _one_of("opt_level", self.opt_level, _OPT_LEVELS)
+        check_one_of("opt_level", self.opt_level, _OPT_LEVELS)
 
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Deprecated: write `TERecipeKwargs`, `MSAMPRecipeKwargs` or `AORecipeKwargs`."""
+    """Deprecated: use `TERecipeKwargs`, `MSAMPRecipeKwargs` or `AORecipeKwargs`."""
 
     backend: Literal["MSAMP", "TE"] | None = None
     """MSAMP or TE (ACCELERATE_FP8_BACKEND); default: TE where it is installed."""
 
     def __post_init__(self) -> None:
-        message = "FP8RecipeKwargs is deprecated: write TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs"
+        message = "FP8RecipeKwargs is deprecated: use TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs"
         warnings.warn(message, FutureWarning, stacklevel=3)
         found: Any = self.backend or environ.text("ACCELERATE_FP8_BACKEND") or _installed_backend()
         self.backend = found.upper()
-        _one_of("backend", self.backend, (FP8BackendType.MSAMP.value, FP8BackendType.TE.value))
+        check_one_of("backend", self.backend, (FP8BackendType.MSAMP.value, FP8BackendType.TE.value))
         if self.backend == "MSAMP":
             MSAMPRecipeKwargs.__post_init__(self)
         else:

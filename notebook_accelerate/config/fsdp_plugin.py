@@ -1,4 +1,4 @@
-"""How FullyShardedDataParallel wraps a model; what is None is read from FSDP_* variables."""
+"""Settings of FullyShardedDataParallel; fields that are None are read from FSDP_* variables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import constants, environ
+from notebook_accelerate.config.field_checks import check_one_of
 
 if TYPE_CHECKING:
     import torch
@@ -31,27 +32,27 @@ _VERSION_1_FLAGS = ("forward_prefetch", "use_orig_params", "sync_module_states")
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Settings of FSDP 1 and 2; choices given by name become torch's objects when a model is wrapped."""
+    """Settings of FSDP 1 and 2; names are replaced by torch's objects when a model is wrapped."""
 
     fsdp_version: int | None = None
     """1 or 2 (FSDP_VERSION); default: 1."""
     sharding_strategy: str | ShardingStrategy | None = None
-    """FSDP 1: what is sharded (FSDP_SHARDING_STRATEGY); default: FULL_SHARD."""
+    """FSDP 1: which tensors are sharded (FSDP_SHARDING_STRATEGY); default: FULL_SHARD."""
     reshard_after_forward: str | ShardingStrategy | bool | None = None
     """FSDP 2: whether parameters are freed after the forward (FSDP_RESHARD_AFTER_FORWARD); default: True."""
     backward_prefetch: str | BackwardPrefetch | None = None
     """FSDP 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (FSDP_BACKWARD_PREFETCH)."""
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
-    """A precision's name, a dict of param_dtype, reduce_dtype and output_dtype (FSDP 1: buffer_dtype), or torch's own.
+    """A precision, a dict of param_dtype, reduce_dtype and output_dtype (FSDP 1: buffer_dtype), or torch's object.
 
-    Default: that of the `Accelerator`.
+    Default: the precision of the `Accelerator`.
     """
     auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = None
-    """Which modules become units, or a callable as torch's FSDP takes it (FSDP_AUTO_WRAP_POLICY); default: no_wrap."""
+    """Selects the units: a name (FSDP_AUTO_WRAP_POLICY), or a callable for torch's FSDP; default: no_wrap."""
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None
-    """Whether parameters rest in main memory (FSDP_OFFLOAD_PARAMS); default: False."""
+    """Whether parameters are kept in main memory (FSDP_OFFLOAD_PARAMS); default: False."""
     ignored_modules: Iterable[torch.nn.Module] | str | None = None
-    """Modules that stay whole on every rank, or a regular expression of their full names (FSDP_IGNORED_MODULES)."""
+    """Modules that are not sharded, or a regular expression of their full names (FSDP_IGNORED_MODULES)."""
     state_dict_type: str | StateDictType | None = None
     """FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT (FSDP_STATE_DICT_TYPE)."""
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
@@ -73,8 +74,7 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         if self.fsdp_version is None:
             self.fsdp_version = environ.integer("FSDP_VERSION", 1)
-        if self.fsdp_version not in {1, 2}:
-            raise ValueError(f"fsdp_version={self.fsdp_version!r} is not allowed; allowed: 1, 2")
+        check_one_of("fsdp_version", self.fsdp_version, (1, 2))
         for name in (*_FLAGS, *(_VERSION_1_FLAGS if self.fsdp_version == 1 else ())):
             if getattr(self, name) is None:
                 setattr(self, name, environ.flag(f"FSDP_{name.upper()}"))
@@ -83,7 +83,7 @@ class FullyShardedDataParallelPlugin:
         self._read_units()
         self._read_choices()
         if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
-            self.sync_module_states = True  # the other ranks receive what rank 0 has loaded
+            self.sync_module_states = True  # the other ranks receive the weights that rank 0 loads
 
     def _read_units(self) -> None:
         names: Any = self.transformer_cls_names_to_wrap or environ.text("FSDP_TRANSFORMER_CLS_TO_WRAP")
@@ -99,7 +99,7 @@ class FullyShardedDataParallelPlugin:
 
     def _read_choices(self) -> None:
         if self.fsdp_version == 1:
-            # FSDP 1 takes its strategy under both names.
+            # FSDP 1 accepts its strategy under both names.
             given = self.reshard_after_forward if self.sharding_strategy is None else self.sharding_strategy
             self.sharding_strategy = _choice("sharding_strategy", given, constants.FSDP_SHARDING_STRATEGY, "FULL_SHARD")
             self.backward_prefetch = _choice(
@@ -123,7 +123,7 @@ class FullyShardedDataParallelPlugin:
         if isinstance(self.reshard_after_forward, str):
             self.reshard_after_forward = environ.parse_flag(self.reshard_after_forward)
 
-    # -- choices as torch's objects -----------------------------------------------------------------------------------
+    # -- names replaced by torch's objects ----------------------------------------------------------------------------
 
     def policy_for(self, model: torch.nn.Module) -> Callable[..., bool] | None:
         """Return the wrap policy for a model.
@@ -132,10 +132,10 @@ class FullyShardedDataParallelPlugin:
             model: The model, not wrapped.
 
         Returns:
-            A callable as torch's FSDP takes it; None where the model is one unit.
+            A callable for torch's FSDP; None: the model is one unit.
 
         Raises:
-            ValueError: A class of `transformer_cls_names_to_wrap` is not in the model, or no class is known.
+            ValueError: The model has no class of `transformer_cls_names_to_wrap`, or no class is known.
         """
         given: Any = self.auto_wrap_policy
         if callable(given):
@@ -143,14 +143,14 @@ class FullyShardedDataParallelPlugin:
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
         if given == "TRANSFORMER_BASED_WRAP":
-            classes = _classes_of(model, self.transformer_cls_names_to_wrap)
+            classes = _unit_classes(model, self.transformer_cls_names_to_wrap)
             return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         if given == "SIZE_BASED_WRAP":
             return functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params or 10**8)
         return None
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
-        """Replace a policy given by name by torch's callable for a model.
+        """Replace a policy's name by torch's callable for a model.
 
         Args:
             model: The model.
@@ -160,12 +160,12 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Choose torch's mixed precision policy by a precision's name.
+        """Set torch's mixed precision policy for a precision.
 
         Args:
             mixed_precision: fp16, bf16 or fp32, or a dtype.
             buffer_autocast: FSDP 1: leave buffers in float32.
-            override: Replace a policy that was given.
+            override: Replace an earlier policy.
         """
         if (
             self.mixed_precision_policy is not None
@@ -183,10 +183,10 @@ class FullyShardedDataParallelPlugin:
         self.validate_mixed_precision_policy()
 
     def validate_mixed_precision_policy(self) -> None:
-        """Replace a mixed precision policy given by name or as a dict by torch's object.
+        """Replace a mixed precision policy that is a name or a dict by torch's object.
 
         Raises:
-            ValueError: It is none of this FSDP version.
+            ValueError: The policy does not belong to this FSDP version.
         """
         given = self.mixed_precision_policy
         if isinstance(given, str):
@@ -208,7 +208,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_cpu_offload(self) -> None:
-        """Replace `cpu_offload` given as a truth value by torch's object."""
+        """Replace a truth value of `cpu_offload` by torch's object."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
         if not isinstance(self.cpu_offload, bool):
@@ -222,7 +222,7 @@ class FullyShardedDataParallelPlugin:
         """Check that `cpu_offload` belongs to this FSDP version.
 
         Raises:
-            ValueError: It does not.
+            ValueError: It belongs to the other version.
         """
         from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 
@@ -235,7 +235,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters rest in main memory."""
+        """Whether parameters are kept in main memory."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
         given: Any = self.cpu_offload
@@ -246,10 +246,10 @@ class FullyShardedDataParallelPlugin:
         )
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
-        """Choose how state dicts are made, as torch's objects.
+        """Set the type of state dicts, as torch's objects.
 
         Args:
-            state_dict_type: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT; None keeps the plugin's choice.
+            state_dict_type: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT; None keeps the plugin's type.
         """
         from torch.distributed import fsdp
 
@@ -265,7 +265,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def state_dict_kind(self) -> str:
-        """The name of the state dict's type."""
+        """The name of the type of state dicts."""
         return str(getattr(self.state_dict_type, "name", self.state_dict_type))
 
     @staticmethod
@@ -280,7 +280,7 @@ class FullyShardedDataParallelPlugin:
 
 
 def _choice(name: str, value: Any, allowed: list[str], default: str | None) -> Any:
-    """Return a choice given by name in upper case, checked; torch's own objects as they are."""
+    """Check a name and return it in upper case; return torch's own objects as they are."""
     if value is None:
         value = environ.text(f"FSDP_{name.upper()}", default)
     if value is None or not isinstance(value, str):
@@ -288,7 +288,7 @@ def _choice(name: str, value: Any, allowed: list[str], default: str | None) -> A
     if value.isdigit() and 1 <= int(value) <= len(allowed):  # older files number the choices from 1
         return allowed[int(value) - 1]
     if value.upper() not in allowed:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: {', '.join(allowed)}")
+        check_one_of(name, value, allowed)
     return value.upper()
 
 
@@ -296,7 +296,7 @@ _PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "
 
 
 def _dtype_of(name: Any) -> Any:
-    """Return a dtype given as such, by torch's name or by that of a precision; None stays None."""
+    """Return a dtype for a dtype, its name in torch, or the name of a precision; None for None."""
     import torch
 
     if name is None or isinstance(name, torch.dtype):
@@ -304,12 +304,12 @@ def _dtype_of(name: Any) -> Any:
     text = str(getattr(name, "value", name)).removeprefix("torch.")
     found = getattr(torch, _PRECISIONS.get(text, text), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype; pass one of {', '.join(_PRECISIONS)}, or a torch.dtype")
+        raise ValueError(f"{name!r} is not a dtype; pass one of {', '.join(_PRECISIONS)}, or a torch.dtype")
     return found
 
 
-def _classes_of(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
-    """Find the classes that become units: those named, or those that the model says must not be split."""
+def _unit_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[type[torch.nn.Module]]:
+    """Return the classes that become units: the named ones, or the model's ``_no_split_modules``."""
     wanted = list(names) if names is not None else list(getattr(model, "_no_split_modules", None) or ())
     if not wanted:
         raise ValueError(
@@ -321,14 +321,14 @@ def _classes_of(model: torch.nn.Module, names: Iterable[str] | None) -> set[type
     if missing and (names is not None or len(missing) == len(wanted)):
         present = sorted({type(child).__name__ for child in model.modules() if any(True for _ in child.children())})
         raise ValueError(
-            f"transformer_cls_names_to_wrap names {', '.join(missing)}, which {type(model).__name__} has not; its "
-            f"modules with children are {', '.join(present)}"
+            f"transformer_cls_names_to_wrap names {', '.join(missing)}, which {type(model).__name__} does not have; "
+            f"its modules with children are {', '.join(present)}"
         )
     return {kind for kind in found.values() if kind is not None}
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
-    """Return the class of a name among the modules of a model; None where it has none.
+    """Return the class with a name among the modules of a model; None: there is none.
 
     Args:
         module: The model.

@@ -1,4 +1,4 @@
-"""Arguments for what torch does under the hood: autocast, gradient scaler, process group."""
+"""Keyword arguments for torch's autocast, gradient scaler and process group."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class KwargsHandler:
-    """Base of the dataclasses that hold the keyword arguments of something in torch."""
+    """Base of the dataclasses that hold keyword arguments of torch's classes and functions."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of all fields by name."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from what an instance made without arguments or environment variables has."""
+        """Return the fields that differ from an instance made without arguments and environment variables."""
         with environ.ignored():
             defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
@@ -32,9 +32,9 @@ class AutocastKwargs(KwargsHandler):
     """How ``torch.autocast`` behaves, for mixed precision and for ``Accelerator.autocast``."""
 
     enabled: bool = True
-    """Whether it does anything."""
+    """Whether autocast is on."""
     cache_enabled: bool | None = None
-    """Whether weights that were cast are kept until the block ends; None: torch's own choice."""
+    """Whether cast weights are cached until the block ends; None: torch's default."""
 
 
 @dataclass
@@ -42,15 +42,15 @@ class GradScalerKwargs(KwargsHandler):
     """How the gradient scaler of fp16 behaves: the arguments of ``torch.amp.GradScaler``."""
 
     init_scale: float = 65536.0
-    """The scale at the start."""
+    """Initial scale."""
     growth_factor: float = 2.0
-    """Factor after ``growth_interval`` steps without an overflow."""
+    """Factor of the scale after ``growth_interval`` steps without an overflow."""
     backoff_factor: float = 0.5
-    """Factor after an overflow."""
+    """Factor of the scale after an overflow."""
     growth_interval: int = 2000
     """Steps without an overflow before the scale grows."""
     enabled: bool = True
-    """Whether it does anything."""
+    """Whether the scaler is on."""
 
     def __post_init__(self) -> None:
         if not self.init_scale > 0:
@@ -63,10 +63,10 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """How the process group is made: arguments of ``torch.distributed.init_process_group``."""
+    """Arguments of ``torch.distributed.init_process_group``."""
 
     backend: str | None = "nccl"
-    """Its back end; the default means the one that fits the device, which is nccl on NVIDIA GPUs."""
+    """Its backend; the default means the one for the device, which is nccl on NVIDIA GPUs."""
     init_method: str | None = None
     """URL of the rendezvous; None: the environment's MASTER_ADDR and MASTER_PORT."""
     timeout: timedelta | None = None

@@ -1,4 +1,4 @@
-"""What the launch told this rank's `Accelerator()`: arguments that it takes where the function passes none."""
+"""Arguments that a launch gives to every `Accelerator()` of its ranks; arguments passed in the function win."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ ACCELERATOR_ARGUMENTS = (
 )
 """Arguments of `Accelerator` that a launch can give; `mixed_precision` and `cpu` are settings of the launch itself."""
 _STRATEGIES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-# Two ways to say one thing: who says it in one way does not get the other from the launch.
-_INSTEAD = (
+# Arguments that set the same thing: passing one of a group keeps out the group's others from the launch.
+_ALTERNATIVES = (
     {"gradient_accumulation_steps", "gradient_accumulation_plugin"},
     {"dynamo_backend", "dynamo_plugin"},
     {"split_batches", "dataloader_config"},
     {"project_dir", "project_config"},
     {*_STRATEGIES, "torch_tp_plugin", "parallelism_config"},
 )
-_told: dict[str, Any] = {}
+_from_launch: dict[str, Any] = {}
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def check_accelerator_arguments(given: Any) -> None:
-    """Check what a launch is to give to every `Accelerator()`.
+    """Check the arguments that a launch gives to every `Accelerator()`.
 
     Args:
-        given: Arguments by name; None for none.
+        given: Arguments by name; None: no arguments.
 
     Raises:
-        ValueError: It is no mapping, names what `Accelerator` does not take, or two ways to train.
+        ValueError: It is not a mapping, has a name that is not an argument of `Accelerator`, or selects two strategies.
     """
     if given is None:
         return
@@ -70,54 +70,60 @@ def check_accelerator_arguments(given: Any) -> None:
         raise ValueError(f"accelerator has {' and '.join(chosen)}, which contradict each other; pass one of them")
 
 
-def tell(given: Mapping[str, Any] | None) -> None:
-    """Set what every `Accelerator()` of this process takes where it is not passed another value.
+def set_launch_arguments(given: Mapping[str, Any] | None) -> None:
+    """Set the arguments that every `Accelerator()` of this process takes where the function passes none.
 
     Args:
-        given: Arguments by name; None for none.
+        given: Arguments by name; None: no arguments.
     """
-    _told.clear()
-    _told.update(given or {})
+    _from_launch.clear()
+    _from_launch.update(given or {})
 
 
 @contextmanager
-def told(given: Mapping[str, Any] | None) -> Iterator[None]:
-    """As `tell`, inside a block.
+def launch_arguments_set(given: Mapping[str, Any] | None) -> Iterator[None]:
+    """Set the arguments as `set_launch_arguments` does, inside a with block.
 
     Args:
-        given: Arguments by name; None for none.
+        given: Arguments by name; None: no arguments.
 
     Yields:
         Nothing.
     """
-    before = dict(_told)
-    tell(given)
+    before = dict(_from_launch)
+    set_launch_arguments(given)
     try:
         yield
     finally:
-        tell(before)
+        set_launch_arguments(before)
 
 
-def takes_what_the_launch_told(init: _Init) -> _Init:
-    """Make a constructor take the launch's arguments where it is passed none.
+def takes_launch_arguments(init: _Init) -> _Init:
+    """Make a constructor take the launch's arguments where the caller passes none.
 
     Args:
         init: The constructor of `Accelerator`.
 
     Returns:
-        One with the same signature.
+        The constructor with the same signature.
     """
     names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _told:
+        if _from_launch:
             passed = {*names[: len(args)], *kwargs}
-            said = passed.union(*(group for group in _INSTEAD if group & passed))
-            kwargs = {**{name: value for name, value in _told.items() if name not in said}, **kwargs}
+            settled = passed.union(*(group for group in _ALTERNATIVES if group & passed))
+            kwargs = {**{name: value for name, value in _from_launch.items() if name not in settled}, **kwargs}
         init(self, *args, **kwargs)
 
     return cast("_Init", wrapped)
 
 
-__all__ = ["ACCELERATOR_ARGUMENTS", "check_accelerator_arguments", "takes_what_the_launch_told", "tell", "told"]
+__all__ = [
+    "ACCELERATOR_ARGUMENTS",
+    "check_accelerator_arguments",
+    "launch_arguments_set",
+    "set_launch_arguments",
+    "takes_launch_arguments",
+]

@@ -1,4 +1,4 @@
-"""What a launch is asked to do."""
+"""The settings of a launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.config.cluster import RayCluster, cluster_of
+from notebook_accelerate.config.cluster import RayCluster, resolve_cluster
+from notebook_accelerate.config.field_checks import check_one_of, check_whole_number, is_number
 from notebook_accelerate.config.launch_arguments import check_accelerator_arguments
 
 if TYPE_CHECKING:
@@ -19,26 +20,26 @@ RDZV_BACKENDS = ("static", "c10d")
 
 @dataclass(kw_only=True, frozen=True)
 class LaunchConfig:
-    """Everything ``notebook_launcher`` can be told besides the function and its arguments.
+    """The settings of ``notebook_launcher``, besides the function and its arguments.
 
     Raises:
         ValueError: A field has a value that is not allowed; the message says which are.
     """
 
     num_processes: int | None = None
-    """Ranks that this notebook starts; None means one per accelerator, or one."""
+    """Ranks that this notebook starts; None: one per accelerator, or one where there is none."""
     mixed_precision: str = "no"
-    """Precision of every ``Accelerator()`` in the workers that does not ask for its own: no, fp16, bf16 or fp8."""
+    """Precision of every ``Accelerator()`` in the ranks that sets none of its own: no, fp16, bf16 or fp8."""
     use_port: str | int = "29500"
-    """Port of the process group's rendezvous; on one machine another free one is taken when it is busy; 0: any."""
+    """Port of the process group's rendezvous; on one machine another free one is used when it is taken; 0: any."""
     master_addr: str = "127.0.0.1"
     """Address of the machine with rank 0."""
     node_rank: int = 0
-    """Index of this notebook among ``num_nodes``; with c10d they are counted as they come where it is 0."""
+    """Index of this notebook among ``num_nodes``; with c10d, 0 means the order in which the notebooks join."""
     num_nodes: int = 1
     """Notebooks that run this cell together, on one machine or several."""
     rdzv_backend: str = "static"
-    """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they come)."""
+    """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they join)."""
     rdzv_endpoint: str = ""
     """host:port of the rendezvous; empty means master_addr:use_port."""
     rdzv_conf: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -46,71 +47,71 @@ class LaunchConfig:
     rdzv_id: str = "none"
     """Name of the run in the rendezvous."""
     max_restarts: int = 0
-    """How often the whole group is started again after a failure."""
+    """How often the whole group is restarted after a failure."""
     monitor_interval: float = 0.1
-    """Seconds between two looks at ranks on systems that cannot tell when a process ends (others tell at once)."""
+    """Seconds between two checks of the ranks on systems that do not report the end of a process (Linux does)."""
     log_line_prefix_template: str | None = None
-    """Label of every line, with ${role_name}, ${rank} and ${local_rank}; None means "[rank N] "."""
+    """Label of every line, with ${role_name}, ${rank} and ${local_rank}; None: "[rank N] "."""
     block: bool = True
     """Whether the call returns when the run has ended (True) or has started (False)."""
     start_method: str = "auto"
     """auto, inline (this process), fork (from the kernel), zygote (from a clean server process) or spawn."""
     panel: bool | str = "auto"
-    """Whether the launch shows its header in the cell: auto (in a notebook), True or False."""
+    """Whether the launch shows a panel in the cell: auto (in a notebook), True or False."""
     timeout: float | None = None
     """Seconds for the whole run; None: no limit."""
     hang_timeout: float | None = None
-    """Seconds without a sign of life (output, metric, progress) from any rank before the run is ended; None: none."""
+    """Seconds without output, metric or progress from any rank before the run is ended; None: no limit."""
     env: Mapping[str, str] | None = None
     """Environment variables for the ranks, over the kernel's."""
     debug: bool = False
-    """Whether the ranks of a run that failed are kept, so that ``run.debug()`` opens at the failing line."""
+    """Whether the ranks of a failed run are kept, so that ``run.debug()`` opens at the failing line."""
     cpu: bool = False
-    """Whether the ranks leave accelerators alone."""
+    """Whether the ranks use the CPU only."""
     min_nodes: int | None = None
-    """Notebooks that are enough to go on with when others are lost; None means all of ``num_nodes``."""
+    """Smallest number of notebooks that continue when others are lost; None: ``num_nodes``."""
     on: str | RayCluster | None = None
     """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster."""
     accelerator: Mapping[str, Any] | None = None
-    """Arguments of every ``Accelerator()`` in the workers that does not pass its own: plugins, handlers, ..."""
+    """Arguments for every ``Accelerator()`` in the ranks, where the function passes none: plugins, handlers, ..."""
 
     def __post_init__(self) -> None:
-        _one_of("start_method", self.start_method, START_METHODS)
-        _one_of("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
-        _one_of("rdzv_backend", self.rdzv_backend, RDZV_BACKENDS)
+        check_one_of("start_method", self.start_method, START_METHODS)
+        check_one_of("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
+        check_one_of("rdzv_backend", self.rdzv_backend, RDZV_BACKENDS)
         for name, least in _LEAST.items():
-            _whole_number(name, getattr(self, name), least)
+            check_whole_number(name, getattr(self, name), least)
         if self.num_processes is not None:
-            _whole_number("num_processes", self.num_processes, 1)
+            check_whole_number("num_processes", self.num_processes)
         if self.node_rank >= self.num_nodes:
             raise ValueError(f"node_rank={self.node_rank} is out of range: num_nodes={self.num_nodes}, counted from 0")
         for name in ("timeout", "hang_timeout"):
-            _positive(name, getattr(self, name))
-        _positive("monitor_interval", self.monitor_interval)
-        _port(self.use_port)
+            _check_seconds(name, getattr(self, name))
+        _check_seconds("monitor_interval", self.monitor_interval)
+        _check_port(self.use_port)
         if self.rdzv_endpoint:
             _endpoint(self.rdzv_endpoint)
-        _rendezvous(self)
-        _elsewhere(self)
+        _check_rendezvous(self)
+        _check_cluster(self)
         if self.panel not in (True, False, "auto"):
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
-        _environment(self.env)
+        _check_environment(self.env)
         check_accelerator_arguments(self.accelerator)
         if self.accelerator is not None and not self.accelerator:
             object.__setattr__(self, "accelerator", None)
 
     @property
     def cluster(self) -> RayCluster | None:
-        """The cluster that ``on`` means; None for this machine."""
-        return cluster_of(self.on)
+        """The cluster that ``on`` selects; None: this machine."""
+        return resolve_cluster(self.on)
 
     @property
     def meeting_point(self) -> tuple[str, int]:
-        """Address and port where the ranks meet: ``rdzv_endpoint``, or ``master_addr`` and ``use_port``."""
+        """Address and port of the rendezvous: ``rdzv_endpoint``, or ``master_addr`` and ``use_port``."""
         return _endpoint(self.rdzv_endpoint) if self.rdzv_endpoint else (self.master_addr, int(self.use_port))
 
     def changed(self, **values: Any) -> Self:
-        """Return a copy with ``values`` in place, checked again."""
+        """Return a copy with other ``values``, which are checked too."""
         return replace(self, **values)
 
     def non_default(self) -> dict[str, Any]:
@@ -121,24 +122,12 @@ class LaunchConfig:
 _LEAST = {"node_rank": 0, "num_nodes": 1, "max_restarts": 0}
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not allowed; pass one of {', '.join(map(repr, allowed))}")
-
-
-def _whole_number(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} is not allowed; pass a whole number of at least {least}")
-
-
-def _positive(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+def _check_seconds(name: str, value: float | None) -> None:
+    if value is not None and not (is_number(value) and value > 0):
         raise ValueError(f"{name}={value!r} is not allowed; pass seconds above 0, or None for no limit")
 
 
-def _port(value: object) -> None:
+def _check_port(value: object) -> None:
     try:
         port = int(str(value))
     except ValueError:
@@ -156,21 +145,21 @@ def _endpoint(value: str) -> tuple[str, int]:
 
 RDZV_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval")
 RDZV_SETTINGS = (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attempt", "is_host", "local_addr", "secret")
-"""What ``rdzv_conf`` may hold, by torch's names; ``secret`` is this package's own."""
+"""The keys of ``rdzv_conf``, by torch's names; ``secret`` is this package's own."""
 
 
-def _rendezvous(config: LaunchConfig) -> None:
+def _check_rendezvous(config: LaunchConfig) -> None:
     conf = config.rdzv_conf
     if conf is not None and not isinstance(conf, Mapping):
         raise ValueError(f"rdzv_conf={conf!r} is not allowed; pass a dict, as rdzv_conf={{'join_timeout': 600}}")
     for name, value in (conf or {}).items():
         if name not in RDZV_SETTINGS:
-            raise ValueError(f"rdzv_conf={{{name!r}: ...}} is not known; there are {', '.join(RDZV_SETTINGS)}")
+            raise ValueError(f"rdzv_conf={{{name!r}: ...}} is not known; known: {', '.join(RDZV_SETTINGS)}")
         if name == "secret":
             if not isinstance(value, str) or not value:
-                raise ValueError("rdzv_conf={'secret': ...} is not allowed; pass a text that is not empty")
+                raise ValueError("rdzv_conf={'secret': ...} is not allowed; pass a non-empty text")
         elif name in (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attempt"):
-            _above_zero(name, value)
+            _check_above_zero(name, value)
     if config.num_nodes > 1 and config.meeting_point[1] == 0:
         raise ValueError(
             f"use_port={config.use_port!r} is not allowed with num_nodes={config.num_nodes}: every notebook must know "
@@ -178,7 +167,7 @@ def _rendezvous(config: LaunchConfig) -> None:
         )
     if config.min_nodes is None:
         return
-    _whole_number("min_nodes", config.min_nodes, 1)
+    check_whole_number("min_nodes", config.min_nodes)
     if config.min_nodes > config.num_nodes:
         raise ValueError(f"min_nodes={config.min_nodes} is more than num_nodes={config.num_nodes}")
     if config.min_nodes < config.num_nodes and config.rdzv_backend != "c10d":
@@ -188,40 +177,37 @@ def _rendezvous(config: LaunchConfig) -> None:
         )
 
 
-def _elsewhere(config: LaunchConfig) -> None:
+def _check_cluster(config: LaunchConfig) -> None:
     if config.cluster is None:
         return
     if config.num_nodes > 1:
         raise ValueError(
             f"num_nodes={config.num_nodes} is for several notebooks; with on={config.on!r} the cluster has the nodes: "
-            "pass num_processes, the ranks in all"
+            "pass num_processes, the total number of ranks"
         )
     if config.start_method != "auto":
         raise ValueError(
-            f"start_method={config.start_method!r} is for this machine; leave 'auto' with on={config.on!r}"
+            f"start_method={config.start_method!r} is for this machine; with on={config.on!r} leave it 'auto'"
         )
 
 
-def _above_zero(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or not _number(value) > 0:
+def _check_above_zero(name: str, value: Any) -> None:
+    try:
+        fits = (isinstance(value, str) or is_number(value)) and float(value) > 0
+    except ValueError:
+        fits = False
+    if not fits:
         raise ValueError(f"rdzv_conf={{{name!r}: {value!r}}} is not allowed; pass a number above 0")
 
 
-def _number(value: float | str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return 0.0
-
-
-def _environment(env: object) -> None:
+def _check_environment(env: object) -> None:
     if env is None:
         return
     if not isinstance(env, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in env.items()):
         raise ValueError(f"env={env!r} is not allowed; pass a dict of strings, as env={{'NAME': 'value'}}")
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"env={{{name!r}: {value!r}}} is not allowed; no process can have such a variable")
+            raise ValueError(f"env={{{name!r}: {value!r}}} is not allowed; no environment variable can have it")
 
 
 __all__ = ["LaunchConfig"]

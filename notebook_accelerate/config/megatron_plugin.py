@@ -1,4 +1,4 @@
-"""Settings of Megatron-LM, under its own names."""
+"""Settings of Megatron-LM, by its own names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.field_checks import check_whole_number
 
 
 @dataclass
 class MegatronLMPlugin:
-    """Tensor, pipeline, sequence and data parallelism by Megatron-LM; see its arguments for what each field means."""
+    """Tensor, pipeline, sequence and data parallelism by Megatron-LM; see its documentation for each argument."""
 
     tp_degree: int | None = None
     pp_degree: int | None = None
@@ -106,8 +107,8 @@ class MegatronLMPlugin:
     def _check(self) -> None:
         for name in _DEGREES:
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} is not allowed; pass a whole number of at least 1")
+            if value is not None:
+                check_whole_number(name, value)
         if self.sequence_parallelism and self.tp_degree == 1:
             raise ValueError(
                 "sequence_parallelism=True splits sequences over the ranks that share tensors, and tp_degree=1 has "
@@ -119,23 +120,23 @@ class MegatronLMPlugin:
                 "FSDP 2 with ParallelismConfig(cp_size=...)"
             )
 
-    # -- what the strategy fills in -----------------------------------------------------------------------------------
+    # -- settings that the strategy fills in --------------------------------------------------------------------------
 
     def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
-        """Take over the shape of a network.
+        """Copy the shape of a network.
 
         Args:
-            model: A model with a `config` as transformers' models have one.
-            batch_data: A batch, whose length of sequences counts where no other is given.
+            model: A model with a `config` like that of transformers' models.
+            batch_data: A batch, whose sequence length is used where no other is given.
 
         Raises:
-            ValueError: The kind of model is not known.
+            ValueError: The type of model is not known.
         """
         kind = getattr(getattr(model, "config", None), "model_type", None)
         parser = MODEL_CONFIGS_TO_MEGATRON_PARSERS.get(str(kind))
         if parser is None:
             raise ValueError(
-                f"{type(model).__name__} has config.model_type={kind!r}, and Megatron-LM makes models of "
+                f"{type(model).__name__} has config.model_type={kind!r}, and Megatron-LM builds models of "
                 f"{', '.join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))}; register it with "
                 "@add_model_config_to_megatron_parser(model_type), or pass "
                 "MegatronLMPlugin(custom_model_provider_function=...)"
@@ -144,13 +145,13 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= self.other_megatron_args or {}
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Choose what the model computes in.
+        """Set the precision of the model.
 
         Args:
             mixed_precision: no, bf16 or fp16.
 
         Raises:
-            ValueError: It is another one.
+            ValueError: The precision is another one.
         """
         if mixed_precision not in {"no", "bf16", "fp16"}:
             raise ValueError(
@@ -160,11 +161,11 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[name] = mixed_precision == name
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Note the sizes of batches.
+        """Set the batch sizes.
 
         Args:
-            micro_batch_size: Samples of a rank in one micro-batch.
-            dp_degree: How many groups of ranks train on data of their own.
+            micro_batch_size: Samples per rank in one micro-batch.
+            dp_degree: Number of groups of ranks with data of their own.
         """
         self.dp_degree, self.micro_batch_size = dp_degree, micro_batch_size
         self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)
@@ -175,7 +176,7 @@ class MegatronLMPlugin:
         }
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Take over the settings of an optimizer.
+        """Copy the settings of an optimizer.
 
         Args:
             optimizer: torch's Adam, AdamW or SGD, or an optimizer with the same settings.
@@ -200,7 +201,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= {**arguments, "min_lr": self.min_lr, **(self.other_megatron_args or {})}
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take over the lengths of a schedule, where this plugin says none.
+        """Copy the lengths of a schedule, where this plugin sets none.
 
         Args:
             scheduler: A `MegatronLMDummyScheduler`; its steps count the batches of all ranks.
@@ -217,7 +218,7 @@ class MegatronLMPlugin:
         }
 
     def set_tensorboard_logging_options(self) -> None:
-        """Note the folder of TensorBoard's files, and what is written with `set_all_logging_options`."""
+        """Set the folder of TensorBoard's files, and with `set_all_logging_options` the values that are logged."""
         self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
         if self.set_all_logging_options:
             self.megatron_lm_default_args |= dict.fromkeys(_LOGGED, True)
@@ -250,15 +251,15 @@ _ARGUMENTS = {
     },
 }
 
-# How the configuration of a kind of model becomes Megatron's arguments, by the kind's name.
+# Functions that translate a model's configuration to Megatron's arguments, by model type.
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Callable[..., Any]] = {}
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register how the configuration of a kind of model becomes Megatron's arguments.
+    """Register a function that translates the configuration of a type of model to Megatron's arguments.
 
     Args:
-        model_type: The kind's name, as in ``model.config.model_type``.
+        model_type: The type, as in ``model.config.model_type``.
 
     Returns:
         A decorator for the function.
@@ -271,37 +272,37 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Callable[.
     return register
 
 
-def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """Return the first of some attributes that a configuration has."""
+def _first_set(config: Any, *names: str, default: Any = None) -> Any:
+    """Return the first of several attributes that a configuration sets."""
     for name in names:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
     return default
 
 
-def _shape(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) -> None:
-    """Write down what the configurations of all kinds of models have."""
-    width = _first(config, "hidden_size", "n_embd", "d_model")
-    positions = _first(config, "max_position_embeddings", "n_positions")
+def _set_shape(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) -> None:
+    """Set the arguments that all types of models have in their configurations."""
+    width = _first_set(config, "hidden_size", "n_embd", "d_model")
+    positions = _first_set(config, "max_position_embeddings", "n_positions")
     length = plugin.seq_length or plugin.decoder_seq_length
     if length is None and batch_data:
         length = batch_data["input_ids"].shape[1]
     arguments = {
-        "num_layers": _first(config, "num_hidden_layers", "n_layer", "num_layers"),
+        "num_layers": _first_set(config, "num_hidden_layers", "n_layer", "num_layers"),
         "hidden_size": width,
-        "num_attention_heads": _first(config, "num_attention_heads", "n_head", "num_heads"),
-        "ffn_hidden_size": _first(config, "intermediate_size", "n_inner", "d_ff", default=4 * width),
+        "num_attention_heads": _first_set(config, "num_attention_heads", "n_head", "num_heads"),
+        "ffn_hidden_size": _first_set(config, "intermediate_size", "n_inner", "d_ff", default=4 * width),
         "max_position_embeddings": positions or length,
         "seq_length": length or positions,
         "orig_vocab_size": config.vocab_size,
-        "attention_dropout": _first(
+        "attention_dropout": _first_set(
             config, "attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "dropout_rate"
         ),
-        "hidden_dropout": _first(config, "hidden_dropout_prob", "resid_pdrop", "dropout_rate"),
-        "layernorm_epsilon": _first(config, "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", default=1e-5),
-        "init_method_std": _first(config, "initializer_range", default=0.02),
-        "untie_embeddings_and_output_weights": not _first(config, "tie_word_embeddings", default=True),
-        "model_return_dict": bool(_first(config, "use_return_dict", "return_dict", default=False)),
+        "hidden_dropout": _first_set(config, "hidden_dropout_prob", "resid_pdrop", "dropout_rate"),
+        "layernorm_epsilon": _first_set(config, "layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps", default=1e-5),
+        "init_method_std": _first_set(config, "initializer_range", default=0.02),
+        "untie_embeddings_and_output_weights": not _first_set(config, "tie_word_embeddings", default=True),
+        "model_return_dict": bool(_first_set(config, "use_return_dict", "return_dict", default=False)),
         **more,
     }
     known = {name: value for name, value in arguments.items() if value is not None}
@@ -313,23 +314,23 @@ def _shape(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) 
 
 @add_model_config_to_megatron_parser("gpt2")
 def _parse_gpt2(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
-    _shape(plugin, model.config, batch_data, model_type_name="gpt", position_embedding_type="learned_absolute")
+    _set_shape(plugin, model.config, batch_data, model_type_name="gpt", position_embedding_type="learned_absolute")
 
 
 @add_model_config_to_megatron_parser("llama")
 def _parse_llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
-    _shape(
+    _set_shape(
         plugin,
         model.config,
         batch_data,
         model_type_name="gpt",
         position_embedding_type="rope",
-        num_query_groups=_first(model.config, "num_key_value_heads"),
+        num_query_groups=_first_set(model.config, "num_key_value_heads"),
         normalization="RMSNorm",
         gated_linear_unit=True,
         add_bias_linear=False,
-        rotary_base=int(_first(model.config, "rope_theta", default=10000)),
-        attention_dropout=_first(model.config, "attention_dropout", default=0.0),
+        rotary_base=int(_first_set(model.config, "rope_theta", default=10000)),
+        attention_dropout=_first_set(model.config, "attention_dropout", default=0.0),
         hidden_dropout=0.0,
     )
 
@@ -338,7 +339,7 @@ def _parse_llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
 def _parse_bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
     kind = type(model).__name__.lower()
     pretraining = "pretraining" in kind
-    _shape(
+    _set_shape(
         plugin,
         model.config,
         batch_data,
@@ -346,7 +347,7 @@ def _parse_bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
         position_embedding_type="learned_absolute",
         pretraining_flag="classification" not in kind,
         bert_binary_head=pretraining,
-        num_labels=_first(model.config, "num_labels", default=2),
+        num_labels=_first_set(model.config, "num_labels", default=2),
     )
 
 
@@ -355,19 +356,19 @@ def _parse_t5(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
     encoder = plugin.encoder_seq_length
     if encoder is None and batch_data:
         encoder = batch_data["input_ids"].shape[1]
-    _shape(
+    _set_shape(
         plugin,
         model.config,
         batch_data,
         model_type_name="t5",
         position_embedding_type="learned_absolute",
-        max_position_embeddings=_first(model.config, "n_positions", default=512),
+        max_position_embeddings=_first_set(model.config, "n_positions", default=512),
         encoder_num_layers=model.config.num_layers,
-        num_layers=_first(model.config, "num_decoder_layers", "num_layers"),
+        num_layers=_first_set(model.config, "num_decoder_layers", "num_layers"),
         kv_channels=model.config.d_kv,
         layernorm_epsilon=model.config.layer_norm_epsilon,
         encoder_seq_length=encoder,
-        pad_token_id=_first(model.config, "pad_token_id", default=0),
+        pad_token_id=_first_set(model.config, "pad_token_id", default=0),
     )
 
 

@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: how the ranks are arranged; what is None is read from PARALLELISM_CONFIG_* variables."""
+"""`ParallelismConfig`: the parallel degrees; fields that are None are read from PARALLELISM_CONFIG_* variables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.field_checks import check_one_of, check_whole_number
 from notebook_accelerate.config.parallelism_plugins import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -16,7 +17,7 @@ from notebook_accelerate.config.parallelism_plugins import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# From the outermost to the innermost: ranks that differ in the last dimension are neighbours, and talk the most.
+# From the outermost to the innermost: ranks that differ in the last dimension are neighbours, and communicate most.
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 _HANDLERS = {
@@ -28,43 +29,41 @@ _HANDLERS = {
 
 @dataclass
 class ParallelismConfig:
-    """The degrees of each way to be parallel; their product is the number of ranks.
+    """The degree of each kind of parallelism; their product is the number of ranks.
 
     Ranks are numbered with tp innermost, then sp, cp, dp_shard, dp_replicate, and pp outermost.
     """
 
     dp_replicate_size: int | None = None
-    """How many replicas of the (sharded) model train on different data; default: 1."""
+    """Number of replicas of the (sharded) model, which train on different data; default: 1."""
     dp_shard_size: int | None = None
-    """Over how many ranks each replica's parameters are sharded (FSDP 2); default: 1."""
+    """Number of ranks over which each replica's parameters are sharded (FSDP 2); default: 1."""
     tp_size: int | None = None
-    """Over how many ranks each layer's tensors are split; default: 1."""
+    """Number of ranks over which each layer's tensors are split; default: 1."""
     cp_size: int | None = None
-    """Over how many ranks each sequence is split by context parallelism; default: 1."""
+    """Number of ranks over which context parallelism splits each sequence; default: 1."""
     cp_backend: Literal["torch"] | None = None
-    """What computes context parallelism; default: torch."""
+    """Implementation of context parallelism; default: torch."""
     sp_size: int | None = None
-    """Over how many ranks each sequence is split by DeepSpeed's sequence parallelism; default: 1."""
+    """Number of ranks over which DeepSpeed's sequence parallelism splits each sequence; default: 1."""
     sp_backend: Literal["deepspeed"] | None = None
-    """What computes sequence parallelism; default: deepspeed."""
+    """Implementation of sequence parallelism; default: deepspeed."""
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
-    """Over how many ranks a model's layers are shared out by `prepare_pippy`, for inference; default: 1."""
+    """Number of ranks over which `prepare_pippy` distributes a model's layers, for inference; default: 1."""
 
     def __post_init__(self) -> None:
         self._mesh: DeviceMesh | None = None
         for name in _DIMENSIONS:
             size = getattr(self, f"{name}_size")
             size = environ.integer(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1) if size is None else size
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}_size={size!r} is not allowed; pass a whole number of at least 1")
+            check_whole_number(f"{name}_size", size)
             setattr(self, f"{name}_size", size)
         for name, allowed in _BACKENDS.items():
             chosen = getattr(self, name) or environ.text(f"PARALLELISM_CONFIG_{name.upper()}", allowed[0])
-            if chosen not in allowed:
-                raise ValueError(f"{name}={chosen!r} is not allowed; allowed: {', '.join(allowed)}")
+            check_one_of(name, chosen, allowed)
             setattr(self, name, chosen)
         self._check_combination()
         for name, kind in _HANDLERS.items():
@@ -80,8 +79,8 @@ class ParallelismConfig:
         if self.pp_enabled and others:
             sizes = " and ".join(f"{name}_size={self._degree(name)}" for name in others)
             raise ValueError(
-                f"pp_size={self.pp_size} shares whole layers out, and {sizes} would split them or their inputs; "
-                "combine pp_size with dp_replicate_size only, or train by MegatronLMPlugin(tp_degree=..., "
+                f"pp_size={self.pp_size} distributes whole layers, and {sizes} would split them or their inputs; "
+                "combine pp_size with dp_replicate_size only, or train with MegatronLMPlugin(tp_degree=..., "
                 "pp_degree=...)"
             )
         if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
@@ -99,7 +98,7 @@ class ParallelismConfig:
         """Return the settings as plain data.
 
         Returns:
-            A dict by field; handlers as dicts, None where there is none.
+            A dict by field; handlers as dicts, or None.
         """
         return asdict(self)
 
@@ -113,17 +112,17 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """The number of ranks that the degrees make."""
+        """The product of the degrees, in ranks."""
         return math.prod(self._degree(name) for name in _DIMENSIONS)
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks read different data: dp_replicate times dp_shard."""
+        """Number of ranks with different data: dp_replicate times dp_shard."""
         return self._degree("dp_replicate") * self._degree("dp_shard")
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many ranks work on the same data: tp times cp times sp times pp."""
+        """Number of ranks that work on the same data: tp times cp times sp times pp."""
         return self._degree("tp") * self._degree("cp") * self._degree("sp") * self._degree("pp")
 
     @property
@@ -153,7 +152,7 @@ class ParallelismConfig:
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether layers are shared out."""
+        """Whether layers are distributed."""
         return self._degree("pp") > 1
 
     # -- dimensions of the mesh ---------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The dimensions of the mesh that FSDP works on: replicas, where there are any, and shards."""
+        """The dimensions of FSDP's mesh: replicas, where there are any, and shards."""
         return [*self._active("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -194,10 +193,10 @@ class ParallelismConfig:
         """Compare the product of the degrees with the number of ranks.
 
         Args:
-            world_size: How many ranks there are.
+            world_size: Number of ranks.
 
         Raises:
-            ValueError: They differ; the message is the equation.
+            ValueError: They differ; the message contains the equation.
         """
         if self.total_size == world_size:
             return
@@ -206,19 +205,19 @@ class ParallelismConfig:
         fits = rest >= 1 and rest * (self.total_size // self._degree("dp_shard")) == world_size
         change = f"set dp_shard_size={rest}, or start" if fits else "start"
         raise ValueError(
-            f"the degrees of ParallelismConfig do not make the world: {factors} = {self.total_size}, but there are "
+            f"the degrees of ParallelismConfig do not fit the world: {factors} = {self.total_size}, but there are "
             f"{world_size} ranks; {change} {self.total_size} ranks"
         )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Arrange the ranks in a mesh, and keep it; every rank must call this.
+        """Build a mesh of the ranks, and keep it; every rank must call this.
 
         Args:
             device_type: Type of the ranks' devices: cpu, cuda, ...
 
         Returns:
             A mesh with the dimensions above degree 1, outermost first, and the flattened submeshes dp, dp_shard_cp and
-            dp_cp; None where every degree is 1.
+            dp_cp; None: every degree is 1.
         """
         names = self._active(*_DIMENSIONS)
         if not names:
@@ -235,13 +234,13 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, built where it does not exist yet; then every rank must call this.
+        """Return the mesh, and build it where it does not exist yet; in that case every rank must call this.
 
         Args:
-            device_type: Type of the ranks' devices; None returns what was built before.
+            device_type: Type of the ranks' devices; None returns the existing mesh.
 
         Returns:
-            The mesh; None where every degree is 1, or none was built.
+            The mesh; None: every degree is 1, or no mesh was built.
 
         Raises:
             ValueError: The mesh was built for another type of device.
@@ -251,7 +250,7 @@ class ParallelismConfig:
         if device_type is not None and self._mesh.device_type != device_type:
             raise ValueError(
                 f"the mesh of this ParallelismConfig is of device type {self._mesh.device_type!r}, not "
-                f"{device_type!r}; make a new ParallelismConfig for the other type"
+                f"{device_type!r}; create a new ParallelismConfig for the other type"
             )
         return self._mesh
 

@@ -1,4 +1,4 @@
-"""Tensor, context and sequence parallelism; what is None is read from PARALLELISM_CONFIG_* variables."""
+"""Tensor, context and sequence parallelism; fields that are None are read from PARALLELISM_CONFIG_* variables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.field_checks import check_one_of, check_whole_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -17,24 +18,23 @@ _SP_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Tensor parallelism for models that split themselves, as transformers' do with ``tp_plan``."""
+    """Tensor parallelism for models that split themselves, as transformers' models with ``tp_plan`` do."""
 
     tp_size: int = 1
-    """Over how many ranks each tensor is split."""
+    """Number of ranks over which each tensor is split."""
     torch_device_mesh: DeviceMesh | None = None
-    """The mesh that the model was split over; None: made when it is needed."""
+    """The mesh over which the model was split; None: created when it is needed."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.tp_size, bool) or not isinstance(self.tp_size, int) or self.tp_size < 1:
-            raise ValueError(f"tp_size={self.tp_size!r} is not allowed; pass a whole number of at least 1")
+        check_whole_number("tp_size", self.tp_size)
 
 
 @dataclass
 class TorchTensorParallelConfig:
-    """How tensor parallelism in a ``ParallelismConfig`` behaves."""
+    """Settings of tensor parallelism in a ``ParallelismConfig``."""
 
     enable_async_tp: bool = False
-    """Whether communication overlaps with computation; not supported yet, and said so."""
+    """Whether communication overlaps with computation; not supported: True only warns."""
 
     def __post_init__(self) -> None:
         if self.enable_async_tp:
@@ -45,7 +45,7 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """How context parallelism in a ``ParallelismConfig`` behaves."""
+    """Settings of context parallelism in a ``ParallelismConfig``."""
 
     cp_comm_strategy: str | None = None
     """How ranks exchange keys and values: allgather or alltoall (PARALLELISM_CONFIG_CP_COMM_STRATEGY).
@@ -56,14 +56,12 @@ class TorchContextParallelConfig:
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
             self.cp_comm_strategy = environ.text("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
-        if self.cp_comm_strategy not in _CP_STRATEGIES:
-            allowed = ", ".join(_CP_STRATEGIES)
-            raise ValueError(f"cp_comm_strategy={self.cp_comm_strategy!r} is not allowed; allowed: {allowed}")
+        check_one_of("cp_comm_strategy", self.cp_comm_strategy, _CP_STRATEGIES)
 
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """How DeepSpeed's sequence parallelism in a ``ParallelismConfig`` behaves."""
+    """Settings of DeepSpeed's sequence parallelism in a ``ParallelismConfig``."""
 
     sp_seq_length: int | None = None
     """Length of the whole sequence (PARALLELISM_CONFIG_SP_SEQ_LENGTH)."""
@@ -85,16 +83,12 @@ class DeepSpeedSequenceParallelConfig:
             )
         if self.sp_attn_implementation is None:
             self.sp_attn_implementation = environ.text("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
-        self._check_attention()
-
-    def _check_attention(self) -> None:
         chosen = self.sp_attn_implementation
-        if chosen is None or chosen in _SP_ATTENTIONS or "/" in chosen:
-            return
-        allowed = ", ".join(_SP_ATTENTIONS)
-        raise ValueError(
-            f"sp_attn_implementation={chosen!r} is not allowed; allowed: {allowed}, or a kernel's hub name"
-        )
+        if chosen is not None and chosen not in _SP_ATTENTIONS and "/" not in chosen:
+            raise ValueError(
+                f"sp_attn_implementation={chosen!r} is not allowed; pass one of "
+                f"{', '.join(map(repr, _SP_ATTENTIONS))}, or a kernel's name on the hub"
+            )
 
 
 __all__ = [

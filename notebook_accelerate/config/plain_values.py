@@ -1,4 +1,4 @@
-"""Small helpers on plain values."""
+"""Helpers for plain values: sizes, names, nested dicts and settings as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def convert_bytes(size: float) -> str:
-    """Return a size in the unit a person reads it in.
+    """Return a size in a readable unit.
 
     Args:
         size: Bytes.
@@ -40,8 +40,8 @@ def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[st
     """Merge one nested dict into another, which is changed.
 
     Args:
-        source: Its values win.
-        destination: What it is merged into.
+        source: The dict whose values win.
+        destination: The dict that is changed.
 
     Returns:
         The destination.
@@ -56,10 +56,10 @@ def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[st
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return the attribute behind a dotted path.
+    """Return the attribute at a dotted path.
 
     Args:
-        obj: Where the path starts.
+        obj: The object where the path starts.
         attr: The path, as ``model.layers.0``.
 
     Returns:
@@ -71,20 +71,20 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     return reduce(getattr, attr.split("."), obj)
 
 
-def said(value: Any) -> str:
-    """Return a setting as a person reads it: of dataclasses only what differs from their defaults.
+def format_setting(value: Any) -> str:
+    """Return a setting as readable text; of dataclasses only the fields that differ from their defaults.
 
     Args:
         value: A plain value, a dataclass, or a dict of them by name.
     """
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={said(entry)}" for name, entry in value.items())
+        return ", ".join(f"{name}={format_setting(entry)}" for name, entry in value.items())
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(said, value))}]"
+        return f"[{', '.join(map(format_setting, value))}]"
     if isinstance(value, Enum) or not is_dataclass(value) or isinstance(value, type):
         return repr(getattr(value, "value", value) if isinstance(value, Enum) else value)
     changed = {entry.name: given for entry in fields(value) if (given := getattr(value, entry.name)) != entry.default}
-    return f"{type(value).__name__}({said(changed)})"
+    return f"{type(value).__name__}({format_setting(changed)})"
 
 
-__all__ = ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr", "said"]
+__all__ = ["convert_bytes", "format_setting", "get_pretty_name", "merge_dicts", "recursive_getattr"]

@@ -1,4 +1,4 @@
-"""What ``Accelerator.profile`` records."""
+"""Settings of ``Accelerator.profile``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Arguments of ``torch.profiler.profile``, and where its traces go."""
+    """Arguments of ``torch.profiler.profile``, and the folder of its traces."""
 
     activities: list[ProfilerActivity] | None = None
-    """What is recorded: cpu, xpu, mtia, cuda, hpu; None: all that torch supports here."""
+    """Recorded activities: cpu, xpu, mtia, cuda, hpu; None: all that torch supports here."""
     schedule_option: dict[str, int] | None = None
-    """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first; None: record all the time."""
+    """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first; None: record every step."""
     on_trace_ready: Callable[..., Any] | None = None
-    """Called with the profiler whenever a cycle of the schedule has ended."""
+    """Called with the profiler at the end of each cycle of the schedule."""
     record_shapes: bool = False
     """Whether the shapes of inputs are kept."""
     profile_memory: bool = False
@@ -32,13 +32,13 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     """Whether the hierarchy of modules is kept (TorchScript only)."""
     output_trace_dir: str | None = None
-    """Folder in which each rank leaves a Chrome trace when profiling ends; None: none."""
+    """Folder in which each rank writes a Chrome trace when profiling ends; None: no trace."""
 
     def build(self) -> Any:
-        """Return the ``torch.profiler.profile`` these arguments describe, not started.
+        """Return the ``torch.profiler.profile`` with these arguments, not started.
 
         Raises:
-            ValueError: An activity that torch does not support here.
+            ValueError: torch does not support an activity here.
         """
         from torch import profiler
 

@@ -1,4 +1,4 @@
-"""How bitsandbytes quantizes a model."""
+"""Configuration of bitsandbytes' quantization."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.enums import CustomDtype
+from notebook_accelerate.config.field_checks import check_one_of, is_number
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ _COMPUTE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass
 class BnbQuantizationConfig:
-    """Weights in 8 or 4 bits; one of ``load_in_8bit`` and ``load_in_4bit`` must be True."""
+    """Quantization of weights to 8 or 4 bits; one of ``load_in_8bit`` and ``load_in_4bit`` must be True."""
 
     load_in_8bit: bool = False
     llm_int8_threshold: float = 6.0
@@ -27,9 +28,9 @@ class BnbQuantizationConfig:
     bnb_4bit_use_double_quant: bool = False
     """Whether the scales are quantized too."""
     bnb_4bit_compute_dtype: str = "fp16"
-    """fp32, fp16 or bf16, or a torch dtype; becomes a torch dtype."""
+    """fp32, fp16 or bf16, or a torch dtype; converted to a torch dtype."""
     torch_dtype: torch.dtype | None = None
-    """Dtype of what is not quantized; None: fp16, or the compute dtype in 4 bits."""
+    """Dtype of the modules that are not quantized; None: fp16, or the compute dtype with 4 bits."""
     skip_modules: list[str] | None = None
     """Modules that are not quantized."""
     keep_in_fp32_modules: list[str] | None = None
@@ -45,10 +46,9 @@ class BnbQuantizationConfig:
             raise ValueError(
                 f"load_in_4bit and load_in_8bit can't be both {self.load_in_4bit}; set one of them to True"
             )
-        if isinstance(self.llm_int8_threshold, bool) or not isinstance(self.llm_int8_threshold, (int, float)):
+        if not is_number(self.llm_int8_threshold):
             raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r} must be a number")
-        if self.bnb_4bit_quant_type not in _QUANT_TYPES:
-            raise ValueError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not allowed; allowed: fp4, nf4")
+        check_one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, _QUANT_TYPES)
         compute: Any = _dtype(self.bnb_4bit_compute_dtype)
         self.bnb_4bit_compute_dtype = compute
         if self.torch_dtype is None:
@@ -64,8 +64,7 @@ def _dtype(value: Any) -> torch.dtype:
 
     if isinstance(value, torch.dtype):
         return value
-    if value not in _COMPUTE_DTYPES:
-        raise ValueError(f"bnb_4bit_compute_dtype={value!r} is not allowed; allowed: {', '.join(_COMPUTE_DTYPES)}")
+    check_one_of("bnb_4bit_compute_dtype", value, _COMPUTE_DTYPES)
     dtype: torch.dtype = getattr(torch, _COMPUTE_DTYPES[value])
     return dtype
 

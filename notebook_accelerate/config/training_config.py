@@ -1,4 +1,4 @@
-"""Accumulation, data loading and project folders."""
+"""Configuration of gradient accumulation, data loading and project folders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.config.field_checks import check_whole_number
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 
 if TYPE_CHECKING:
@@ -17,36 +18,35 @@ class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated."""
 
     num_steps: int | None = None
-    """Batches per optimizer step; None: as the Accelerator says."""
+    """Batches per optimizer step; None: the Accelerator's ``gradient_accumulation_steps``."""
     adjust_scheduler: bool = True
-    """As in Accelerate 1.15 it changes no learning rate: a schedule moves once a window, not once a batch."""
+    """Has no effect, as in Accelerate 1.15: a schedule steps once per window, not once per batch."""
     sync_with_dataloader: bool = True
-    """Whether the last batch of an epoch ends a window, however short."""
+    """Whether the last batch of an epoch ends a window that is not full."""
     sync_each_batch: bool = False
     """Whether gradients are reduced at every batch: more communication, less memory under FSDP."""
 
     def __post_init__(self) -> None:
-        steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ValueError(f"num_steps={steps!r} is not allowed; pass a whole number of at least 1")
+        if self.num_steps is not None:
+            check_whole_number("num_steps", self.num_steps)
 
 
 @dataclass
 class DataLoaderConfiguration:
-    """How prepared data loaders share their data between ranks."""
+    """How prepared data loaders divide their data among ranks."""
 
     split_batches: bool = False
-    """Whether the loader's batch size is that of all ranks together (True) or of each (False)."""
+    """Whether the loader's batch size is the total of all ranks (True) or that of each rank (False)."""
     dispatch_batches: bool | None = None
     """Whether rank 0 reads every batch and sends each rank its share; None: only for iterable datasets."""
     even_batches: bool = True
-    """Whether the last batches are filled with samples from the start, so that every rank has equally many."""
+    """Whether the last batches are filled with samples from the start, so that all ranks have equally many."""
     use_seedable_sampler: bool = False
-    """Whether a random sampler is replaced by one that shuffles by epoch and seed, the same on every rank."""
+    """Whether a random sampler is replaced by one that shuffles by epoch and seed, equally on every rank."""
     data_seed: int | None = None
     """Seed of that sampler; None: torch's current seed."""
     non_blocking: bool = False
-    """Whether batches are copied to the device while the host goes on (needs pinned memory)."""
+    """Whether batches are copied to the device asynchronously (needs pinned memory)."""
     use_stateful_dataloader: bool = False
     """Whether torchdata's StatefulDataLoader is used, which resumes in the middle of an epoch."""
 
@@ -59,7 +59,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Folders of a project and how its checkpoints are named."""
+    """Folders of a project, and the names of its checkpoints."""
 
     project_dir: str | None = None
     """Folder of checkpoints."""
@@ -68,20 +68,19 @@ class ProjectConfiguration:
     automatic_checkpoint_naming: bool = False
     """Whether ``save_state`` numbers its folders: checkpoints/checkpoint_0, checkpoint_1, ..."""
     total_limit: int | None = None
-    """How many numbered checkpoints are kept; the oldest go first; None: all."""
+    """How many numbered checkpoints are kept; the oldest are deleted first; None: all."""
     iteration: int = 0
     """Number of the next checkpoint."""
     save_on_each_node: bool = False
-    """Whether the first rank of every machine saves, or rank 0 alone."""
+    """Whether the first rank of every machine saves (True), or rank 0 alone (False)."""
 
     def __post_init__(self) -> None:
-        limit = self.total_limit
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"total_limit={limit!r} is not allowed; pass a whole number of at least 1, or None")
+        if self.total_limit is not None:
+            check_whole_number("total_limit", self.total_limit)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set the folder of checkpoints, and that of logs where it has none.
+        """Set the folder of checkpoints, and the folder of logs where it is not set.
 
         Args:
             project_dir: The folder.

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from notebook_accelerate.config import launch_arguments
 from notebook_accelerate.config.environ import KERNEL_ONLY
+from notebook_accelerate.config.launch_arguments import set_launch_arguments
 from notebook_accelerate.telemetry import (
     Channel,
     Event,
@@ -217,7 +217,8 @@ def take_on(order: WorkerOrder) -> None:
         sys.path[:] = order.sys_path
     install_sources(order.sources)
     shared_state.reset()
-    launch_arguments.tell(load_bytes(order.accelerator) if isinstance(order.accelerator, bytes) else order.accelerator)
+    given = order.accelerator
+    set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)
     inherited_state.apply(order.state)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):

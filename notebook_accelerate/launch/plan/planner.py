@@ -172,7 +172,7 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
         master_addr="",  # the address of the first rank's node, once the rank has one
         port=0,
         loopback="",
-        where=cluster.where,
+        where=cluster.description,
     )
 
 

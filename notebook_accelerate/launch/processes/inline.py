@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from notebook_accelerate.config import launch_arguments
 from notebook_accelerate.config.environ import worker_variables
+from notebook_accelerate.config.launch_arguments import launch_arguments_set
 from notebook_accelerate.errors import RunInterrupted
 from notebook_accelerate.launch.plan.planner import rank_environment
 from notebook_accelerate.launch.state import error_messages
@@ -75,7 +75,7 @@ def _guest(run: Run) -> Iterator[None]:
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.store))  # type: ignore[arg-type]
-        with shared_state.isolated(), launch_arguments.told(run.config.accelerator):
+        with shared_state.isolated(), launch_arguments_set(run.config.accelerator):
             yield
     finally:
         for tee in tees:

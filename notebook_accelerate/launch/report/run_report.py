@@ -14,7 +14,7 @@ from html import escape
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.config.plain_values import said
+from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch.report import mesh_diagram, rank_rows, sharding_table, svg_curves
 from notebook_accelerate.launch.state import error_messages, failures
 from notebook_accelerate.telemetry.rank_names import rank_names
@@ -121,7 +121,7 @@ class Report:
         """What was asked for; of variables and of the rendezvous only the names, for a value may be a secret."""
         rows = [["setting", "value"]]
         for name, value in self.run.config.non_default().items():
-            rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else said(value)])
+            rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else format_setting(value)])
         return rows
 
     def error_lines(self, error: WorkerError) -> list[str]:

@@ -6,21 +6,21 @@ import pytest
 
 import notebook_accelerate
 from notebook_accelerate import LaunchConfig, RayCluster
-from notebook_accelerate.config.cluster import cluster_of
+from notebook_accelerate.config.cluster import resolve_cluster
 
 
-def test_on_names_a_cluster() -> None:
+def test_on_selects_a_cluster() -> None:
     assert notebook_accelerate.RayCluster is RayCluster
     assert LaunchConfig().cluster is None
     assert LaunchConfig(on="ray").cluster == RayCluster()
-    client = cluster_of("ray://head:10001")
+    client = resolve_cluster("ray://head:10001")
     assert client == RayCluster(address="ray://head:10001")
     assert client.by_client
-    assert (RayCluster().where, client.where) == ("a Ray cluster", "the Ray cluster at ray://head:10001")
+    assert (RayCluster().description, client.description) == ("a Ray cluster", "the Ray cluster at ray://head:10001")
 
 
 @pytest.mark.parametrize("on", ["slurm", "ray://", "", 3, "head:6379"])
-def test_what_names_none_is_refused_with_what_is_allowed(on: Any) -> None:
+def test_unknown_values_of_on_raise_with_the_allowed_ones(on: Any) -> None:
     with pytest.raises(ValueError, match=r"on=.* is not allowed; pass 'ray', 'ray://host:port', RayCluster"):
         LaunchConfig(on=on)
 
@@ -43,13 +43,13 @@ def test_what_names_none_is_refused_with_what_is_allowed(on: Any) -> None:
         ("runtime_env", "pip", "it is not a dict"),
     ],
 )
-def test_wrong_fields_are_named(field: str, value: Any, words: str) -> None:
+def test_errors_name_the_wrong_field(field: str, value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         RayCluster(**{field: value})
     assert field.rstrip("s") in str(caught.value)
 
 
-def test_what_a_cluster_makes_meaningless_is_refused() -> None:
+def test_settings_that_contradict_a_cluster_raise() -> None:
     with pytest.raises(ValueError, match="num_nodes=2 is for several notebooks"):
         LaunchConfig(on="ray", num_nodes=2, use_port=29500)
     with pytest.raises(ValueError, match="start_method='fork' is for this machine"):

@@ -22,7 +22,7 @@ FILE: dict[str, Any] = {
 
 
 class TestTheConfiguration:
-    def test_it_is_asked_by_dotted_keys(self) -> None:
+    def test_values_are_read_by_dotted_keys(self) -> None:
         config = HfDeepSpeedConfig(FILE)
         assert config.get_value("zero_optimization.offload_optimizer.device") == "cpu"
         assert config.get_value("zero_optimization.offload_param.device", "none") == "none"
@@ -38,7 +38,7 @@ class TestTheConfiguration:
         config.config["zero_optimization"]["stage"] = 1
         assert FILE["zero_optimization"]["stage"] == 3
 
-    def test_it_comes_from_a_file_or_base64(self, tmp_path: Path) -> None:
+    def test_it_reads_files_and_base64(self, tmp_path: Path) -> None:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps(FILE))
         packed = base64.urlsafe_b64encode(json.dumps(FILE).encode()).decode()
@@ -46,11 +46,13 @@ class TestTheConfiguration:
         assert HfDeepSpeedConfig(packed) == HfDeepSpeedConfig(FILE)
 
     @pytest.mark.parametrize("given", ["no/such/file.json", 3, None])
-    def test_anything_else_is_refused(self, given: Any) -> None:
-        with pytest.raises(ValueError, match="is no DeepSpeed configuration; pass a dict, the path of a JSON file"):
+    def test_other_types_raise(self, given: Any) -> None:
+        with pytest.raises(
+            ValueError, match="is not a DeepSpeed configuration; pass a dict, the path of an existing JSON file"
+        ):
             HfDeepSpeedConfig(given)
 
-    def test_a_file_that_is_no_json(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_json_raises(self, tmp_path: Path) -> None:
         (tmp_path / "ds.json").write_text("{stage: 3")
         with pytest.raises(ValueError, match=r"ds\.json is not JSON"):
             HfDeepSpeedConfig(tmp_path / "ds.json")
@@ -80,22 +82,22 @@ class TestThePlugin:
         assert (plugin.offload_optimizer_device, plugin.offload_param_device) == ("cpu", "none")
         assert plugin.is_zero3_init_enabled()
 
-    def test_an_object_of_a_configuration_stays_that_object(self) -> None:
+    def test_a_configuration_object_is_kept(self) -> None:
         given = HfDeepSpeedConfig(FILE)
         assert DeepSpeedPlugin(hf_ds_config=given).hf_ds_config is given
 
-    def test_fields_fill_what_the_configuration_leaves_open(self) -> None:
+    def test_fields_fill_auto_values(self) -> None:
         plugin = DeepSpeedPlugin(FILE, gradient_clipping=1.0, offload_param_device="cpu", gradient_accumulation_steps=2)
         assert plugin.deepspeed_config["gradient_clipping"] == 1.0
         assert plugin.get_value("zero_optimization.offload_param.device") == "cpu"
 
-    def test_fields_that_contradict_it_are_told_together(self) -> None:
+    def test_all_fields_that_contradict_it_are_in_one_error(self) -> None:
         with pytest.raises(ValueError, match="does not agree with fields of the DeepSpeedPlugin") as caught:
             DeepSpeedPlugin(FILE, zero_stage=2, gradient_accumulation_steps=8)
         assert "gradient_accumulation_steps is 2 in the configuration, and 8 here" in str(caught.value)
         assert "zero_optimization.stage is 3 in the configuration, and 2 here" in str(caught.value)
 
-    def test_a_configuration_without_zero_is_refused(self) -> None:
+    def test_a_configuration_without_zero_raises(self) -> None:
         with pytest.raises(ValueError, match='has no "zero_optimization"'):
             DeepSpeedPlugin({"train_batch_size": 8})
 
@@ -112,12 +114,12 @@ class TestThePlugin:
         with pytest.raises(ValueError, match=match):
             DeepSpeedPlugin(**values)
 
-    def test_splitting_at_birth_is_for_stage_3(self) -> None:
+    def test_zero3_init_needs_stage_3(self) -> None:
         assert DeepSpeedPlugin(zero_stage=3).zero3_init_flag
         with pytest.warns(UserWarning, match="ZeRO stage 3 only, and the stage is 2"):
             assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).zero3_init_flag
 
-    def test_variables_of_a_launch(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_it_reads_its_variables(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.25")
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
         plugin = DeepSpeedPlugin()
@@ -126,7 +128,7 @@ class TestThePlugin:
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
         assert DeepSpeedPlugin().zero_stage == 3
 
-    def test_it_travels_to_a_rank(self) -> None:
+    def test_it_can_be_pickled(self) -> None:
         plugin = pickle.loads(pickle.dumps(DeepSpeedPlugin(FILE)))
         assert plugin.deepspeed_config is plugin.hf_ds_config.config
         assert plugin == DeepSpeedPlugin(FILE)
@@ -154,9 +156,9 @@ class TestAutos:
         assert {key: plugin.get_value(key) for key in known} == known
         assert plugin.deepspeed_config["optimizer"]["params"]["weight_decay"] == 0.1
 
-    def test_all_that_differs_is_told_in_one_error(self) -> None:
+    def test_all_differences_are_in_one_error(self) -> None:
         plugin = DeepSpeedPlugin(FILE)
-        with pytest.raises(ValueError, match="'auto' takes what the training says") as caught:
+        with pytest.raises(ValueError, match="'auto' takes the values of the training") as caught:
             plugin.deepspeed_config_process(
                 gradient_accumulation_steps=4, train_micro_batch_size_per_gpu=4, **{"optimizer.params.weight_decay": 0}
             )
@@ -177,7 +179,7 @@ class TestAutos:
         with pytest.raises(ValueError, match="is 2 in the configuration, and 4 here"):
             plugin.fill_match("gradient_accumulation_steps", gradient_accumulation_steps=4)
 
-    def test_a_part_can_be_processed(self) -> None:
+    def test_a_section_can_be_processed(self) -> None:
         plugin, found = DeepSpeedPlugin(FILE), []
         section = plugin.deepspeed_config["optimizer"]
         plugin.deepspeed_config_process("optimizer.", found, section, **{"optimizer.params.weight_decay": 0})

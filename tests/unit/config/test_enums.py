@@ -10,7 +10,7 @@ import pytest
 from notebook_accelerate.config import enums
 
 
-def test_values_are_members_and_other_things_are_not() -> None:
+def test_membership_accepts_values() -> None:
     assert "bf16" in enums.PrecisionType
     assert enums.PrecisionType.BF16 in enums.PrecisionType
     assert "bf61" not in enums.PrecisionType
@@ -18,7 +18,7 @@ def test_values_are_members_and_other_things_are_not() -> None:
     assert enums.PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
 
 
-def test_members_compare_print_and_travel_as_their_values() -> None:
+def test_members_compare_print_and_pickle_as_their_values() -> None:
     member = enums.LoggerType.TENSORBOARD
     assert member == "tensorboard"
     assert f"{member}/{member!s}" == "tensorboard/tensorboard"
@@ -27,14 +27,14 @@ def test_members_compare_print_and_travel_as_their_values() -> None:
     assert pickle.loads(pickle.dumps(member)) is member
 
 
-def test_worlds_print_with_their_class_and_equal_their_values() -> None:
+def test_distributed_types_print_with_their_class_and_equal_their_values() -> None:
     assert str(enums.DistributedType.MULTI_GPU) == "DistributedType.MULTI_GPU"
     assert enums.DistributedType.MULTI_GPU == "MULTI_GPU"
     assert enums.DistributedType("XLA") is enums.DistributedType.XLA
 
 
-def test_the_older_name_tpu_means_xla_and_says_so() -> None:
-    with pytest.warns(FutureWarning, match=r"DistributedType\.TPU is deprecated: write DistributedType\.XLA"):
+def test_the_older_name_tpu_warns_and_means_xla() -> None:
+    with pytest.warns(FutureWarning, match=r"DistributedType\.TPU is deprecated: use DistributedType\.XLA"):
         assert enums.DistributedType.TPU is enums.DistributedType.XLA
     with pytest.warns(FutureWarning, match="TPU"):
         assert enums.DistributedType("TPU") is enums.DistributedType.XLA
@@ -44,5 +44,5 @@ def test_the_older_name_tpu_means_xla_and_says_so() -> None:
         enums.DistributedType("GPU")
 
 
-def test_the_older_back_end_ipex_is_still_a_member() -> None:
+def test_the_deprecated_backend_ipex_is_still_a_member() -> None:
     assert enums.DynamoBackend("IPEX") is enums.DynamoBackend.IPEX

@@ -14,7 +14,7 @@ from notebook_accelerate.config import environ
 
 
 @pytest.mark.parametrize("word", ["1", "true", "TRUE", "yes", "On", " y ", "t"])
-def test_a_yes_is_a_yes_in_any_spelling(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_true_in_all_spellings(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", word)
     assert environ.parse_flag(word) is True
     assert environ.flag("ACCELERATE_DEBUG_MODE") is True
@@ -22,12 +22,12 @@ def test_a_yes_is_a_yes_in_any_spelling(word: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("word", ["0", "False", "no", "off", "n", "f"])
-def test_a_no_is_a_no_in_any_spelling(word: str) -> None:
+def test_false_in_all_spellings(word: str) -> None:
     assert environ.parse_flag(word) is False
     assert environ.str_to_bool(word, to_bool=True) is False
 
 
-def test_what_is_neither_is_refused_with_the_variable_and_the_allowed_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_words_raise_with_the_variable_and_the_allowed_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "maybe")
     with pytest.raises(ValueError, match=r"ACCELERATE_USE_CPU.*'maybe'.*1, true, yes, on"):
         environ.flag("ACCELERATE_USE_CPU")
@@ -52,14 +52,14 @@ def test_numbers_and_choices_are_checked(monkeypatch: pytest.MonkeyPatch) -> Non
         environ.choice("SOME_CHOICE", ("no", "fp16"))
 
 
-def test_the_first_variable_with_a_number_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_variable_with_a_number_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECOND_RANK", "3")
     monkeypatch.setenv("FIRST_RANK", "-1")
     assert environ.get_int_from_env(["FIRST_RANK", "SECOND_RANK"], 9) == 3
     assert environ.get_int_from_env(["THIRD_RANK"], 9) == 9
 
 
-def test_patched_variables_are_text_in_upper_case_and_go_away_after_an_error() -> None:
+def test_patched_variables_are_upper_case_text_and_are_restored_after_an_error() -> None:
     os.environ["KEPT_VALUE"] = "before"
     try:
         with contextlib.suppress(RuntimeError), environ.patch_environment(kept_value=1, fresh_value=True):
@@ -78,7 +78,7 @@ def test_a_patched_variable_may_be_removed_inside() -> None:
     assert "SHORT_LIVED" not in os.environ
 
 
-def test_a_cleared_environment_is_empty_inside_and_as_before_afterwards() -> None:
+def test_a_cleared_environment_is_empty_inside_and_restored_afterwards() -> None:
     before = dict(os.environ)
     with contextlib.suppress(KeyError), environ.clear_environment():
         assert not os.environ
@@ -87,10 +87,10 @@ def test_a_cleared_environment_is_empty_inside_and_as_before_afterwards() -> Non
     assert dict(os.environ) == before
 
 
-def test_put_writes_flags_in_lower_case_and_removes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_variables_writes_flags_in_lower_case_and_removes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_ONE", "")
     monkeypatch.setenv("ACCELERATE_TWO", "x")
-    environ.put({"ACCELERATE_ONE": True, "ACCELERATE_TWO": None})
+    environ.set_variables({"ACCELERATE_ONE": True, "ACCELERATE_TWO": None})
     assert os.environ["ACCELERATE_ONE"] == "true"
     assert "ACCELERATE_TWO" not in os.environ
 
@@ -107,7 +107,7 @@ def test_ignored_variables_are_ignored_in_one_thread_only(monkeypatch: pytest.Mo
     assert environ.integer("SOME_NUMBER", 0) == 5
 
 
-def test_lines_of_an_environment_file_leave_out_what_would_break_them() -> None:
+def test_an_environment_file_leaves_out_values_that_would_break_its_lines() -> None:
     with pytest.warns(UserWarning, match="left out"):
         lines = environ.convert_dict_to_env_variables({"GOOD": "a=b", "BAD": "a b", "WORSE": "a;rm", "EMPTY": ""})
     assert lines == ["GOOD=a=b\n"]

@@ -106,7 +106,7 @@ class TestPlugin:
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block, Layer"
         )
         with pytest.raises(
-            ValueError, match=r"names Layer, which Sequential has not; its modules with children are Block"
+            ValueError, match=r"names Layer, which Sequential does not have; its modules with children are Block"
         ):
             plugin.policy_for(model())
         plugin.transformer_cls_names_to_wrap = None

@@ -310,9 +310,9 @@ def test_files_that_cannot_be_loaded_are_refused_where_the_user_clicked(tmp_path
     assert "FileNotFoundError" in panel._file_note.value
     file.write_text(yaml.safe_dump({"num_process": 2}))
     panel._load.click()
-    assert "keys that are not known: num_process" in panel._file_note.value
+    assert "unknown keys: num_process" in panel._file_note.value
     assert panel.config.num_processes == 3
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="unknown keys"):
         panel.load(file)
 
 

@@ -272,7 +272,7 @@ class RayBackend(PickledBackend):
             )
         )
         limit = cluster.start_timeout
-        reached = driver.next(say.ReachedEvent, limit, f"reaching {cluster.where}", self._hear)
+        reached = driver.next(say.ReachedEvent, limit, f"reaching {cluster.description}", self._hear)
         driver.next(say.TakenEvent, wait + limit, "reserving resources", self._hear)
         return reached.here, driver.next(say.PlacedEvent, limit, "starting Ray's actors", self._hear)
 

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import Accelerator, LaunchConfig
-from notebook_accelerate.config.launch_arguments import ACCELERATOR_ARGUMENTS, takes_what_the_launch_told, told
+from notebook_accelerate.config.launch_arguments import (
+    ACCELERATOR_ARGUMENTS,
+    launch_arguments_set,
+    takes_launch_arguments,
+)
 from notebook_accelerate.utils import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -23,17 +27,17 @@ def test_every_argument_of_the_accelerator_is_known() -> None:
 
 
 class Example:
-    """Notes what it was made with."""
+    """Keeps its arguments."""
 
-    @takes_what_the_launch_told
+    @takes_launch_arguments
     def __init__(
         self, fsdp_plugin: Any = None, gradient_accumulation_steps: int = 1, gradient_accumulation_plugin: Any = None
     ) -> None:
         self.given = (fsdp_plugin, gradient_accumulation_steps, gradient_accumulation_plugin)
 
 
-def test_what_is_passed_wins() -> None:
-    with told({"fsdp_plugin": "a plugin", "gradient_accumulation_steps": 4}):
+def test_passed_arguments_win() -> None:
+    with launch_arguments_set({"fsdp_plugin": "a plugin", "gradient_accumulation_steps": 4}):
         assert Example().given == ("a plugin", 4, None)
         assert Example("mine").given == ("mine", 4, None)
         assert Example(fsdp_plugin=None).given == (None, 4, None)
@@ -41,9 +45,9 @@ def test_what_is_passed_wins() -> None:
     assert Example().given == (None, 1, None)
 
 
-def test_an_accelerator_takes_it() -> None:
+def test_an_accelerator_takes_the_launch_arguments() -> None:
     loader = DataLoaderConfiguration(even_batches=False)
-    with told({"gradient_accumulation_steps": 3, "dataloader_config": loader}):
+    with launch_arguments_set({"gradient_accumulation_steps": 3, "dataloader_config": loader}):
         accelerator = Accelerator(cpu=True)
         assert accelerator.gradient_accumulation_steps == 3
         assert accelerator.even_batches is False
@@ -66,3 +70,7 @@ def test_an_accelerator_takes_it() -> None:
 def test_bad_arguments(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LaunchConfig(accelerator=given)
+
+
+def test_an_empty_dict_of_arguments_equals_none() -> None:
+    assert LaunchConfig(accelerator={}) == LaunchConfig()

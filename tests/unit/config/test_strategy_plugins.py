@@ -45,12 +45,12 @@ def test_fsdp_2_shards_its_checkpoints_and_has_no_strategy() -> None:
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"fsdp_version": 3}, "allowed: 1, 2"),
+        ({"fsdp_version": 3}, "pass one of 1, 2"),
         ({"sharding_strategy": "HALF"}, "FULL_SHARD"),
         ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "SHARDED_STATE_DICT"),
     ],
 )
-def test_fsdp_names_what_is_allowed(values: dict[str, Any], match: str) -> None:
+def test_fsdp_errors_name_the_allowed_values(values: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         FullyShardedDataParallelPlugin(**values)
 
@@ -69,11 +69,13 @@ def test_deepspeed_reads_its_variables_and_checks_them(monkeypatch: pytest.Monke
     assert (plugin.zero_stage, plugin.zero3_init_flag, plugin.offload_param_device) == (3, True, "none")
     with pytest.raises(ValueError, match="zero_stage=4"):
         DeepSpeedPlugin(zero_stage=4)
-    with pytest.raises(ValueError, match="offload_param_device='gpu' is not allowed; allowed: none, cpu, nvme"):
+    with pytest.raises(
+        ValueError, match="offload_param_device='gpu' is not allowed; pass one of 'none', 'cpu', 'nvme'"
+    ):
         DeepSpeedPlugin(offload_param_device="gpu")
 
 
-def test_stand_ins_hold_what_they_are_given() -> None:
+def test_placeholders_keep_their_arguments() -> None:
     parameters = [torch.nn.Parameter(torch.ones(1))]
     optimizer = DummyOptim(parameters, lr=0.1, betas=(0.9, 0.99))
     scheduler = DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
@@ -95,7 +97,7 @@ def test_context_parallelism_has_two_ways_to_communicate(monkeypatch: pytest.Mon
     assert TorchContextParallelConfig().cp_comm_strategy == "allgather"
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
-    with pytest.raises(ValueError, match="allowed: allgather, alltoall"):
+    with pytest.raises(ValueError, match="pass one of 'allgather', 'alltoall'"):
         TorchContextParallelConfig(cp_comm_strategy="ring")
 
 
@@ -121,8 +123,8 @@ def test_quantization_has_one_width_and_torch_dtypes() -> None:
         ({}, "can't be both False"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "can't be both True"),
         ({"load_in_8bit": "yes"}, "must be a boolean"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "allowed: fp4, nf4"),
-        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"}, "allowed: fp32, fp16, bf16"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "pass one of 'fp4', 'nf4'"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"}, "pass one of 'fp32', 'fp16', 'bf16'"),
         ({"load_in_8bit": True, "skip_modules": "head"}, "list of module names"),
     ],
 )

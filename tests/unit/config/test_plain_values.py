@@ -1,4 +1,4 @@
-"""Small helpers on plain values."""
+"""Helpers for plain values: sizes, names, nested dicts and settings as text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from notebook_accelerate.config.plain_values import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr
+from notebook_accelerate.config.plain_values import (
+    convert_bytes,
+    format_setting,
+    get_pretty_name,
+    merge_dicts,
+    recursive_getattr,
+)
+from notebook_accelerate.utils import AutocastKwargs, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 
 
 @pytest.mark.parametrize(
@@ -43,3 +50,15 @@ def test_attributes_are_found_by_path() -> None:
     assert recursive_getattr(outer, "inner.value") == 7
     with pytest.raises(AttributeError, match="missing"):
         recursive_getattr(outer, "inner.missing")
+
+
+def test_settings_show_only_fields_that_differ_from_their_defaults() -> None:
+    assert format_setting(3) == "3"
+    assert format_setting("gloo") == "'gloo'"
+    given = {"dataloader_config": DataLoaderConfiguration(data_seed=1), "gradient_accumulation_steps": 2}
+    expected = "dataloader_config=DataLoaderConfiguration(data_seed=1), gradient_accumulation_steps=2"
+    assert format_setting(given) == expected
+    assert format_setting([AutocastKwargs(enabled=False)]) == "[AutocastKwargs(enabled=False)]"
+    text = format_setting({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)})
+    assert text.startswith("fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2")
+    assert "forward_prefetch" not in text
