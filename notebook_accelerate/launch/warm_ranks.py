@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError
 from notebook_accelerate.launch.output.rank_output import running_kernel
+from notebook_accelerate.launch.processes.warm_rank import warm_rank
 from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
 from notebook_accelerate.launch.run_debugging import prompt
 from notebook_accelerate.launch.start import start
@@ -21,10 +22,8 @@ from notebook_accelerate.launch.state.failures import ordered
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
-from notebook_accelerate.telemetry.payload import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.rank_names import rank_names
-from notebook_accelerate.worker import warm_cells
 
 LOOK_SECONDS = 0.05
 """How often a waiting cell looks for questions of its ranks."""
@@ -32,11 +31,6 @@ READY_SECONDS = 120.0
 """How long ranks may take to come up, once the other notebooks have joined."""
 END_SECONDS = 10.0
 """How long a group that ends may take to say why."""
-
-
-def warm_rank() -> None:
-    """What every warm rank runs."""
-    warm_cells.serve(tracebacks.chain_of, install_sources)
 
 
 @dataclass(frozen=True)

@@ -318,12 +318,12 @@ def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
         value = eval(request.expression, breakpoints.variables(frame))  # noqa: S307 - the user's own expression
     except BaseException as error:  # noqa: BLE001 - it must not reach the function that is being watched
         return AskReply(request.number, f"{type(error).__name__}: {error}")
-    text = shown(value)
+    text = short_repr(value)
     payload = dump_answer(value)
     return AskReply(request.number, "", f"{text}  ({note})" if note else text, payload)
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return what a value looks like, at most 2,000 characters of it."""
     try:
         text = repr(value)

@@ -16,8 +16,8 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 MAX_FRAMES = 50
-LAUNCHERS = (str(Path(__file__).parents[1] / "launch" / "worker.py"), str(Path(__file__).with_name("cells.py")))
-"""Files whose frames stand below those of the user's function, or cell."""
+LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "warm_cells.py"))
+"""Files whose frames call the user's function, or cell."""
 
 
 def main_frame() -> FrameType | None:

@@ -1,4 +1,4 @@
-"""What the start methods whose processes inherit nothing share."""
+"""What start methods share whose processes do not inherit the kernel's memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.telemetry.payload import cell_sources, dump, dump_bytes
+from notebook_accelerate.worker.entry import die_with_parent
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
@@ -26,9 +27,10 @@ def interpreter_command(call: str) -> list[str]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have a process that is started in a with block begin with SIGINT blocked.
+    """Start processes with SIGINT blocked.
 
-    Until it leads a session of its own it is in the kernel's process group, where the front end's interrupt ends it.
+    Until a new process leads its own session, it is in the kernel's process group, where the front end's interrupt
+    would end it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -37,15 +39,15 @@ def uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def last_words(log: IO[bytes]) -> str:
-    """Return the end of what a process printed to its log, for an error message; "" when it printed nothing."""
+def log_tail(log: IO[bytes]) -> str:
+    """Return the last 2,000 bytes of a process's log, for an error message; "" when the log is empty."""
     log.seek(0)
     text = log.read()[-2000:].decode(errors="replace").strip()
-    return f"; it said:\n{text}" if text else ""
+    return f"; its output ends with:\n{text}" if text else ""
 
 
 class PickledBackend(ProcessBackend):
-    """Base of the methods whose processes inherit nothing: the function and its arguments travel in one file."""
+    """Base of these start methods: the function and its arguments travel in one file."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         super().__init__(function, arguments)
@@ -53,7 +55,7 @@ class PickledBackend(ProcessBackend):
         self._sources = cell_sources()
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
-        """Fill in what a forked rank would have inherited."""
+        """Add what a forked rank inherits from the kernel."""
         order.base_environment = inheritable()
         order.cwd = _working_directory()
         order.sys_path = list(sys.path)
@@ -69,6 +71,9 @@ class PickledBackend(ProcessBackend):
 
 def _working_directory() -> str | None:
     try:
-        return os.getcwd()  # noqa: PTH109 - it crosses to another process as text
+        return os.getcwd()  # noqa: PTH109 - it travels as text
     except OSError:
         return None
+
+
+__all__ = ["PickledBackend", "die_with_parent", "interpreter_command", "log_tail", "uninterrupted"]

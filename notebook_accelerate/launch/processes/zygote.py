@@ -21,7 +21,7 @@ from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes.pickled_orders import (
     PickledBackend,
     interpreter_command,
-    last_words,
+    log_tail,
     uninterrupted,
 )
 from notebook_accelerate.launch.processes.rank_process import Ends, Exit, LocalRank, RankProcess
@@ -92,9 +92,9 @@ class Zygote:
                 # Should it answer yet, that would be taken for the answer to the next request.
                 self._process.kill()
                 self._process.wait()
-                raise LaunchError(f"the server process did not answer: {error}{self.last_words()}") from error
+                raise LaunchError(f"the server process did not answer: {error}{self.log_tail()}") from error
             if len(answer) < LENGTH.size:
-                raise LaunchError(f"the server process has ended{self.last_words()}")
+                raise LaunchError(f"the server process has ended{self.log_tail()}")
             return int(LENGTH.unpack(answer)[0])
 
     def guard(self, pid: int) -> None:
@@ -105,9 +105,9 @@ class Zygote:
         with self._lock, suppress(OSError):  # a server that is gone guards nobody
             self._control.sendall(LENGTH.pack(GUARD | pid))
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """Return the end of what the server printed, for an error message."""
-        return last_words(self._log)
+        return log_tail(self._log)
 
     def close(self) -> None:
         """End the server and every rank it has; does nothing in a process that merely inherited it."""

@@ -1,4 +1,4 @@
-"""Cells on warm ranks: an interrupt reaches the cell, and never costs its answer."""
+"""Cells on warm ranks: an interrupt reaches the cell, and never loses its reply."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ INTERRUPT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 
 
 @pytest.fixture
-def interrupts() -> Iterator[warm_cells.Interrupts]:
+def gate() -> Iterator[warm_cells.InterruptGate]:
     """Take interrupts as a warm rank does."""
     before = signal.getsignal(signal.SIGINT)
-    yield warm_cells.Interrupts()
+    yield warm_cells.InterruptGate()
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted_chain(error: BaseException) -> tuple[ExceptionInfo, ...]:
-    signal.raise_signal(signal.SIGINT)
-    return tracebacks.chain_of(error)
+def run(source: str, gate: warm_cells.InterruptGate) -> CellReply:
+    return warm_cells._run(CellRequest(1, source, "<cell>"), {}, gate)
 
 
-def answer(
-    source: str, interrupts: warm_cells.Interrupts, chain_of: warm_cells.ChainOf = tracebacks.chain_of
-) -> CellReply:
-    return warm_cells._run(CellRequest(1, source, "<cell>"), {}, chain_of, interrupts)
-
-
-def test_an_interrupt_ends_the_cell(interrupts: warm_cells.Interrupts) -> None:
+def test_an_interrupt_ends_the_cell(gate: warm_cells.InterruptGate) -> None:
     for _ in range(2):
-        assert [each.type for each in answer(INTERRUPT + "6 * 7", interrupts).chain] == ["KeyboardInterrupt"]
-    assert answer("6 * 7", interrupts).shown == "42"
+        assert [each.type for each in run(INTERRUPT + "6 * 7", gate).chain] == ["KeyboardInterrupt"]
+    assert run("6 * 7", gate).shown == "42"
 
 
-def test_an_interrupt_that_comes_when_the_cell_is_over_costs_no_answer(interrupts: warm_cells.Interrupts) -> None:
+def test_an_interrupt_after_the_cell_loses_no_reply(
+    gate: warm_cells.InterruptGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain_of = tracebacks.chain_of
+
+    def interrupted(error: BaseException) -> tuple[ExceptionInfo, ...]:
+        signal.raise_signal(signal.SIGINT)
+        return chain_of(error)
+
+    monkeypatch.setattr(tracebacks, "chain_of", interrupted)
     for source, kind in (("1 / 0", "ZeroDivisionError"), (INTERRUPT, "KeyboardInterrupt")):
-        assert answer(source, interrupts, interrupted_chain).chain[-1].type == kind
-    reply = answer("6 * 7", interrupts)
-    signal.raise_signal(signal.SIGINT)  # while it is sent
+        assert run(source, gate).chain[-1].type == kind
+    reply = run("6 * 7", gate)
+    signal.raise_signal(signal.SIGINT)  # while the reply is sent
     assert reply.shown == "42"

@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from notebook_accelerate import LaunchConfig, WorkerError
+from notebook_accelerate.launch import warm_ranks
 from notebook_accelerate.launch.warm_ranks import WarmRanks
 from notebook_accelerate.worker import warm_cells
 from tests.support.waiting import until
@@ -19,13 +19,11 @@ pytestmark = pytest.mark.usefixtures("zygote")
 
 
 def test_a_cell_waits_for_a_rank_that_does_not_look_for_one_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = warm_cells.serve
+    def late() -> None:
+        time.sleep(0.5)  # it has reported that it runs, and waits for a processor on a busy machine
+        warm_cells.warm_rank()
 
-    def late(*arguments: Any) -> None:
-        time.sleep(0.5)  # it has said that it runs, and does not get its turn on a busy machine
-        serve(*arguments)
-
-    monkeypatch.setattr(warm_cells, "serve", late)
+    monkeypatch.setattr(warm_ranks, "warm_rank", late)
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))
     try:
         assert group.execute("6 * 7", "<cell>").shown == {0: "42"}

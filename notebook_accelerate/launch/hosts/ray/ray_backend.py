@@ -27,7 +27,7 @@ from notebook_accelerate.launch.hosts.ray.ray_driver import versions
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, interpreter_command, last_words
+from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, interpreter_command, log_tail
 from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -161,7 +161,7 @@ class DriverProcess:
 
     def last_words(self) -> str:
         """Return the end of what the driver printed, for an error message."""
-        return last_words(self._log)
+        return log_tail(self._log)
 
 
 class RayHostConnection(HostConnection):

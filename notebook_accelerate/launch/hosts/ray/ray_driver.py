@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.ray import ray_protocol as say
 from notebook_accelerate.launch.hosts.ray.ray_errors import amounts, cause, mismatches, unreachable
+from notebook_accelerate.launch.processes.pickled_orders import die_with_parent
 from notebook_accelerate.telemetry import Channel, Event
-from notebook_accelerate.worker import entry
 
 LOOK_SECONDS = 0.5
 KNOWN_SECONDS, NODE_SECONDS = 30.0, 3.0
@@ -48,7 +48,7 @@ def main(control: int, payload: int, parent: int) -> NoReturn:
         payload: Descriptor of the file with the function and its arguments.
         parent: The kernel.
     """
-    entry.die_with_parent(parent)
+    die_with_parent(parent)
     channel = Channel(socket.socket(fileno=control))
     code = 0
     try:

@@ -15,7 +15,7 @@ from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.child_process import start
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.processes.pickled_orders import last_words
+from notebook_accelerate.launch.processes.pickled_orders import log_tail
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -85,7 +85,7 @@ class RendezvousClient:
         self._log.close()
 
     def _last_words(self) -> str:
-        return last_words(self._log)
+        return log_tail(self._log)
 
 
 def shared_secret(config: LaunchConfig) -> str:
