@@ -1,12 +1,12 @@
-"""`Accelerator`: the facade. It checks what it is given, delegates to a strategy or a room, and wraps the result."""
+"""`Accelerator`, the facade: it checks arguments, delegates to a strategy or another package, and wraps results."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -39,41 +39,52 @@ from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.telemetry import step_time
 from notebook_accelerate.worker.sanity_facts import SanityFacts
 
+if TYPE_CHECKING:
+    from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+    from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+    from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+    from notebook_accelerate.config.parallelism_config import ParallelismConfig
+    from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPlugin
+    from notebook_accelerate.tracking import GeneralTracker
+
+    Tracker: TypeAlias = str | LoggerType | GeneralTracker
+
 Hook = Callable[..., None]
+_T = TypeVar("_T")
 
 
 class Accelerator(AcceleratorViews):
     """One training API for one process or many, any device, any precision.
 
     Args:
-        device_placement: Put models, batches and optimizer states on the device of the rank.
+        device_placement: Move models, batches and optimizer states to the rank's device.
         split_batches: Deprecated: `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision: no, fp16, bf16 or fp8; None means what the launch asked for, or no.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes the launch's setting, or "no".
         gradient_accumulation_steps: Batches per optimizer step (ACCELERATE_GRADIENT_ACCUMULATION_STEPS wins).
-        cpu: Leave accelerators alone.
-        dataloader_config: How loaders are shared between ranks.
+        cpu: Train on the CPU, also where there are accelerators.
+        dataloader_config: How data loaders are divided among ranks.
         deepspeed_plugin: A `DeepSpeedPlugin`, or several by name.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
-        rng_types: Generators made equal over ranks at the start of each pass: torch, cuda, generator, ...
-        log_with: Trackers, by name or as objects; "all" means every one that is installed.
+        rng_types: Random generators synchronized at the start of each pass over a loader: "torch", "cuda", ...
+        log_with: Trackers, by name or as objects; "all" selects every installed one.
         project_dir: Folder of checkpoints and logs.
         project_config: Folders, checkpoint names and limits (`ProjectConfiguration`).
-        gradient_accumulation_plugin: How to accumulate (`GradientAccumulationPlugin`), instead of the steps above.
-        step_scheduler_with_optimizer: Whether schedulers move only when optimizers step.
-        kwargs_handlers: Settings of autocast, DDP, scaler, process group, profiler; at most one of a kind.
-        dynamo_backend: Compiler of models.
-        dynamo_plugin: How models are compiled (`TorchDynamoPlugin`), instead of the back end above.
-        deepspeed_plugins: Another name of deepspeed_plugin.
+        gradient_accumulation_plugin: How to accumulate, instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
+        kwargs_handlers: Settings of autocast, DDP, scaler, process group and profiler; at most one of each kind.
+        dynamo_backend: Backend of `torch.compile`.
+        dynamo_plugin: How models are compiled, instead of `dynamo_backend`.
+        deepspeed_plugins: Alias of `deepspeed_plugin`.
         parallelism_config: A `ParallelismConfig`.
 
     Attributes:
         state: The shared `AcceleratorState`.
-        gradient_state: Where this Accelerator's training is in a window of accumulation.
+        gradient_state: The position in the window of gradient accumulation.
         project_configuration: Folders, checkpoint names and limits.
-        scaler: The scaler of losses; None in precisions that need none.
-        step: Batches seen in this window by `accumulate`.
+        scaler: The loss scaler; None in precisions that need none.
+        step: Batches that `accumulate` has seen in this window.
         trackers: The trackers that `init_trackers` started.
 
     Raises:
@@ -89,12 +100,12 @@ class Accelerator(AcceleratorViews):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         rng_types: list[str | RNGType] | None = None,
-        log_with: str | LoggerType | Any | list[str | LoggerType | Any] | None = None,
+        log_with: Tracker | Sequence[Tracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -102,8 +113,8 @@ class Accelerator(AcceleratorViews):
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         self.project_configuration = accelerator_arguments.project_configuration(project_config, project_dir)
         self.dataloader_config = accelerator_arguments.loader_configuration(dataloader_config, split_batches)
@@ -129,8 +140,8 @@ class Accelerator(AcceleratorViews):
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._set_up(log_with)
 
-    def _set_up(self, log_with: Any) -> None:
-        """Choose precision and strategy, and start with nothing prepared."""
+    def _set_up(self, log_with: Tracker | Sequence[Tracker] | None) -> None:
+        """Choose the precision and the strategy."""
         self._device = self.state.device
         self._precision = make_precision(
             self.state.mixed_precision,
@@ -156,7 +167,7 @@ class Accelerator(AcceleratorViews):
             )
         )
         self.scaler = self.strategy.setup.scaler  # FSDP 1 has one of its own
-        # The lists are the strategy's own; libraries on top of Accelerate read them under these names.
+        # The strategy's own lists; libraries on top of Accelerate read them under these names.
         self._models = self.strategy.models
         self._optimizers = self.strategy.optimizers
         self._schedulers = self.strategy.schedulers
@@ -172,8 +183,8 @@ class Accelerator(AcceleratorViews):
         self.step = 0
         self.flag_tensor: torch.Tensor | None = None
         self.has_lomo_optimizer = False
-        self.trackers: list[Any] = []
-        self.log_with: list[Any] = []
+        self.trackers: list[GeneralTracker] = []
+        self.log_with: list[Tracker] = []
         if log_with is not None:
             self.log_with += tracking.filter_trackers(log_with, self.logging_dir)
 
@@ -191,10 +202,10 @@ class Accelerator(AcceleratorViews):
             device_placement: For each object, whether it goes to the device; None means the Accelerator's setting.
 
         Returns:
-            The prepared objects in the order given: a tuple, or the object itself where there is one.
+            The prepared objects in the order given: a tuple, or the object itself if only one was given.
 
         Raises:
-            ValueError: An object is nothing that can be prepared, or the placements are not as many as the objects.
+            ValueError: An object cannot be prepared, or `device_placement` does not have one item for each.
         """
         placements: Sequence[bool | None] = [None] * len(args) if device_placement is None else device_placement
         accelerator_arguments.check_type(
@@ -241,7 +252,7 @@ class Accelerator(AcceleratorViews):
         return self.strategy.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a learning rate scheduler; its optimizer comes first.
+        """Prepare a learning rate scheduler, after its optimizer.
 
         Args:
             scheduler: The scheduler.
@@ -256,14 +267,17 @@ class Accelerator(AcceleratorViews):
         return self.strategy.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> DataLoader[Any]:
+        self,
+        data_loader: DataLoader[_T],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoader[_T]:
         """Prepare a loader; every rank must call this.
 
         Args:
             data_loader: The loader.
             device_placement: Whether batches go to the device; None means the Accelerator's setting.
-            slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None: by the first dimension.
+            slice_fn_for_dispatch: Cuts a batch that rank 0 reads into one for each rank; None cuts the first dimension.
 
         Returns:
             The prepared loader.
@@ -272,18 +286,18 @@ class Accelerator(AcceleratorViews):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss, divided by the batches of a window and scaled for the precision.
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of a loss, divided by the accumulation steps and scaled for the precision.
 
         Args:
             loss: The loss of one batch.
-            kwargs: As for `torch.Tensor.backward`; learning_rate where an optimizer is a LOMO.
+            kwargs: As for `torch.Tensor.backward`; `learning_rate` for LOMO optimizers.
 
         Raises:
-            ValueError: The loss is no tensor.
+            ValueError: The loss is not a tensor.
         """
         if not isinstance(loss, torch.Tensor):
-            accelerator_arguments.check_loss(loss)
+            accelerator_arguments.check_loss(loss)  # type: ignore[unreachable]
         steps = self.gradient_state.num_steps
         if steps != 1:
             loss = loss / steps
@@ -293,14 +307,14 @@ class Accelerator(AcceleratorViews):
             self._checks.loss(loss)
             self._backward(loss, **kwargs)
 
-    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Train on one batch of a window: gradients are exchanged, and optimizers step, in its last batch only.
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
+        """Accumulate gradients: they are exchanged, and optimizers step, only in the last batch of a window.
 
         Args:
             models: The prepared models that are trained in the block.
 
         Returns:
-            A context manager for the work on one batch.
+            A context manager for one batch.
         """
         state = self.gradient_state
         settings = state.plugin_kwargs
@@ -315,8 +329,8 @@ class Accelerator(AcceleratorViews):
             return NOTHING
         return self.strategy.accumulating(models)
 
-    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Leave out the exchange of a model's gradients in backward.
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Skip the exchange of a model's gradients in backward.
 
         Args:
             model: A prepared model.
@@ -327,8 +341,8 @@ class Accelerator(AcceleratorViews):
         return self.strategy.no_sync(model)
 
     @staticmethod
-    def trigger_sync_in_backward(model: Any) -> AbstractContextManager[Any]:
-        """Make the next backward exchange a model's gradients although its forward ran under `no_sync`.
+    def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Exchange a model's gradients in the next backward although its forward ran under `no_sync`.
 
         Args:
             model: The prepared model.
@@ -340,11 +354,11 @@ class Accelerator(AcceleratorViews):
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> AbstractContextManager[Any]:
-        """Let ranks have different numbers of batches; every rank must enter it.
+    ) -> AbstractContextManager[None]:
+        """Allow different numbers of batches per rank; every rank must enter it.
 
         Args:
-            joinables: Prepared models, and optimizers that exchange something.
+            joinables: Prepared models, and optimizers that communicate.
             even_batches: Setting of the prepared loaders inside the block; None keeps it.
 
         Returns:
@@ -352,7 +366,9 @@ class Accelerator(AcceleratorViews):
         """
         return self.strategy.join_uneven_inputs(joinables, even_batches)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
         """Divide gradients by the scale of the loss, in precisions that scale it; at most once per step.
 
         Args:
@@ -360,7 +376,9 @@ class Accelerator(AcceleratorViews):
         """
         self.strategy.unscale_gradients(optimizer)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
         """Scale gradients so that their norm over all parameters is at most `max_norm`.
 
         Args:
@@ -373,7 +391,7 @@ class Accelerator(AcceleratorViews):
         """
         return self._checks.norm(self.strategy.clip_grad_norm(parameters, max_norm, norm_type))
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each gradient to [-clip_value, clip_value].
 
         Args:
@@ -382,8 +400,8 @@ class Accelerator(AcceleratorViews):
         """
         self.strategy.clip_grad_value(parameters, clip_value)
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Compute in this Accelerator's precision outside of prepared models, as for a loss.
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """Compute in this Accelerator's precision outside of prepared models, for example a loss.
 
         Args:
             autocast_handler: Settings for this block; None means those in `kwargs_handlers`.
@@ -413,15 +431,15 @@ class Accelerator(AcceleratorViews):
         for optimizer in fused:
             optimizer.fused_backward(loss, learning_rate)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
         """Profile the block; every rank must enter it.
 
         Args:
             profile_handler: What is recorded; None means the one in `kwargs_handlers`, or torch's defaults.
 
         Returns:
-            A context manager that gives the profiler. With `output_trace_dir`, each rank leaves its trace there at the
-            end, also where the block fails; the run's report lists them.
+            A context manager that yields the profiler. With `output_trace_dir`, each rank writes its trace there at the
+            end, also when the block fails; the run's report lists the traces.
         """
         settings = profile_handler or self._handlers.profile or ProfileKwargs()
         return tracking.profiled(settings, self.process_index, self.wait_for_everyone)
@@ -429,7 +447,7 @@ class Accelerator(AcceleratorViews):
     # -- between ranks ------------------------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have come here; every rank must call this."""
+        """Wait until all ranks have called this; every rank must."""
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -441,9 +459,7 @@ class Accelerator(AcceleratorViews):
         """
         self.state.print(*args, **kwargs)
 
-    def split_between_processes(
-        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
+    def split_between_processes(self, inputs: _T, apply_padding: bool = False) -> AbstractContextManager[_T]:
         """Give each rank its contiguous share of `inputs`.
 
         Args:
@@ -451,12 +467,12 @@ class Accelerator(AcceleratorViews):
             apply_padding: Repeat the last item so that all shares are equally long.
 
         Returns:
-            A context manager that gives the share.
+            A context manager that yields the share.
         """
         return self.state.split_between_processes(inputs, apply_padding=apply_padding)
 
-    def gather(self, tensor: Any) -> Any:
-        """Join every tensor of a nested structure over ranks, along the first dimension; every rank must call this.
+    def gather(self, tensor: _T) -> _T:
+        """Concatenate every tensor of a nested structure over ranks, by the first dimension; every rank must call this.
 
         Args:
             tensor: Nested containers of tensors with the same shapes on every rank.
@@ -466,24 +482,24 @@ class Accelerator(AcceleratorViews):
         """
         return collectives.gather(tensor)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join results over ranks, without the samples that fill up the last batches; every rank must call this.
+    def gather_for_metrics(self, input_data: _T, use_gather_object: bool = False) -> _T:
+        """Concatenate results over ranks, without the samples that pad the last batches; every rank must call this.
 
         Args:
             input_data: Nested containers of tensors, or picklable objects in a list.
-            use_gather_object: Treat it as Python objects although it holds tensors.
+            use_gather_object: Treat the data as Python objects although it holds tensors.
 
         Returns:
             The results for each sample of the dataset once.
         """
         return collectives.gather_for_metrics(input_data, self.gradient_state, use_gather_object)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Add up, or average, every tensor of a nested structure over ranks; every rank must call this.
+    def reduce(self, tensor: _T, reduction: str = "sum", scale: float = 1.0) -> _T:
+        """Sum or average every tensor of a nested structure over ranks; every rank must call this.
 
         Args:
             tensor: Nested containers of tensors with the same shapes on every rank.
-            reduction: sum, mean or none.
+            reduction: "sum", "mean" or "none".
             scale: Factor applied to the result, on XLA only.
 
         Returns:
@@ -491,13 +507,13 @@ class Accelerator(AcceleratorViews):
         """
         return collectives.reduce(tensor, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: _T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> _T:
         """Pad every tensor of a nested structure to the largest size among ranks; every rank must call this.
 
         Args:
             tensor: Nested containers of tensors.
             dim: The dimension that is padded.
-            pad_index: What is padded with.
+            pad_index: The value of the padding.
             pad_first: Pad at the beginning instead of the end.
 
         Returns:
@@ -506,14 +522,14 @@ class Accelerator(AcceleratorViews):
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this rank, which `check_trigger` finds on all."""
+        """Set this rank's flag, which `check_trigger` reports on every rank."""
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Tell whether any rank has raised its flag, and lower it; every rank must call this.
+        """Return whether any rank has set its flag, and clear it; every rank must call this.
 
         Returns:
-            True on every rank where one has called `set_trigger` since the last check.
+            True on every rank if any has called `set_trigger` since the last check.
         """
         mine = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
         raised = bool(collectives.reduce(mine, "sum").item() >= 1)
@@ -526,12 +542,12 @@ class Accelerator(AcceleratorViews):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """Take off what `prepare` put around a model.
+        """Remove the wrappers that `prepare` added to a model.
 
         Args:
             model: The prepared model.
-            keep_fp32_wrapper: Keep its forward in mixed precision; otherwise the original one is put back, in place.
-            keep_torch_compile: Return a compiled model for a compiled model.
+            keep_fp32_wrapper: Keep the forward in mixed precision; otherwise the original one is restored, in place.
+            keep_torch_compile: Keep a compiled model compiled.
 
         Returns:
             The model.
@@ -539,50 +555,40 @@ class Accelerator(AcceleratorViews):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Tell whether a device map spreads a model over several devices.
+        """Return whether a device map spreads a model over several devices.
 
         Args:
             model: The model.
-
-        Returns:
-            True where it does.
         """
         return is_on_several_devices(model)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's whole state; every rank must call this.
+        """Return a model's full state dict; every rank must call this.
 
         Args:
             model: A prepared model.
-            unwrap: Leave out what `prepare` put around the model.
+            unwrap: Remove the wrappers that `prepare` added to the model.
 
         Returns:
             The state dict.
         """
         return self.strategy.model_state_dict(model, unwrap)
 
-    def free_memory(self, *objects: Any) -> Any:
-        """Forget everything that was prepared, and give memory back.
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Drop every prepared object, and release memory.
 
         Args:
-            objects: Objects to let go of, too.
+            objects: More objects to drop.
 
         Returns:
-            None for each, to be assigned to the names: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            A None for each, to assign to the names: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         self.strategy.clear()
         self.step = 0
         return release_memory(*objects)
 
-    def clear(self, *objects: Any) -> Any:
-        """Do what `free_memory` does.
-
-        Args:
-            objects: Objects to let go of, too.
-
-        Returns:
-            None for each.
-        """
+    def clear(self, *objects: Any) -> list[None]:
+        """See `free_memory`."""
         return self.free_memory(*objects)
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -616,13 +622,13 @@ class Accelerator(AcceleratorViews):
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> Any:
-        """Write everything that training needs to go on into a folder; every rank must call this.
+    ) -> str:
+        """Write everything that is needed to resume training into a folder; every rank must call this.
 
         Args:
             output_dir: The folder; None with automatic checkpoint naming.
             safe_serialization: Write models as safetensors instead of torch's format.
-            save_model_func_kwargs: More arguments for the strategy; blocking=False writes in the background.
+            save_model_func_kwargs: Additional arguments for the strategy; `blocking=False` writes in the background.
 
         Returns:
             The folder.
@@ -639,8 +645,8 @@ class Accelerator(AcceleratorViews):
 
         Args:
             input_dir: The folder; None means the latest automatically named one.
-            load_kwargs: More arguments for the reader of custom objects and states.
-            load_model_func_kwargs: More arguments for the strategy, and `strict` for models.
+            load_kwargs: Additional arguments for loading custom objects and states.
+            load_model_func_kwargs: Additional arguments for the strategy, and `strict` for models.
         """
         checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
@@ -651,44 +657,44 @@ class Accelerator(AcceleratorViews):
             objects: Objects with `state_dict` and `load_state_dict`.
 
         Raises:
-            ValueError: Some have no such methods.
+            ValueError: Some objects have no such methods.
         """
         wrong = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
         if wrong:
             raise ValueError(
                 f"register_for_checkpointing takes objects with state_dict and load_state_dict; {len(wrong)} of "
-                f"{len(objects)} have them not: {', '.join(type(item).__name__ for item in wrong)}"
+                f"{len(objects)} have no such methods: {', '.join(type(item).__name__ for item in wrong)}"
             )
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Call a function before `save_state` writes models.
+        """Register a function that `save_state` calls before it writes models.
 
         Args:
-            hook: Called as `hook(models, weights, output_dir)`; it may remove weights it writes itself.
+            hook: Called as `hook(models, weights, output_dir)`; it may remove weights that it writes itself.
 
         Returns:
-            A handle whose `remove()` undoes this.
+            A handle whose `remove()` unregisters the function.
         """
         return _registered(self._save_model_state_pre_hook, hook)
 
     def register_load_state_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Call a function before `load_state` reads models.
+        """Register a function that `load_state` calls before it reads models.
 
         Args:
-            hook: Called as `hook(models, input_dir)`; it may remove models it reads itself.
+            hook: Called as `hook(models, input_dir)`; it may remove models that it loads itself.
 
         Returns:
-            A handle whose `remove()` undoes this.
+            A handle whose `remove()` unregisters the function.
         """
         return _registered(self._load_model_state_pre_hook, hook)
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Make a loader that starts later in its epoch.
+    def skip_first_batches(self, dataloader: DataLoader[_T], num_batches: int = 0) -> DataLoader[_T]:
+        """Return a loader without the first batches of its epoch.
 
         Args:
             dataloader: A prepared loader.
-            num_batches: How many batches to leave out.
+            num_batches: Number of batches to skip.
 
         Returns:
             The loader.
@@ -707,13 +713,13 @@ class Accelerator(AcceleratorViews):
 
         Args:
             project_name: Name of the project.
-            config: Settings of the run, to be recorded.
-            init_kwargs: More arguments, by name of the tracker.
+            config: Hyperparameters to record.
+            init_kwargs: Additional arguments by tracker name.
         """
         tracking.init_trackers(self, project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker that was started.
+        """Return a started tracker.
 
         Args:
             name: Its name.
@@ -730,17 +736,17 @@ class Accelerator(AcceleratorViews):
         step: int | None = None,
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Record numbers of one step, in the trackers and in the run that launched this process.
+        """Record the values of one step, in the trackers and in the run that launched this process.
 
         Args:
             values: Numbers by name.
             step: The step.
-            log_kwargs: More arguments, by name of the tracker.
+            log_kwargs: Additional arguments by tracker name.
         """
         tracking.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish trackers, background saves and the process group; every rank must call this at the end."""
+        """Finish trackers and background saves, and destroy the process group; every rank must call this at the end."""
         tracking.finish(self)
         checkpointing.wait_for_saves("end_training", release=True)
         self.state.destroy_process_group()
@@ -754,12 +760,12 @@ class Accelerator(AcceleratorViews):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Split sequences between ranks inside the block, where the parallel layout has a context dimension.
+        """Split sequences between ranks inside the block, if the parallel layout has a context dimension.
 
         Args:
             buffers: Tensors that are split in place.
             buffer_seq_dims: Their sequence dimensions.
-            no_restore_buffers: Tensors that stay split afterwards.
+            no_restore_buffers: Tensors that stay split after the block.
 
         Yields:
             Nothing.
@@ -768,26 +774,26 @@ class Accelerator(AcceleratorViews):
             yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Make a loader hand out pieces of sequences, for DeepSpeed's sequence parallelism; every rank must call this.
+        """Make a loader yield slices of sequences, for DeepSpeed's sequence parallelism; every rank must call this.
 
         Loaders that are prepared together with the model do so already. Batches have input_ids, position_ids and
-        labels; pieces have shift_labels in place of labels. The loss of a sequence is that of its pieces, each weighted
-        with its labels that are not -100, gathered over `accelerator.torch_device_mesh["sp"].get_group()` by
-        `torch.distributed.nn.functional.all_gather`.
+        labels; slices have shift_labels in place of labels. The loss of a sequence is the mean of the losses of its
+        slices, each weighted by the number of its labels other than -100 and gathered over
+        `accelerator.torch_device_mesh["sp"].get_group()` by `torch.distributed.nn.functional.all_gather`.
 
         Args:
             dl: The prepared loader.
-            model: The prepared model; not used, the loader's device is this rank's.
+            model: Not used: batches go to this rank's device.
 
         Returns:
-            The loader of pieces; without such a layout, or where it hands out pieces already, the loader itself.
+            The loader of slices; without such a layout, or if it yields slices already, the loader itself.
         """
         return self.strategy.sequence_loader(dl)
 
 
 def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     if not callable(hook):
-        raise ValueError(f"a hook is a function that can be called; got {type(hook).__name__} ({hook!r:.60})")
+        raise ValueError(f"a hook must be callable; got {type(hook).__name__} ({hook!r:.60}): pass a function")
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from notebook_accelerate.config.training_config import TensorInformation
 
+Nested = TypeVar("Nested")
+"""Nested containers of tensors: functions that keep the structure return the type that they take."""
 Test = Callable[[Any], bool]
 
 
@@ -239,7 +241,7 @@ def with_leaves(data: Any, leaves: Iterable[Any], test_type: Test = is_torch_ten
     return recursively_apply(lambda _: next(replacement), data, test_type=test_type)
 
 
-def with_tensors(data: Any, leaves: Iterable[torch.Tensor]) -> Any:
+def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
     """Build a nested structure that holds tensors alone again, with other tensors.
 
     Args:
@@ -249,7 +251,8 @@ def with_tensors(data: Any, leaves: Iterable[torch.Tensor]) -> Any:
     Returns:
         The new structure.
     """
-    return _with_tensors(data, iter(leaves))
+    rebuilt: Nested = _with_tensors(data, iter(leaves))
+    return rebuilt
 
 
 def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:

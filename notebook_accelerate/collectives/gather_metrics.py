@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.collectives.containers import recursively_apply
+from notebook_accelerate.collectives.containers import Nested, recursively_apply
 from notebook_accelerate.collectives.operations import gather, gather_object
 from notebook_accelerate.state import GradientState, PartialState
 
 
-def gather_for_metrics(input_data: Any, gradient_state: GradientState, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(input_data: Nested, gradient_state: GradientState, use_gather_object: bool = False) -> Nested:
     """Join results over ranks, without the samples that fill up the last batches; every rank must call this.
 
     Args:
@@ -27,12 +27,11 @@ def gather_for_metrics(input_data: Any, gradient_state: GradientState, use_gathe
     if PartialState().num_processes == 1 and kept <= 0:
         return input_data
     as_objects = use_gather_object or not _only_tensors(input_data)
-    data = gather_object(input_data) if as_objects else gather(input_data)
-    if kept <= 0:
-        return data
-    if as_objects:
-        return data[:kept]
-    return recursively_apply(lambda tensor: tensor[:kept], data)
+    data: Any = gather_object(input_data) if as_objects else gather(input_data)
+    if kept > 0:
+        data = data[:kept] if as_objects else recursively_apply(lambda tensor: tensor[:kept], data)
+    results: Nested = data
+    return results
 
 
 def _only_tensors(data: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.collectives.containers import (
+    Nested,
     honor_type,
     is_tensor_information,
     rebuilt_dataclass,
@@ -23,8 +24,11 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def send_to_device(
-    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
-) -> Any:
+    tensor: Nested,
+    device: torch.device | str | int | None,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
+) -> Nested:
     """Move every tensor of a nested structure to a device.
 
     Args:
@@ -36,10 +40,9 @@ def send_to_device(
     Returns:
         The structure on the device; leaves that cannot be moved are kept.
     """
-    if isinstance(tensor, torch.Tensor):
-        return tensor.to(device, non_blocking=non_blocking)
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
-    return _moved(tensor, device, non_blocking, skipped)
+    moved: Nested = _moved(tensor, device, non_blocking, skipped)
+    return moved
 
 
 def _moved(node: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
@@ -75,11 +78,11 @@ def _moved_itself(node: Any, device: Any, non_blocking: bool, skipped: frozenset
 
 
 def slice_tensors(
-    data: Any,
+    data: Nested,
     tensor_slice: slice,
     process_index: int | None = None,  # noqa: ARG001 - Accelerate's signature
     num_processes: int | None = None,  # noqa: ARG001 - the same
-) -> Any:
+) -> Nested:
     """Take the same slice of every tensor of a nested structure.
 
     Args:
@@ -91,7 +94,8 @@ def slice_tensors(
     Returns:
         The structure of slices.
     """
-    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+    slices: Nested = recursively_apply(lambda tensor: tensor[tensor_slice], data)
+    return slices
 
 
 def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
@@ -148,7 +152,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     )
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: Nested) -> Nested:
     """Convert the half-precision tensors of a nested structure to float32.
 
     Args:
@@ -157,14 +161,15 @@ def convert_to_fp32(tensor: Any) -> Any:
     Returns:
         The structure; tensors of other dtypes are kept.
     """
-    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
+    converted: Nested = recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
+    return converted
 
 
 def _is_half(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in {torch.float16, torch.bfloat16}
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: int = 0) -> Nested:
     """Pad the tensors of a batch with zeros so that it splits evenly between processes.
 
     Args:
@@ -185,4 +190,5 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         shape[dim] = missing
         return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
 
-    return recursively_apply(padded, tensor, error_on_other_type=True) if missing else tensor
+    result: Nested = recursively_apply(padded, tensor, error_on_other_type=True) if missing else tensor
+    return result

@@ -10,7 +10,7 @@ import torch
 
 from notebook_accelerate.collectives import shape_checks
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
-from notebook_accelerate.collectives.containers import tensors_of, with_tensors
+from notebook_accelerate.collectives.containers import Nested, tensors_of, with_tensors
 from notebook_accelerate.collectives.fused import Bundle, Bundles, can_stack
 from notebook_accelerate.collectives.header import Call, blocks_of
 from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning
@@ -20,7 +20,7 @@ from notebook_accelerate.state.warn_once import warn_once
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: Nested) -> Nested:
     """Join every tensor of a nested structure over ranks, along the first dimension; every rank must call this.
 
     Args:
@@ -51,7 +51,7 @@ def gather(tensor: Any) -> Any:
     )
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Nested:
     """Add up, or average, every tensor of a nested structure over ranks; every rank must call this.
 
     Args:
@@ -111,7 +111,7 @@ def _scale_of(state: PartialState, scale: float) -> float:
     return scale
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: Nested, from_process: int = 0) -> Nested:
     """Give every rank the tensors of one rank; every rank must call this.
 
     Args:
@@ -156,7 +156,7 @@ def _check_rank(name: str, rank: int, state: PartialState) -> None:
         raise ValueError(f"{name}={rank!r}: there is no such rank; pass one from 0 to {state.num_processes - 1}")
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Nested:
     """Pad every tensor of a nested structure to the largest size among ranks; every rank must call this.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from notebook_accelerate.state.shared_dict import SharedDict, Slots
 from notebook_accelerate.state.split_inputs import split_share
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import World, world_from_environ
+
+_Inputs = TypeVar("_Inputs")
 
 
 class PartialState(ProcessControl):
@@ -126,9 +128,7 @@ class PartialState(ProcessControl):
         process_group.BARRIERS[self.communicator](self.device)
 
     @contextmanager
-    def split_between_processes(
-        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
-    ) -> Iterator[Any]:
+    def split_between_processes(self, inputs: _Inputs, apply_padding: bool = False) -> Iterator[_Inputs]:
         """Give each rank its contiguous share of `inputs`.
 
         Args:

@@ -44,7 +44,8 @@ from notebook_accelerate import (
 )
 from notebook_accelerate.hooks import ModelHook, add_hook_to_module
 from notebook_accelerate.tracking import GeneralTracker
-from notebook_accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, gather_object, set_seed, tqdm
+from notebook_accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from notebook_accelerate.utils import gather, send_to_device, set_seed, tqdm
 from notebook_accelerate.utils.random import synchronize_rng_states
 
 
@@ -62,11 +63,20 @@ def train(epochs: int) -> float:
     prepared = accelerator.prepare_model(model)
     optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in tqdm(range(epochs)):
-        loss = prepared(torch.ones(2, device=accelerator.device)).sum()
+        loss: torch.Tensor = prepared(torch.ones(2, device=accelerator.device)).sum()
         accelerator.backward(loss)
         assert_type(accelerator.clip_grad_norm_(model.parameters(), 1.0), torch.Tensor)
         optimizer.step()
         optimizer.zero_grad()
+        assert_type(accelerator.gather_for_metrics((loss, [loss])), tuple[torch.Tensor, list[torch.Tensor]])
+        assert_type(accelerator.reduce(loss, "mean"), torch.Tensor)
+    with accelerator.split_between_processes(["a", "b"]) as share:
+        assert_type(share, list[str])
+    with accelerator.profile() as profiler:
+        profiler.step()
+    assert_type(send_to_device({"x": loss}, accelerator.device), dict[str, torch.Tensor])
+    assert_type(accelerator.save_state("folder"), str)
+    assert_type(gather(loss), torch.Tensor)
     synchronize_rng_states(["torch"])
     return float(loss)
 
@@ -109,6 +119,8 @@ def train(epochs: int) -> None:
     accelerator = Accelerator(mixed_precison="bf16")  # E: call-arg
     accelerator = Accelerator(gradient_accumulation_steps="2")  # E: arg-type
     accelerator.prepare_modle()  # E: attr-defined
+    accelerator = Accelerator(fsdp_plugin="fsdp")  # E: arg-type
+    accelerator.backward("loss")  # E: arg-type
     accelerator.save_model("folder")  # E: call-arg arg-type
     accelerator.device = "cuda"  # E: misc assignment
     DistributedType.NOPE  # E: attr-defined

@@ -504,7 +504,7 @@ class TestModels:
 
     def test_checkpoint_objects(self) -> None:
         accelerator = Accelerator(cpu=True)
-        with pytest.raises(ValueError, match="1 of 2 have them not: int"):
+        with pytest.raises(ValueError, match="1 of 2 have no such methods: int"):
             accelerator.register_for_checkpointing(nn.Linear(1, 1), 3)
         model = nn.Linear(1, 1)
         accelerator.register_for_checkpointing(model)

@@ -59,7 +59,7 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda a: a.autocast(3), r"autocast_handler takes AutocastKwargs\(\.\.\.\); got int"),
     (lambda a: a.clip_grad_norm_(nn.Linear(2, 2), 1.0), r"got Linear: write .*model\.parameters\(\)"),
     (lambda a: a.clip_grad_value_(nn.Linear(2, 2), 1.0), r"got Linear: write .*model\.parameters\(\)"),
-    (lambda a: a.register_save_state_pre_hook(3), r"a hook is a function that can be called; got int \(3\)"),
+    (lambda a: a.register_save_state_pre_hook(3), r"a hook must be callable; got int \(3\): pass a function"),
     (lambda a: a.log({"loss": torch.ones(3)}), r"log\(\) got 'loss' = Tensor of shape \(3,\)"),
     (lambda a: a.log({"loss": None}), r"log\(\) got 'loss' = NoneType"),
 ]
