@@ -1,39 +1,42 @@
-"""The parts of the debug panel as HTML and as text; every word that came from elsewhere is escaped."""
+"""The parts of the debug panel as HTML and as text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.debug.session import Stacks
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.node_summary import MANY
 from notebook_accelerate.launch.report.rank_rows import short_names
+from notebook_accelerate.launch.report.tables import html_table
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.run_panel_html import state
 from notebook_accelerate.widgets.run_summary import duration
 
 if TYPE_CHECKING:
-    from notebook_accelerate.debug.diagnosis import Diagnosis, RankPlace
+    from notebook_accelerate.debug.diagnosis import Diagnosis
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.run import RankInfo
 
 MAX_HISTORY = 50
-"""Questions and answers that are kept."""
+"""Commands and replies that are kept."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_CODE = ' style="font-family:monospace;white-space:pre-wrap;margin:4px 0"'
+_CODE = "font-family:monospace;white-space:pre-wrap;margin:4px 0"
+_NOT_INSPECTED = element("span", "not inspected yet", class_="na-muted")
+_AT_BREAKPOINT = element("span", "at a breakpoint", class_="na-muted")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line that was typed and what came back.
+    """A command and the replies to it.
 
     Attributes:
-        kind: "ask" or "cast".
-        line: What was typed.
-        answers: By rank, as they look.
+        kind: "ask", "cast", "pause" or "resume".
+        line: The text of the command.
+        answers: The replies as text, by rank.
     """
 
     kind: str
@@ -42,12 +45,11 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The entry as plain text; equal answers stand once."""
-        rows = [f"  {who}: {answer}" for who, answer in self.folded()]
-        return "\n".join([f"{self.kind}> {self.line}", *rows])
+        """The entry as plain text; equal replies are listed once."""
+        return "\n".join([f"{self.kind}> {self.line}", *(f"  {ranks}: {answer}" for ranks, answer in self.grouped())])
 
-    def folded(self) -> list[tuple[str, str]]:
-        """Return the answers, each with the ranks that gave it."""
+    def grouped(self) -> list[tuple[str, str]]:
+        """Return each reply with the ranks that gave it."""
         found: dict[str, list[int]] = {}
         for rank, answer in self.answers.items():
             found.setdefault(_COLOURS.sub("", answer).rstrip(), []).append(rank)
@@ -55,80 +57,85 @@ class Entry:
 
 
 def stacks_of(found: Diagnosis) -> Stacks:
-    """Return the stacks that a diagnosis has seen."""
+    """Return the stacks in a diagnosis."""
     return Stacks({place.rank: place.frames for place in found.places if place.frames}, found.name_place)
 
 
-def place_text(place: RankPlace | None, found: Diagnosis | None) -> str:
-    """Return where a rank was seen; "" where nobody has looked."""
-    return found.line_of(place.rank) if place is not None and found is not None else ""
+def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: float) -> Markup:
+    """Return the table of ranks: state, step, and the location in the latest diagnosis.
 
-
-def ranks_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], now: float) -> str:
-    """Return the table of ranks: state, and the place where each was seen last."""
-    places = {place.rank: place for place in found.places} if found is not None else {}
-    seen = f" ({duration(max(0.0, now - found.time))} ago)" if found is not None else ""
-    if len(run.ranks) > MANY:
-        return _many_html(run, found, stopped, f"Place{seen}")
-    rows = []
+    Of many ranks, those with the same state and location share a row, the smallest groups first.
+    """
+    inspected = {place.rank for place in found.places} if found is not None else set()
+    many = len(run.ranks) > MANY
+    groups: dict[tuple[str, bool, str, int | None], list[RankInfo]] = {}
     for info in run.ranks:
-        where = escape(place_text(places.get(info.rank), found)) or '<span class="na-muted">not looked at yet</span>'
-        mark = ' <span class="na-muted">at a breakpoint</span>' if info.rank in stopped else ""
-        step = "–" if info.last_step is None else f"{info.last_step:,}"
-        cells = f"<th scope='row'>{info.rank}</th><td>{state(info.state)}{mark}</td><td>{step}</td><td>{where}</td>"
-        rows.append(f"<tr>{cells}</tr>")
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Rank", "State", "Step", f"Place{seen}"))
-    return f'<table class="na-table"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-
-
-def _many_html(run: Run, found: Diagnosis | None, stopped: Sequence[int], place: str) -> str:
-    """Return the table of many ranks: those that are at one place in a row, the smallest groups first."""
-    places = {place.rank: place for place in found.places} if found is not None else {}
-    groups: dict[tuple[str, bool, str], list[RankInfo]] = {}
-    for info in run.ranks:
-        where = place_text(places.get(info.rank), found)
-        groups.setdefault((info.state, info.rank in stopped, where), []).append(info)
+        location = found.line_of(info.rank) if found is not None and info.rank in inspected else ""
+        key = (info.state, info.rank in stopped, location, None if many else info.rank)
+        groups.setdefault(key, []).append(info)
     rows = []
-    for (status, held, where), members in sorted(groups.items(), key=lambda group: len(group[1])):
-        steps = sorted({info.last_step for info in members if info.last_step is not None})
-        step = "–".join(dict.fromkeys(f"{steps[end]:,}" for end in (0, -1))) if steps else "–"
-        mark = ' <span class="na-muted">at a breakpoint</span>' if held else ""
-        spot = escape(where) or '<span class="na-muted">not looked at yet</span>'
-        who = escape(short_names(info.rank for info in members))
-        rows.append(
-            f"<tr><th scope='row'>{who}</th><td>{len(members):,}</td><td>{state(status)}{mark}</td><td>{step}</td>"
-            f"<td>{spot}</td></tr>"
-        )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Ranks", "How many", "State", "Step", place))
-    return f'<table class="na-table"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    for (status, held, location, _), members in sorted(groups.items(), key=lambda group: len(group[1])):
+        mark = state(status)
+        names = short_names(info.rank for info in members)
+        rows.append([
+            names,
+            *([f"{len(members):,}"] if many else []),
+            join([mark, " ", _AT_BREAKPOINT]) if held else mark,
+            _steps(members),
+            location or _NOT_INSPECTED,
+        ])  # fmt: skip
+    age = f" ({duration(max(0.0, now - found.time))} ago)" if found is not None else ""
+    titles = ["Ranks", "Count"] if many else ["Rank"]
+    return html_table([*titles, "State", "Step", f"Location{age}"], rows, class_="na-table")
 
 
-def verdict_html(run: Run, found: Diagnosis | None) -> str:
-    """Return the verdict, and the warnings of the usual mistakes."""
-    sentence = f"<strong>{escape(found.verdict)}</strong>" if found is not None else ""
-    said = f'<p class="na-verdict" role="status">{sentence}</p>' if sentence else ""
-    return said + "".join(f'<p class="na-problem">⚠ {escape(text)}</p>' for text in run.warnings)
+def _steps(members: Sequence[RankInfo]) -> str:
+    steps = [info.last_step for info in members if info.last_step is not None]
+    return "–".join(dict.fromkeys(f"{step:,}" for step in (min(steps), max(steps)))) if steps else "–"
 
 
-def stacks_html(found: Diagnosis | None) -> str:
-    """Return the stacks, equal ones once, folded until somebody wants them."""
+def verdict_html(run: Run, found: Diagnosis | None) -> Markup:
+    """Return the verdict of the latest diagnosis, and the run's warnings."""
+    parts = [element("p", f"⚠ {text}", class_="na-problem") for text in run.warnings]
+    if found is not None and found.verdict:
+        parts.insert(0, element("p", element("strong", found.verdict), class_="na-verdict", role="status"))
+    return join(parts)
+
+
+def stacks_html(found: Diagnosis | None) -> Markup:
+    """Return the stacks behind a fold, equal ones once."""
     if found is None or not (stacks := stacks_of(found)):
-        return ""
-    return f"<details class='na-plain'><summary>Stacks</summary><pre{_CODE}>{escape(repr(stacks))}</pre></details>"
+        return Markup()
+    return element(
+        "details", element("summary", "Stacks"), element("pre", repr(stacks), style=_CODE), class_="na-plain"
+    )
 
 
-def history_html(entries: Sequence[Entry]) -> str:
-    """Return questions and answers, the newest first."""
+def history_html(entries: Sequence[Entry]) -> Markup:
+    """Return commands and replies, the newest first."""
     blocks = []
     for entry in reversed(entries):
-        answers = "\n".join(f"{who}: {answer}" for who, answer in entry.folded())
-        line = f"<b>{escape(entry.kind)}&gt; {escape(entry.line)}</b>"
-        blocks.append(f"<div class='na-entry'><pre{_CODE}>{line}\n{escape(answers)}</pre></div>")
-    return f'<div role="log" aria-label="Questions and answers">{"".join(blocks)}</div>' if blocks else ""
+        answers = "\n".join(f"{ranks}: {answer}" for ranks, answer in entry.grouped())
+        text = element("pre", element("b", f"{entry.kind}> {entry.line}"), f"\n{answers}", style=_CODE)
+        blocks.append(element("div", text, class_="na-entry"))
+    return element("div", *blocks, role="log", aria_label="Commands and replies") if blocks else Markup()
 
 
-def text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> str:
-    """Return the whole panel as plain text."""
+def panel_html(
+    run: Run, found: Diagnosis | None, stopped: Sequence[int], entries: Sequence[Entry], now: float
+) -> Markup:
+    """Return the panel as static HTML."""
+    parts = [head_html(run), verdict_html(run, found), ranks_html(run, found, stopped, now)]
+    return element("div", *parts, stacks_html(found), history_html(entries), class_="na-run na-card")
+
+
+def head_html(run: Run) -> Markup:
+    """Return the title of the panel."""
+    return element("div", element("strong", f"Ranks of run {run.id}"), class_="na-head")
+
+
+def panel_text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> str:
+    """Return the panel as plain text."""
     blocks = [f"run {run.id} ({run.function_name}): {run.status}"]
     blocks += [f"⚠ {warning}" for warning in run.warnings]
     if found is not None:
@@ -144,11 +151,12 @@ def text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> str:
 __all__ = [
     "MAX_HISTORY",
     "Entry",
+    "head_html",
     "history_html",
-    "place_text",
+    "panel_html",
+    "panel_text",
     "ranks_html",
     "stacks_html",
     "stacks_of",
-    "text",
     "verdict_html",
 ]

@@ -1,4 +1,4 @@
-"""The table of ranks as rows of words: ranks one by one where they are few, else nodes and those that stand out."""
+"""The rows of the table of ranks: one per rank, or with many ranks one per node and one per outlier."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.report import svg_curves
-from notebook_accelerate.launch.report.node_summary import MANY, SHOWN_NODES, SHOWN_RANKS, by_node, node_name, states
-from notebook_accelerate.widgets.run_summary import few_names, size
+from notebook_accelerate.launch.report.node_summary import (
+    MANY,
+    SHOWN_NODES,
+    SHOWN_RANKS,
+    by_node,
+    node_name,
+    state_counts,
+)
+from notebook_accelerate.launch.report.number_format import byte_size, number
+from notebook_accelerate.widgets.run_summary import few_names
 
 if TYPE_CHECKING:
-    from notebook_accelerate.widgets.run_summary import RankNow, RunSnapshot
+    from notebook_accelerate.widgets.run_summary import RankSnapshot, RunSnapshot
 
-QUIET_SECONDS = 2.0
-"""A rank that was heard of less long ago was heard of just now: a number would only flicker."""
+JUST_NOW_SECONDS = 2.0
+"""A more recent message is shown as "just now": a number would only flicker."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table.
+class TableRow:
+    """One row of the table.
 
     Attributes:
-        key: Names it from one moment to the next.
-        name: What its first cell says.
+        key: Identifies the row in later messages.
+        name: The text of its first cell.
         kind: "node", "late", "dead" or "".
-        badge: What stands beside the name: "straggler", "silent", "".
-        state: A rank's state; of a node, its ranks' states in words.
-        cells: What follows, as text.
+        badge: Shown beside the name: "straggler", "silent" or "".
+        state: The rank's state; of a node, the number of its ranks in each state.
+        cells: The other cells, as text.
     """
 
     key: str
@@ -39,52 +46,53 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some rows under a heading.
+class Section:
+    """Rows under a heading.
 
     Attributes:
-        key: Names it from one moment to the next.
-        title: The heading; "" without one.
-        rows: The rows; None where nobody wanted them now.
+        key: Identifies the section in later messages.
+        title: The heading; "": none.
+        rows: The rows; None: not requested.
         folded: Whether they are behind a fold.
     """
 
     key: str
     title: str
-    rows: list[Row] | None
+    rows: list[TableRow] | None
     folded: bool = False
 
 
-def has_gpu(ranks: Iterable[RankNow]) -> bool:
-    """Whether any rank has said something of an accelerator."""
+def has_gpu(ranks: Iterable[RankSnapshot]) -> bool:
+    """Return whether any rank has reported an accelerator."""
     return any(rank.gpu is not None or rank.gpu_memory is not None for rank in ranks)
 
 
 def head(loss: str, *, gpu: bool) -> list[str]:
-    """Return the titles of the columns behind name and state."""
+    """Return the titles of the columns after name and state."""
     accelerator = ["GPU", "GPU memory"] if gpu else []
-    return ["step", "behind", "steps/s", loss or "loss", "CPU", "memory", *accelerator, "last heard"]
+    return ["step", "behind", "steps/s", loss or "loss", "CPU", "memory", *accelerator, "last message"]
 
 
-def rank_row(rank: RankNow, *, gpu: bool) -> Row:
-    """Return the row of one rank."""
+def rank_row(rank: RankSnapshot, *, gpu: bool, steady: bool = False) -> TableRow:
+    """Return the row of one rank.
+
+    Args:
+        rank: The rank.
+        gpu: Whether the table has columns for accelerators.
+        steady: Whether to leave out numbers that flicker: of hundreds of ranks only changed cells are sent.
+    """
     kind = "dead" if rank.state == "failed" else "late" if rank.late else ""
     badge = ("silent" if rank.silent else "straggler") if rank.late else ""
-    cells = [
-        "–" if rank.step is None else f"{rank.step:,}",
-        f"{rank.behind:,}" if rank.behind else "0" if rank.step is not None else "–",
-        rate(rank.rate),
-        "–" if rank.loss is None else svg_curves.number(rank.loss),
-        percent(rank.cpu),
-        size(rank.memory),
-    ]
-    cells += [percent(rank.gpu), size(rank.gpu_memory)] if gpu else []
-    cells.append(rank.exit or ("–" if rank.silence is None else f"{rank.silence:.0f} s ago"))
-    return Row(f"r{rank.rank}", str(rank.rank), kind, badge, rank.state, tuple(cells))
+    last = rank.exit or _ago(rank.silence, steady=steady)
+    behind = rank.behind if rank.step is not None else None
+    cells = [_count(rank.step), _count(behind), rate(rank.rate), _number(rank.loss)]
+    cells += [usage(rank.cpu), byte_size(rank.memory)]
+    cells += [usage(rank.gpu), byte_size(rank.gpu_memory)] if gpu else []
+    return TableRow(f"r{rank.rank}", str(rank.rank), kind, badge, rank.state, (*cells, last))
 
 
-def node_row(ranks: Sequence[RankNow], *, gpu: bool, several: bool) -> Row:
-    """Return the summary of one node: its slowest step and rate, mean loss and use, memory in all.
+def node_row(ranks: Sequence[RankSnapshot], *, gpu: bool, several: bool) -> TableRow:
+    """Return the summary of one node: its slowest step and rate, mean loss and use, total memory.
 
     Args:
         ranks: The ranks of the node.
@@ -92,84 +100,82 @@ def node_row(ranks: Sequence[RankNow], *, gpu: bool, several: bool) -> Row:
         several: Whether there are other nodes.
     """
     kind = "dead" if any(r.state == "failed" for r in ranks) else "late" if any(r.late for r in ranks) else ""
-    steps = [rank.step for rank in ranks if rank.step is not None]
-    silences = [rank.silence for rank in ranks if rank.silence is not None]
-    late = [rank.rank for rank in ranks if rank.late]
-    cells = [
-        f"{min(steps):,}" if steps else "–",
-        f"{max(rank.behind for rank in ranks):,}" if steps else "–",
-        rate(min((rank.rate for rank in ranks if rank.rate is not None), default=None)),
-        _mean_text([rank.loss for rank in ranks]),
-        percent(_mean([rank.cpu for rank in ranks])),
-        size(_total([rank.memory for rank in ranks])),
-    ]
+    step = min((rank.step for rank in ranks if rank.step is not None), default=None)
+    slowest = min((rank.rate for rank in ranks if rank.rate is not None), default=None)
+    silence = max((rank.silence for rank in ranks if rank.silence is not None), default=None)
+    behind = max(rank.behind for rank in ranks) if step is not None else None
+    cells = [_count(step), _count(behind), rate(slowest), _number(_mean(rank.loss for rank in ranks))]
+    cells += [usage(_mean(rank.cpu for rank in ranks)), byte_size(_total(rank.memory for rank in ranks))]
     if gpu:
-        cells += [percent(_mean([rank.gpu for rank in ranks])), size(_total([rank.gpu_memory for rank in ranks]))]
-    cells.append("–" if not silences else _heard(max(silences)))
+        cells += [usage(_mean(rank.gpu for rank in ranks)), byte_size(_total(rank.gpu_memory for rank in ranks))]
+    late = [rank.rank for rank in ranks if rank.late]
     badge = f"{few_names(late).lower()} late" if late else ""
-    return Row(f"n{ranks[0].node}", node_name(ranks, several=several), kind, badge, states(ranks), tuple(cells))
+    name, last = node_name(ranks, several=several), _ago(silence, steady=True)
+    return TableRow(f"n{ranks[0].node}", name, kind, badge, state_counts(ranks), (*cells, last))
 
 
-def parts(now: RunSnapshot, wanted: Callable[[str], bool] = lambda _: True) -> list[Part]:
-    """Return the parts of the table of many ranks: nodes, ranks that stand out, and all others behind folds.
+def sections(run: RunSnapshot, wanted: Callable[[str], bool] = lambda _: True) -> list[Section]:
+    """Return the sections of the table of many ranks: nodes, outliers, and all other ranks behind folds.
 
     Args:
-        now: The run.
-        wanted: Whether the rows of a part are wanted: "nodes", "more-nodes", "outstanding" or "others".
+        run: The run.
+        wanted: Called with "others"; returns whether its rows are needed.
     """
-    gpu, groups = has_gpu(now.ranks), by_node(now.ranks)
+    gpu, groups = has_gpu(run.ranks), by_node(run.ranks)
     nodes = [node_row(ranks, gpu=gpu, several=len(groups) > 1) for ranks in groups.values()]
     if len(nodes) > SHOWN_NODES:
         nodes.sort(key=lambda row: ("dead", "late", "").index(row.kind))
-    outstanding = standing_out(now.ranks)
-    listed = outstanding[:SHOWN_RANKS]
-    some = {rank.rank for rank in listed}
-    others = [rank for rank in now.ranks if rank.rank not in some]
-    found = [Part("nodes", "", nodes[:SHOWN_NODES])]
-    if nodes[SHOWN_NODES:]:
-        found.append(Part("more-nodes", f"{len(nodes) - SHOWN_NODES} more nodes", nodes[SHOWN_NODES:], folded=True))
+    all_outliers = outliers(run.ranks)
+    listed = all_outliers[:SHOWN_RANKS]
+    numbers = {rank.rank for rank in listed}
+    others = [rank for rank in run.ranks if rank.rank not in numbers]
+    found = [Section("nodes", "", nodes[:SHOWN_NODES])]
+    if more := nodes[SHOWN_NODES:]:
+        found.append(Section("more-nodes", f"{len(more)} more nodes", more, folded=True))
     if listed:
-        title = "Ranks that stand out" if len(listed) == len(outstanding) else (
-            f"The first {len(listed)} of {len(outstanding):,} ranks that stand out")  # fmt: skip
-        found.append(Part("outstanding", title, [_quiet(rank, gpu=gpu) for rank in listed]))
-    title = f"{'The other' if some else 'All'} {len(others):,} ranks"
-    rows = [_quiet(rank, gpu=gpu) for rank in others] if wanted("others") else None
-    found.append(Part("others", title, rows, folded=True))
-    return found
+        some = f"The first {len(listed)} of {len(all_outliers):,} outliers"
+        title = "Outliers" if len(listed) == len(all_outliers) else some
+        found.append(Section("outliers", title, [rank_row(rank, gpu=gpu, steady=True) for rank in listed]))
+    title = f"{'The other' if listed else 'All'} {len(others):,} ranks"
+    rows = [rank_row(rank, gpu=gpu, steady=True) for rank in others] if wanted("others") else None
+    return [*found, Section("others", title, rows, folded=True)]
 
 
-def standing_out(ranks: Iterable[RankNow]) -> list[RankNow]:
+def outliers(ranks: Iterable[RankSnapshot]) -> list[RankSnapshot]:
     """Return failed, silent and late ranks, the worst first."""
     found = [rank for rank in ranks if rank.state == "failed" or rank.late]
     return sorted(found, key=lambda r: (r.state != "failed", not r.silent, -r.behind, -(r.own_seconds or 0.0), r.rank))
 
 
-def many(now: RunSnapshot) -> bool:
-    """Whether there are more ranks than a table shows one by one."""
-    return len(now.ranks) > MANY
+def has_many_ranks(run: RunSnapshot) -> bool:
+    """Return whether there are more ranks than a table lists one by one."""
+    return len(run.ranks) > MANY
 
 
-def _quiet(rank: RankNow, *, gpu: bool) -> Row:
-    """Return a rank's row without numbers that flicker: of hundreds of ranks only what has changed is sent."""
-    row = rank_row(rank, gpu=gpu)
-    heard = rank.exit or ("–" if rank.silence is None else _heard(rank.silence))
-    return Row(row.key, row.name, row.kind, row.badge, row.state, (*row.cells[:-1], heard))
-
-
-def _heard(silence: float) -> str:
-    return "just now" if silence < QUIET_SECONDS else f"{silence:.0f} s ago"
+def _ago(seconds: float | None, *, steady: bool) -> str:
+    if seconds is None:
+        return "–"
+    return "just now" if steady and seconds < JUST_NOW_SECONDS else f"{seconds:.0f} s ago"
 
 
 def rate(value: float | None) -> str:
-    """Return steps per second."""
+    """Return steps per second as text."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def percent(value: float | None) -> str:
-    """Return percent as a whole number."""
-    return "–" if value is None else f"{value:.0f} %"
+def usage(percent: float | None) -> str:
+    """Return a usage in percent as text."""
+    return "–" if percent is None else f"{percent:.0f} %"
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else number(value)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -177,14 +183,21 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _mean_text(values: Iterable[float | None]) -> str:
-    mean = _mean(values)
-    return "–" if mean is None else svg_curves.number(mean)
-
-
 def _total(values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
-__all__ = ["Part", "Row", "has_gpu", "head", "many", "node_row", "parts", "percent", "rank_row", "rate", "standing_out"]
+__all__ = [
+    "Section",
+    "TableRow",
+    "has_gpu",
+    "has_many_ranks",
+    "head",
+    "node_row",
+    "outliers",
+    "rank_row",
+    "rate",
+    "sections",
+    "usage",
+]

@@ -1,4 +1,4 @@
-"""What all panels over a run share: they render while it lasts, and leave their static form when it ends."""
+"""The base class of panels: they render while a run lasts, and keep their static form when it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class LivePanel(ABC):
     """A live view of a run.
 
-    While the run lasts, every place it is displayed at shows the same widget. When the run ends, each place keeps the
+    While the run lasts, each cell that displays the panel shows the same widget. When the run ends, each cell keeps the
     panel's static form, so that the saved notebook needs neither kernel nor widgets.
 
     Args:
@@ -32,28 +32,28 @@ class LivePanel(ABC):
         self.run = run
         self._clock = clock
         self._lock = threading.RLock()
-        self._shown = PanelOutput(self._static, self._name, clock)
+        self._shown = PanelOutput(self._static, self._title, clock)
         self.closed = False
         self._lives = run.ended is None
         self._shown_at = float("-inf")
         self.widget: Any = self._build()
-        self.binding = RenderSchedule([run.store], self._tick, self._broke, clock)
+        self.binding = RenderSchedule([run.store], self._tick, self._failed, clock)
         self.binding.tick()
         run._before_done(self._ended)
 
-    # ---- what each panel says
+    # ---- implemented by each panel
 
     @abstractmethod
     def _build(self) -> Any:
-        """Make the widget."""
+        """Create the widget."""
 
     @abstractmethod
     def _render(self, now: float) -> None:
-        """Bring the widget up to date."""
+        """Update the widget."""
 
     @abstractmethod
-    def _say(self, text: str) -> None:
-        """Show a sentence in place of what cannot be shown."""
+    def _show_problem(self, text: str) -> None:
+        """Show a problem; "" removes it."""
 
     @property
     @abstractmethod
@@ -65,7 +65,7 @@ class LivePanel(ABC):
     def text(self) -> str:
         """The panel as plain text."""
 
-    def _name(self) -> str:
+    def _title(self) -> str:
         return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
 
     def _tick(self, now: float) -> None:
@@ -78,10 +78,10 @@ class LivePanel(ABC):
         """Show the panel.
 
         Args:
-            place: Where; None: under the cell that runs now.
+            place: The output of a cell; None: of the cell that is running.
 
         Returns:
-            The place; None where there is no notebook.
+            The output; None outside a notebook.
         """
         where = place or here()
         if where is None:
@@ -103,7 +103,7 @@ class LivePanel(ABC):
 
     def _ipython_display_(self) -> None:
         if self.show() is None:
-            print(self.text)  # noqa: T201 - a terminal's IPython: printing is displaying
+            print(self.text)  # noqa: T201 - in a terminal's IPython printing displays
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self._static()
@@ -114,21 +114,26 @@ class LivePanel(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of run {self.run.id}: {self.run.status}>"
 
+    def _render_soon(self, *_: Any) -> None:
+        """Render at the next tick; after the end of the run, when nothing ticks, at once."""
+        self.binding.touch()
+        if self.run.ended is not None:
+            self.binding.tick()
+
     # ---- the end
 
-    def _broke(self, error: Exception) -> None:
-        self._say(
-            f"This panel stopped updating ({type(error).__name__}: {error}). The run goes on: see print(run.report())."
-        )
+    def _failed(self, error: Exception) -> None:
+        text = f"This panel stopped updating ({type(error).__name__}: {error}). The run continues: print(run.report())"
+        self._show_problem(text)
 
     def _ended(self, _: Run) -> None:
-        """Leave the static form; on the supervisor's thread, which must not hear of any problem."""
+        """Show the static form. Runs on the supervisor's thread, which must not see any error."""
         with suppress(Exception):
             if self._shown:
                 self.close()
 
     def close(self) -> None:
-        """Stop updating; every place where the panel is displayed keeps its static form."""
+        """Stop updating; each cell that displays the panel keeps its static form."""
         with self._lock:
             if self.closed:
                 return
@@ -141,13 +146,13 @@ class LivePanel(ABC):
 
 
 DRAWING_SECONDS = 120.0
-"""A front end may still be drawing a view that was shown less long ago, and would miss models that are gone."""
+"""A front end may still be drawing a view that was shown more recently, and would miss deleted models."""
 _retired: list[tuple[float, Any]] = []
 _retiring = threading.Lock()
 
 
 def close_retired(now: float | None = None) -> None:
-    """Let go of the widgets of closed panels that nobody can be drawing any more: when panels are shown or closed.
+    """Delete the widgets of closed panels that no front end can still be drawing.
 
     Args:
         now: Seconds on the monotonic clock; None: now.
@@ -161,7 +166,7 @@ def close_retired(now: float | None = None) -> None:
 
 
 def _close_all(widget: Any) -> None:
-    """Let go of a widget and all below it, in the kernel and in the browser; layouts and styles are models too."""
+    """Delete a widget and its descendants, in the kernel and in the browser; layouts and styles are models too."""
     for child in getattr(widget, "children", ()):
         _close_all(child)
     for part in (getattr(widget, "layout", None), getattr(widget, "style", None), widget):

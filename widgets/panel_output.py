@@ -1,8 +1,8 @@
-"""Where a live view stands in the notebook, and what is left of it there.
+"""The outputs of a live view in the notebook.
 
 A saved notebook holds no widgets: without its kernel a live view is an error message, whatever else its bundle holds.
-So a live view has a second output beside it with its static form, which is hidden while the view lives (see
-``static/left.css``) and is brought up to date now and then. When the view ends, its place keeps the static form alone.
+A live view therefore has a second output beside it with its static form, which ``static/left.css`` hides while the view
+is live and which is updated regularly. When the view ends, the static form replaces both.
 """
 
 from __future__ import annotations
@@ -13,115 +13,99 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
 from notebook_accelerate.launch.output.cell_outputs import CellOutput, forget, leave_at_exit
-from notebook_accelerate.widgets.assets import asset
-from notebook_accelerate.widgets.render_schedule import live_bundle
+from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.widgets.feed import RepeatTimes
+from notebook_accelerate.widgets.panel_elements import style_sheet, widget_bundle
 
 if TYPE_CHECKING:
     Bundle = dict[str, Any]
 
 LEAVE_AGES = (2.0, 5.0, 15.0, 30.0)
 LEAVE_SECONDS = 60.0
-"""The static form beside a live view is made anew soon after the beginning, and every so many seconds."""
+"""The static form beside a live view is updated at these ages of the view, and then once per LEAVE_SECONDS."""
 
 
 class PanelOutput:
-    """The places where one view is shown live.
+    """The outputs that show one live view.
 
     Args:
-        static: Makes the static form, a bundle with text/html and text/plain.
-        name: What the view is, in a few words, as it should stand above its static form.
+        static: Returns the static form, a bundle with text/html and text/plain.
+        title: Returns the title above the static form.
         clock: Seconds since the epoch.
     """
 
     def __init__(
-        self, static: Callable[[], Bundle], name: Callable[[], str], clock: Callable[[], float] = time.time
+        self, static: Callable[[], Bundle], title: Callable[[], str], clock: Callable[[], float] = time.time
     ) -> None:
-        self._static, self._name, self._clock = static, name, clock
+        self._static, self._title, self._clock = static, title, clock
         self._lock = threading.RLock()
-        self._places: list[CellOutput] = []
-        self._born = 0.0
-        self._due = float("inf")
+        self._outputs: list[CellOutput] = []
+        self._times = RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
         _all.add(self)
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._outputs)
 
-    def add(self, place: CellOutput, widget: Any) -> None:
-        """Show the live widget in ``place``."""
+    def add(self, output: CellOutput, widget: Any) -> None:
+        """Show the live widget in ``output``."""
         widget.add_class("na-live")
-        for other in list(_all):  # holding no lock: they are views that another thread may be showing just now
-            other._leave_cell(place)
+        for other in list(_all):  # without the lock: another thread may be adding an output to another view
+            other._forget_replaced(output)
         with self._lock:
-            place.show(live_bundle(widget, f"{self._name()}: live in the notebook that it runs in"))
-            place.leave(self._left())
-            leave_at_exit(place, self._static)
-            self._places.append(place)
-            self._born = self._clock()
-            self._plan(self._born)
+            text = f"{self._title()}: live in the notebook of its kernel"
+            output.show(widget_bundle(widget, text=text))
+            output.leave(self._beside())
+            leave_at_exit(output, self._static)
+            self._outputs.append(output)
+            self._times.start(self._clock())
 
-    def _leave_cell(self, newer: CellOutput) -> None:
-        """Forget places under a cell that was executed again: their output is gone."""
+    def _forget_replaced(self, newer: CellOutput) -> None:
+        """Forget the outputs of a cell that was executed again: they are deleted."""
         with self._lock:
-            gone = [p for p in self._places if p.notebook_cell and p.notebook_cell == newer.notebook_cell]
-            for place in gone:
-                if place.cell != newer.cell:
-                    self._places.remove(place)
-                    forget(place)
+            same = [one for one in self._outputs if one.notebook_cell and one.notebook_cell == newer.notebook_cell]
+            for output in same:
+                if output.cell != newer.cell:
+                    self._outputs.remove(output)
+                    forget(output)
 
     def update(self, now: float) -> None:
-        """Bring what is left beside the view up to date, when that is due."""
-        if now >= self._due:
+        """Update the static form beside the view if that is due."""
+        if self._outputs and self._times.due(now):
             self.leave()
-            self._plan(now)
 
     def leave(self) -> None:
-        """Bring what is left beside the view up to date."""
+        """Update the static form beside the view."""
         with self._lock:
-            if self._places:
-                left = self._left()
-                for place in self._places:
-                    place.leave(left)
-
-    def _plan(self, now: float) -> None:
-        later = [age for age in LEAVE_AGES if self._born + age > now]
-        self._due = self._born + later[0] if later else now + LEAVE_SECONDS
+            if self._outputs:
+                static = self._beside()
+                for output in self._outputs:
+                    output.leave(static)
 
     def end(self) -> None:
-        """Leave the static form in every place, and forget the places."""
+        """Show the static form in every output, and forget the outputs."""
         with self._lock:
-            places, self._places = self._places, []
-            self._due = float("inf")
-            static = self._static() if places else {}
-            for place in places:
-                with suppress(Exception):  # the others keep theirs all the same
-                    place.end(static)
-                forget(place)
+            outputs, self._outputs = self._outputs, []
+            static = self._static() if outputs else {}
+            for output in outputs:
+                with suppress(Exception):  # the other outputs are still updated
+                    output.end(static)
+                forget(output)
 
-    def _left(self) -> Bundle:
+    def _beside(self) -> Bundle:
         static = self._static()
-        seen = datetime.fromtimestamp(self._clock()).strftime("%H:%M:%S")
-        title = f"{self._name()}, as of {seen}"
-        # Where the style sheet does not reach, a static form below the live one should not be in the way.
-        opened = " open" if host() == "jupyter" else ""
-        html = (
-            f"<style>{_sheet()}</style>"
-            f'<details class="na-left"{opened}><summary>{escape(title)}</summary>{static["text/html"]}</details>'
-        )
+        title = f"{self._title()}, as of {datetime.fromtimestamp(self._clock()).strftime('%H:%M:%S')}"
+        # Closed in front ends that ignore the style sheet: there it is visible below the live view.
+        summary, body = element("summary", title), Markup(static["text/html"])
+        details = element("details", summary, body, class_="na-left", open=host() == "jupyter")
+        html = join([style_sheet("left.css"), details])
         return {"text/html": html, "text/plain": f"{title}\n\n{static['text/plain']}"}
 
 
 _all: weakref.WeakSet[PanelOutput] = weakref.WeakSet()
-
-
-@cache
-def _sheet() -> str:
-    return asset("left.css")
 
 
 __all__ = ["LEAVE_AGES", "LEAVE_SECONDS", "PanelOutput"]

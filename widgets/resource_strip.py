@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.node_summary import MANY, by_node
+from notebook_accelerate.launch.report.number_format import byte_size
+from notebook_accelerate.launch.report.tables import html_table, text_table
 from notebook_accelerate.telemetry.rank_names import rank_names
-from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row, percent
+from notebook_accelerate.widgets.grouped_ranks import has_gpu, head, node_row, usage
 from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.run_summary import RunWatcher, size
-from notebook_accelerate.widgets.styles import style_sheet
+from notebook_accelerate.widgets.panel_elements import problem, style_widget, with_classes
+from notebook_accelerate.widgets.run_summary import RunWatcher
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.widgets.run_summary import RankNow, RunSnapshot
+    from notebook_accelerate.widgets.run_summary import RankSnapshot, RunSnapshot
 
 MAX_SHOWN = 64
 MAX_CARDS = 8
-"""More ranks than this stand in a dense table of two figures each."""
+"""More ranks are shown with two figures each."""
 
 
 class ResourceStrip(LivePanel):
-    """What each rank uses: percent of one core, memory (PSS, so that ranks add up), and its GPU where there is one.
+    """The use of each rank: percent of one core, memory (PSS, so that ranks add up), and its GPU if it has one.
 
     Args:
         run: The run to watch.
@@ -39,113 +41,111 @@ class ResourceStrip(LivePanel):
 
     def _build(self) -> Any:
         self._content = ipywidgets.HTML()
-        box = ipywidgets.VBox([ipywidgets.HTML(style_sheet()), self._content])
-        box.add_class("na-run")
-        return box
+        return with_classes(ipywidgets.VBox([style_widget(), self._content]), "na-run")
 
     def _render(self, now: float) -> None:
-        self._content.value = strip(self._watcher.look(now), self._watcher)
+        self._content.value = strip(self._watcher.snapshot(now), self._watcher)
 
-    def _say(self, text: str) -> None:
-        self._content.value = f'<p class="na-problem">{escape(text)}</p>'
+    def _show_problem(self, text: str) -> None:
+        self._content.value = problem(text)
 
     @property
     def html(self) -> str:
         """The strip as a table."""
-        rows = self._rows()
-        head = "".join(f'<th scope="col">{cell}</th>' for cell in rows[0])
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:])
-        return f"<table><caption>Resources</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        titles, *rows = self._rows()
+        return html_table(titles, rows, caption="Resources")
 
     @property
     def text(self) -> str:
         """The strip as lines, one per rank."""
-        return "\n".join("  ".join(cell.ljust(10) for cell in row).rstrip() for row in self._rows())
+        return text_table(self._rows())
 
     def _rows(self) -> list[list[str]]:
         rows = [["rank", "CPU", "memory", "peak", "GPU", "GPU memory"]]
-        for rank in self._watcher.look(self._clock()).ranks:
-            peak = size(self.run.store.peak_memory.get(rank.rank))
-            rows.append([
-                str(rank.rank), percent(rank.cpu), size(rank.memory), peak, percent(rank.gpu), size(rank.gpu_memory),
-            ])  # fmt: skip
+        for rank in self._watcher.snapshot(self._clock()).ranks:
+            sizes = (rank.memory, self.run.store.peak_memory.get(rank.rank), rank.gpu_memory)
+            memory, peak, gpu_memory = map(byte_size, sizes)
+            rows.append([str(rank.rank), usage(rank.cpu), memory, peak, usage(rank.gpu), gpu_memory])
         return rows
 
 
-def strip(now: RunSnapshot, watcher: RunWatcher) -> str:
-    """Return one small card per rank; of many ranks, what matters most of each, or of each node."""
+def strip(now: RunSnapshot, watcher: RunWatcher) -> Markup:
+    """Return one small card per rank; of many ranks two figures of each rank or node."""
     if len(now.ranks) > MANY and len({rank.node for rank in now.ranks}) > 1:
-        return _by_node(now.ranks)
+        return _node_meters(now.ranks)
     if len(now.ranks) > MAX_CARDS:
-        return _dense(now.ranks)
-    cards = "".join(_card(rank, list(watcher.processor.get(rank.rank, ()))) for rank in now.ranks[:MAX_SHOWN])
-    return f'<ul class="na-strip" aria-label="Resources by rank">{cards}</ul>' if cards else ""
+        return _rank_meters(now.ranks)
+    cards = [_card(rank, list(watcher.processor.get(rank.rank, ()))) for rank in now.ranks[:MAX_SHOWN]]
+    return element("ul", *cards, class_="na-strip", aria_label="Resources by rank") if cards else Markup()
 
 
-def _dense(ranks: Sequence[RankNow]) -> str:
+def _rank_meters(ranks: Sequence[RankSnapshot]) -> Markup:
     gpu = has_gpu(ranks)
     title = "GPU use and GPU memory by rank" if gpu else "Processor use and memory by rank"
-    cells = "".join(_cell(rank, gpu=gpu) for rank in ranks[:MAX_SHOWN])
+    meters = [_rank_meter(rank, gpu=gpu) for rank in ranks[:MAX_SHOWN]]
     more = f" (the first {MAX_SHOWN} of {len(ranks):,})" if len(ranks) > MAX_SHOWN else ""
-    return f'<p class="na-strip-title">{title}{more}</p><ul class="na-strip na-dense" aria-label="{title}">{cells}</ul>'
+    return _titled(title, meters, "na-strip na-dense", more)
 
 
-def _by_node(ranks: Sequence[RankNow]) -> str:
-    """Draw each node as a dense strip draws a rank: its mean use, and what its ranks hold together."""
+def _titled(title: str, meters: Sequence[Markup], kind: str, more: str = "") -> Markup:
+    heading = element("p", f"{title}{more}", class_="na-strip-title")
+    return join([heading, element("ul", *meters, class_=kind, aria_label=title)])
+
+
+def _node_meters(ranks: Sequence[RankSnapshot]) -> Markup:
+    """Return a meter per node: the mean use of its ranks, and their total memory."""
     gpu, groups = has_gpu(ranks), by_node(ranks)
-    tiny, cells = len(groups) > MANY, []
+    tiny, meters = len(groups) > MANY, []
     for node, members in list(groups.items())[:MAX_SHOWN]:
         row = node_row(members, gpu=gpu, several=True)
         figures = dict(zip(head("loss", gpu=gpu), row.cells, strict=True))
         used, memory = (figures["GPU"], figures["GPU memory"]) if gpu else (figures["CPU"], figures["memory"])
-        words = f"{row.name}, {rank_names([rank.rank for rank in members])}: CPU {figures['CPU']}, {figures['memory']}"
-        words += f", GPU {used}, GPU memory {memory}" if gpu else ""
-        cells.append(_meter(str(node), escape(words), used, "" if tiny else memory))
-    whole = sum((rank.gpu_memory if gpu else rank.memory) or 0 for rank in ranks)
-    title = f"{'GPU' if gpu else 'Processor'} use by node, mean of its ranks"
-    title += f" · {size(whole)} of {'GPU ' if gpu else ''}memory in all" if tiny else f"; {'GPU ' if gpu else ''}memory"
+        text = f"{row.name}, {rank_names([rank.rank for rank in members])}: CPU {figures['CPU']}, {figures['memory']}"
+        text += f", GPU {used}, GPU memory {memory}" if gpu else ""
+        meters.append(_meter(str(node), text, used, "" if tiny else memory))
+    total = byte_size(sum((rank.gpu_memory if gpu else rank.memory) or 0 for rank in ranks))
+    kind = "GPU " if gpu else ""
+    title = f"{kind or 'Processor '}use by node, mean of its ranks"
+    title += f" · {total} of {kind}memory in total" if tiny else f"; {kind}memory"
     title += f" (the first {MAX_SHOWN} of {len(groups):,} nodes)" if len(groups) > MAX_SHOWN else ""
-    kind = "na-strip na-dense na-tiny" if tiny else "na-strip na-dense"
-    return f'<p class="na-strip-title">{title}</p><ul class="{kind}" aria-label="{title}">{"".join(cells)}</ul>'
+    return _titled(title, meters, "na-strip na-dense na-tiny" if tiny else "na-strip na-dense")
 
 
-def _cell(rank: RankNow, *, gpu: bool) -> str:
+def _rank_meter(rank: RankSnapshot, *, gpu: bool) -> Markup:
     used, memory = (rank.gpu, rank.gpu_memory) if gpu else (rank.cpu, rank.memory)
-    words = f"rank {rank.rank}: " + ", ".join(f"{name} {value}" for name, value in _entries(rank))
-    return _meter(str(rank.rank), words, percent(used), size(memory))
+    text = f"rank {rank.rank}: " + ", ".join(f"{name} {value}" for name, value in _figures(rank))
+    return _meter(str(rank.rank), text, usage(used), byte_size(memory))
 
 
-def _meter(name: str, words: str, used: str, memory: str) -> str:
+def _meter(name: str, title: str, used: str, memory: str) -> Markup:
     share = min(100.0, max(0.0, float(used.split(maxsplit=1)[0]))) if used[0].isdigit() else 0.0
-    meter = f'<span class="na-meter"><i style="width:{share:.0f}%"></i></span>'
-    held = f"<span>{memory}</span>" if memory else ""
-    return f'<li title="{words}"><span class="na-who">{name}</span>{meter}<b>{used}</b>{held}</li>'
+    bar = element("span", element("i", style=f"width:{share:.0f}%"), class_="na-meter")
+    parts = [element("span", name, class_="na-who"), bar, element("b", used)]
+    return element("li", *parts, element("span", memory) if memory else Markup(), title=title)
 
 
-def _entries(rank: RankNow) -> list[tuple[str, str]]:
-    entries = [("CPU", percent(rank.cpu)), ("memory", size(rank.memory))]
+def _figures(rank: RankSnapshot) -> list[tuple[str, str]]:
+    figures = [("CPU", usage(rank.cpu)), ("memory", byte_size(rank.memory))]
     if rank.gpu is not None or rank.gpu_memory is not None:
-        entries += [("GPU", percent(rank.gpu)), ("GPU memory", size(rank.gpu_memory))]
-    return entries
+        figures += [("GPU", usage(rank.gpu)), ("GPU memory", byte_size(rank.gpu_memory))]
+    return figures
 
 
-def _card(rank: RankNow, history: Sequence[float]) -> str:
-    pairs = "".join(f"<span>{name} <b>{value}</b></span>" for name, value in _entries(rank))
-    used = f'<div class="na-used">{pairs}</div>'
-    return f'<li><div class="na-who"><span>rank {rank.rank}</span>{_curve(history)}</div>{used}</li>'
+def _card(rank: RankSnapshot, history: Sequence[float]) -> Markup:
+    figures = [element("span", f"{name} ", element("b", value)) for name, value in _figures(rank)]
+    title = element("div", element("span", f"rank {rank.rank}"), _curve(history), class_="na-who")
+    return element("li", title, element("div", *figures, class_="na-used"))
 
 
-def _curve(history: Sequence[float]) -> str:
-    """Draw the last minute of processor use; the numbers beside it say the same to those who do not see it."""
+def _curve(history: Sequence[float]) -> Markup:
+    """Return the last minute of processor use as a curve; it is hidden from screen readers, which read the figures."""
     if len(history) < 2:
-        return ""
+        return Markup()
     top = max(100.0, *history)
     last = len(history) - 1
     points = " ".join(f"{64 * i / last:.1f},{15 - 14 * value / top:.1f}" for i, value in enumerate(history))
-    return (
-        '<svg viewBox="0 0 64 16" aria-hidden="true"><polyline fill="none" stroke="currentColor" stroke-width="1.3" '
-        f'points="{points}"/></svg>'
-    )
+    line = element("polyline", fill="none", stroke="currentColor", stroke_width="1.3", points=points)
+    return element("svg", line, viewBox="0 0 64 16", aria_hidden="true")
 
 
 __all__ = ["ResourceStrip", "strip"]

@@ -1,10 +1,9 @@
-"""The panel of one run: what displaying a run shows."""
+"""The panel that displaying a run shows."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -12,14 +11,13 @@ import ipywidgets
 from notebook_accelerate.widgets import grouped_ranks, run_panel_html
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.log_view import LogView
+from notebook_accelerate.widgets.panel_elements import card, problem, row, widget_bundle
 from notebook_accelerate.widgets.plot import Plot, sources_of
 from notebook_accelerate.widgets.rank_table import RankTable
-from notebook_accelerate.widgets.render_schedule import live_bundle
 from notebook_accelerate.widgets.resource_strip import strip
 from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
 from notebook_accelerate.widgets.sharding_view import ShardingPage
-from notebook_accelerate.widgets.stop_button import hint, look_at_kernel
-from notebook_accelerate.widgets.styles import style_sheet
+from notebook_accelerate.widgets.stop_button import hint, kernel_state
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -41,9 +39,9 @@ class RunPanel(LivePanel):
     def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
         self._watcher = RunWatcher(run)
         self._sharding_page = ShardingPage(run)
-        self._titles: dict[int, str] = {}
+        self._tab_titles: dict[int, str] = {}
         self._ranks_due = float("-inf")
-        self._errors_of: tuple[int, object] | None = None
+        self._rendered_errors: tuple[int, object] | None = None
         super().__init__(run, clock)
 
     # ---- the widget
@@ -60,51 +58,45 @@ class RunPanel(LivePanel):
         self.stop_button.add_class("na-stop")
         self.stop_button.on_click(self._stop_clicked)
         self.rank_table = RankTable()
-        for asking in (self.plot, self.logs, self.rank_table):
-            asking.on_msg(self._asked)
-        self.plot.observe(self._asked, ["wanted", "chosen"])
-        self.rank_table.observe(self._asked, "unfolded")
+        for feed in (self.plot, self.logs, self.rank_table):
+            feed.on_msg(self._render_soon)
+        self.plot.observe(self._render_soon, ["wanted", "chosen"])
+        self.rank_table.observe(self._render_soon, "unfolded")
         ranks = ipywidgets.VBox([self._ranks, self.rank_table])
-        headline = ipywidgets.HBox([self._head, self.stop_button])
-        headline.add_class("na-headline")
+        headline = row([self._head, self.stop_button], "na-headline")
         pages = [self.plot, ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
         self._tabs = ipywidgets.Tab(children=pages)
         self._tabs.add_class("na-tabs")
         for index, title in enumerate(TABS):
-            self._title(index, title)
-        parts = [ipywidgets.HTML(style_sheet()), headline, self._problem, self._progress, self._strip, self._tabs]
-        parts[0].layout.display = "none"
-        box = ipywidgets.VBox(parts)
-        for name in ("na-run", "na-card"):
-            box.add_class(name)
-        return box
+            self._set_tab_title(index, title)
+        return card(headline, self._problem, self._progress, self._strip, self._tabs)
 
-    def _title(self, index: int, title: str) -> None:
-        if self._titles.get(index) != title:
-            self._titles[index] = title
+    def _set_tab_title(self, index: int, title: str) -> None:
+        if self._tab_titles.get(index) != title:
+            self._tab_titles[index] = title
             self._tabs.set_title(index, title)
 
     def _render(self, now: float) -> None:
-        run, seen = self.run, self._watcher.look(now)
-        self._head.value = run_panel_html.head(run, seen, hint(run, look_at_kernel()))
+        run, seen = self.run, self._watcher.snapshot(now)
+        self._head.value = run_panel_html.head(run, seen, hint(run, kernel_state()))
         self._progress.value = run_panel_html.progress(seen)
         self._render_ranks(now, seen)
         self._render_errors()
         self._setup.value = self._setup.value or run_panel_html.setup(run)
-        self._title(1, "Ranks ⚠" if seen.warned else "Ranks")
-        self._title(TABS.index("Errors"), f"Errors ({len(run.failures)})" if run.failures else "Errors")
+        self._set_tab_title(1, "Ranks ⚠" if seen.warned else "Ranks")
+        self._set_tab_title(TABS.index("Errors"), f"Errors ({len(run.failures)})" if run.failures else "Errors")
         self._show_stop_button()
         self.plot.update(now)
         self.logs.update(now)
 
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
-        """Bring what grows with the ranks up to date; of many ranks once a second."""
-        run, many = self.run, grouped_ranks.many(seen)
+        """Update the parts that grow with the ranks; of many ranks once a second."""
+        run, many = self.run, grouped_ranks.has_many_ranks(seen)
         self.rank_table.layout.display = "" if many else "none"
         if many:
             self._ranks.value = run_panel_html.verdict(seen)
             self.rank_table.update(now, seen, loss_name(run))
-            self.plot.lay_over(rank.rank for rank in grouped_ranks.standing_out(seen.ranks))
+            self.plot.draw_outliers(rank.rank for rank in grouped_ranks.outliers(seen.ranks))
             if now < self._ranks_due and run.ended is None:
                 return
             self._ranks_due = now + 0.95 * MANY_SECONDS
@@ -116,8 +108,8 @@ class RunPanel(LivePanel):
 
     def _render_errors(self) -> None:
         state = (len(self.run.failures), self.run.error)
-        if self._errors_of != state:
-            self._errors_of = state
+        if self._rendered_errors != state:
+            self._rendered_errors = state
             self._errors.value = run_panel_html.errors(self.run)
 
     def _show_stop_button(self) -> None:
@@ -127,22 +119,17 @@ class RunPanel(LivePanel):
         button.layout.display = "none" if run.ended is not None else ""
         button.disabled = inline or run.ended is not None
         button.description = "Kill" if stopping else "Stop"
-        button.tooltip = "End every rank at once" if stopping else "Ask every rank to stop"
+        button.tooltip = "Kill every rank immediately" if stopping else "Ask every rank to stop"
         button.button_style = "danger" if stopping else ""
 
-    # ---- what comes back; on any thread
+    # ---- messages from the browser, on any thread
 
     def _stop_clicked(self, _: Any) -> None:
         self.run.request_stop()
         self.binding.touch()
 
-    def _asked(self, *_: Any) -> None:
-        self.binding.touch()
-        if self.run.ended is not None:  # nobody else renders any more
-            self.binding.tick()
-
-    def _say(self, text: str) -> None:
-        self._problem.value = f'<p class="na-problem" role="alert">{escape(text)}</p>'
+    def _show_problem(self, text: str) -> None:
+        self._problem.value = problem(text)
 
     # ---- without a browser
 
@@ -162,7 +149,7 @@ class RunPanel(LivePanel):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self.closed:
             return self._static()
-        return {**self._static(), **live_bundle(self.widget, self.text)}
+        return {**self._static(), **widget_bundle(self.widget, text=self.text)}
 
 
 __all__ = ["TABS", "RunPanel"]

@@ -1,154 +1,173 @@
-"""The parts of a run's panel as HTML; every word that came from elsewhere is escaped."""
+"""The parts of a run's panel as HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.node_summary import MANY, by_node, node_name
-from notebook_accelerate.launch.report.run_report import Report, environment_rows, failures_html, file_size
+from notebook_accelerate.launch.report.number_format import byte_size
+from notebook_accelerate.launch.report.run_report import config_rows, environment_rows, failures_html
+from notebook_accelerate.launch.report.tables import html_table
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.widgets import grouped_ranks
 from notebook_accelerate.widgets.run_summary import duration
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.widgets.grouped_ranks import Row
-    from notebook_accelerate.widgets.run_summary import Progress, RankNow, RunSnapshot
+    from notebook_accelerate.widgets.grouped_ranks import TableRow
+    from notebook_accelerate.widgets.run_summary import Progress, RankSnapshot, RunSnapshot
 
 MAX_TRACES = 256
 """Profiler traces that are listed."""
 SLOWEST_RANKS, SLOWEST_NODES = 8, 8
-"""Of many ranks, so many bars show where time goes, besides the mean."""
+"""Of many ranks, the number of bars with step times, besides the mean."""
+NUMBER = {"class_": "na-num"}
 
 
-def head(run: Run, now: RunSnapshot, hint: str) -> str:
-    """Return name, state, time, plan and how the run can be stopped."""
-    plan = f'<p class="na-sub">{escape(run.plan.sentence())}</p>' if run.plan is not None else ""
-    tried = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
-    notes = "".join(f'<p class="na-sub">{escape(note)}</p>' for note in run.notes)
-    said = f'<p class="na-hint">{escape(hint)}</p>' if hint else ""
-    return (
-        f'<div class="na-head">{state(now.status)}<strong>{escape(run.function_name)}</strong>'
-        f'<span class="na-muted">run {run.id}{tried}</span><span class="na-time">{duration(now.elapsed)}</span></div>'
-        f"{plan}{notes}{said}"
+def head(run: Run, now: RunSnapshot, hint: str) -> Markup:
+    """Return the run's name, state, time and plan, and how it can be stopped."""
+    attempt = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
+    title = element(
+        "div",
+        state(now.status),
+        element("strong", run.function_name),
+        element("span", f"run {run.id}{attempt}", class_="na-muted"),
+        element("span", duration(now.elapsed), class_="na-time"),
+        class_="na-head",
     )
+    lines = [run.plan.sentence()] if run.plan is not None else []
+    below = [element("p", line, class_="na-sub") for line in (*lines, *run.notes)]
+    return join([title, *below, element("p", hint, class_="na-hint") if hint else Markup()])
 
 
-def state(status: str) -> str:
-    """Return a state as a word with a mark of its own form and colour."""
-    return f'<span class="na-state na-state-{escape(status)}">{escape(status.capitalize())}</span>'
+def state(status: str) -> Markup:
+    """Return a state as a word with a mark of its own shape and colour."""
+    return element("span", status.capitalize(), class_=f"na-state na-state-{status}")
 
 
-def progress(now: RunSnapshot) -> str:
-    """Return one bar for all ranks, and the figures below it."""
-    done = now.progress
-    bar = ""
+def progress(now: RunSnapshot) -> Markup:
+    """Return one progress bar for all ranks, and the figures below it."""
+    done, bar = now.progress, Markup()
     if done.share is not None:
         percent = 100 * done.share
-        text = _figures_text(done)
-        bar = (
-            f'<div class="na-track" role="progressbar" aria-label="Progress of all ranks" aria-valuemin="0" '
-            f'aria-valuemax="100" aria-valuenow="{percent:.0f}" aria-valuetext="{escape(text)}">'
-            f'<div class="na-fill" style="width:{percent:.2f}%"></div></div>'
+        left = f", {duration(done.left)} left" if done.left is not None else ""
+        bar = element(
+            "div",
+            element("div", class_="na-fill", style=f"width:{percent:.2f}%"),
+            class_="na-track",
+            role="progressbar",
+            aria_label="Progress of all ranks",
+            aria_valuemin=0,
+            aria_valuemax=100,
+            aria_valuenow=f"{percent:.0f}",
+            aria_valuetext=f"{done.label} {done.step} of {done.total}{left}",
         )
     figures = _figures(done)
     if now.dropped:
-        figures.append(f"<span>{now.dropped:,} messages dropped</span>")
-    return f'<div class="na-progress">{bar}<div class="na-figures">{"".join(figures)}</div></div>' if figures else ""
+        figures.append(element("span", f"{now.dropped:,} messages dropped"))
+    if not figures:
+        return Markup()
+    return element("div", bar, element("div", *figures, class_="na-figures"), class_="na-progress")
 
 
-def _figures(done: Progress) -> list[str]:
+def _figures(done: Progress) -> list[Markup]:
     parts = []
     if done.share is not None:
-        parts.append(f"<span><b>{100 * done.share:.0f} %</b></span>")
+        parts.append(element("span", element("b", f"{100 * done.share:.0f} %")))
     if done.step is not None:
-        of = f" of {done.total:,}" if done.total else ""
-        parts.append(f"<span>{escape(done.label)} <b>{done.step:,}</b>{of}</span>")
+        total = f" of {done.total:,}" if done.total else ""
+        parts.append(element("span", f"{done.label} ", element("b", f"{done.step:,}"), total))
     if done.rate is not None:
         unit = "per second" if done.label != "step" else "steps/s"
-        parts.append(f"<span><b>{grouped_ranks.rate(done.rate)}</b> {unit}</span>")
+        parts.append(element("span", element("b", grouped_ranks.rate(done.rate)), f" {unit}"))
     if done.left is not None:
-        parts.append(f"<span><b>{duration(done.left)}</b> left</span>")
+        parts.append(element("span", element("b", duration(done.left)), " left"))
     return parts
 
 
-def _figures_text(done: Progress) -> str:
-    left = f", {duration(done.left)} left" if done.left is not None else ""
-    return f"{done.label} {done.step} of {done.total}{left}"
-
-
-def verdict(now: RunSnapshot) -> str:
-    """Return who keeps the others waiting, as a sentence."""
+def verdict(now: RunSnapshot) -> Markup:
+    """Return the sentence about stragglers."""
     warned = " na-warned" if now.warned else ""
-    return f'<p class="na-verdict{warned}">{escape(now.verdict)}</p>' if now.verdict else ""
+    return element("p", now.verdict, class_=f"na-verdict{warned}") if now.verdict else Markup()
 
 
-def ranks(now: RunSnapshot, loss: str) -> str:
-    """Return the table of few ranks, under their nodes where there are several; a straggler stands out."""
+def ranks(now: RunSnapshot, loss: str) -> Markup:
+    """Return the table of few ranks, grouped by node if there are several nodes; stragglers are marked."""
     gpu, groups = grouped_ranks.has_gpu(now.ranks), by_node(now.ranks)
-    titles = "".join(
-        f'<th scope="col" class="na-num">{escape(title)}</th>' for title in grouped_ranks.head(loss, gpu=gpu)
-    )
+    titles = ["rank", "state", *grouped_ranks.head(loss, gpu=gpu)]
     rows = []
     for members in groups.values():
-        rows += [_row(grouped_ranks.node_row(members, gpu=gpu, several=True))] if len(groups) > 1 else []
-        rows += [_row(grouped_ranks.rank_row(rank, gpu=gpu)) for rank in members]
-    return (
-        f'{verdict(now)}<div class="na-scroll"><table class="na-table"><caption class="na-hidden">Ranks</caption>'
-        f'<thead><tr><th scope="col">rank</th><th scope="col">state</th>{titles}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        rows += [grouped_ranks.node_row(members, gpu=gpu, several=True)] if len(groups) > 1 else []
+        rows += [grouped_ranks.rank_row(rank, gpu=gpu) for rank in members]
+    table = html_table(
+        titles,
+        [_cells(row) for row in rows],
+        caption=element("caption", "Ranks", class_="na-hidden"),
+        columns=[{}, {}, *[NUMBER] * (len(titles) - 2)],
+        row_classes=["na-node" if _is_node(row) else _CLASSES[row.kind] for row in rows],
+        class_="na-table",
     )
+    return join([verdict(now), element("div", table, class_="na-scroll")])
 
 
-_KINDS = {"late": "na-late", "dead": "na-dead", "": ""}
+_CLASSES = {"late": "na-late", "dead": "na-dead", "": ""}
 
 
-def _row(row: Row) -> str:
-    node = row.key.startswith("n")
-    badge = f'<span class="na-badge">{escape(row.badge)}</span>' if row.badge else ""
-    kind = "na-node" if node else _KINDS[row.kind]
-    cells = "".join(f'<td class="na-num">{escape(text)}</td>' for text in row.cells)
-    said = escape(row.state) if node else state(row.state)
-    return f'<tr class="{kind}"><th scope="row">{escape(row.name)}{badge}</th><td>{said}</td>{cells}</tr>'
+def _is_node(row: TableRow) -> bool:
+    return row.key.startswith("n")
 
 
-def step_times(now: RunSnapshot) -> str:
-    """Return a stacked bar per rank: where the time of its latest steps went."""
+def _cells(row: TableRow) -> list[str]:
+    name = join([row.name, badge(row.badge)])
+    return [name, row.state if _is_node(row) else state(row.state), *row.cells]
+
+
+def badge(text: str) -> Markup:
+    """Return a mark beside a name; "" for no text."""
+    return element("span", text, class_="na-badge") if text else Markup()
+
+
+def swatch(part: int) -> Markup:
+    """Return the colour of a part in a legend."""
+    return element("span", class_="na-swatch", style=f"background:var(--na-part-{part})")
+
+
+def step_times(now: RunSnapshot) -> Markup:
+    """Return a stacked bar per rank with the parts of its latest steps."""
     measured = [rank for rank in now.ranks if rank.step_seconds]
     if not measured:
-        return (
-            '<p class="na-empty">Nothing measured yet: an optimizer that went through accelerator.prepare tells where '
-            "the time of each step goes.</p>"
-        )
+        text = "No step times yet: they are measured for optimizers that accelerator.prepare has returned."
+        return element("p", text, class_="na-empty")
     bars = _bars(measured)
     longest = max(bar.seconds for bar in bars)
-    legend = "".join(
-        f'<li><span class="na-swatch" style="background:var(--na-part-{index})"></span>{part}</li>'
-        for index, part in enumerate(PARTS)
-    )
-    drawn = "".join(_stack(bar, longest) for bar in bars)
+    legend = [element("li", swatch(index), part) for index, part in enumerate(PARTS)]
     note = (
-        '<p class="na-note">A rank&#39;s own time is what it cannot have spent waiting for others: all but backward, '
-        "where gradients are exchanged, and collectives.</p>"
+        "A rank's own work is the time in which it cannot have waited for other ranks: everything but collectives and "
+        "backward, where gradients are exchanged."
     )
-    return f'<ul class="na-legend">{legend}</ul><div class="na-stacks">{drawn}</div>{note}'
+    return join([
+        element("ul", *legend, class_="na-legend"),
+        element("div", *(_stack(bar, longest) for bar in bars), class_="na-stacks"),
+        element("p", note, class_="na-note"),
+    ])  # fmt: skip
 
 
-def traces(run: Run) -> str:
-    """Return the profilers' traces that ranks have written, as a list; "" where there is none."""
-    items = "".join(
-        f"<li>rank {rank}: <code>{escape(path)}</code> ({file_size(count)})</li>"
+def traces(run: Run) -> Markup:
+    """Return the list of profiler traces that ranks have written; "" without any."""
+    items = [
+        element("li", f"rank {rank}: ", element("code", path), f" ({byte_size(count)})")
         for rank, path, count in run.store.traces()[:MAX_TRACES]
-    )
-    return f'<p class="na-sub">Profiler traces, for a viewer of Chrome traces</p><ul>{items}</ul>' if items else ""
+    ]
+    title = element("p", "Profiler traces (Chrome trace format)", class_="na-sub")
+    return join([title, element("ul", *items)]) if items else Markup()
 
 
 @dataclass(frozen=True)
 class _Bar:
-    """Where the time of a rank's step goes, or the mean of several ranks'."""
+    """The parts of a rank's step time as shares, or the mean of several ranks."""
 
     name: str
     parts: Mapping[str, float]
@@ -157,73 +176,73 @@ class _Bar:
     late: bool = False
 
 
-def _bars(measured: Sequence[RankNow]) -> list[_Bar]:
-    """Return a bar per rank; of many ranks those that work longest, and the means of the nodes that do."""
+def _bars(measured: Sequence[RankSnapshot]) -> list[_Bar]:
+    """Return a bar per rank; of many ranks their mean, the slowest ranks and the means of the slowest nodes."""
     if len(measured) <= MANY:
-        return [_bar(rank) for rank in measured]
+        return [_rank_bar(rank) for rank in measured]
     groups = by_node(measured)
-    means = [_mean_bar(node_name(ranks, several=True), ranks) for ranks in groups.values()] if len(groups) > 1 else []
+    nodes = [_mean_bar(node_name(ranks, several=True), ranks) for ranks in groups.values()] if len(groups) > 1 else []
     slowest = sorted(measured, key=lambda rank: -(rank.own_seconds or 0.0))[:SLOWEST_RANKS]
-    nodes = sorted(means, key=lambda bar: -bar.own)[:SLOWEST_NODES]
-    return [_mean_bar(f"mean of {len(measured):,} ranks", measured), *[_bar(rank) for rank in slowest], *nodes]
+    nodes = sorted(nodes, key=lambda bar: -bar.own)[:SLOWEST_NODES]
+    return [_mean_bar(f"mean of {len(measured):,} ranks", measured), *map(_rank_bar, slowest), *nodes]
 
 
-def _bar(rank: RankNow) -> _Bar:
-    total = sum(rank.parts.values()) or 1.0
-    shares = {part: rank.parts.get(part, 0.0) / total for part in PARTS}
-    return _Bar(f"rank {rank.rank}", shares, rank.step_seconds or 0.0, rank.own_seconds or 0.0, rank.late)
+def _rank_bar(rank: RankSnapshot) -> _Bar:
+    return _mean_bar(f"rank {rank.rank}", [rank], late=rank.late)
 
 
-def _mean_bar(name: str, ranks: Sequence[RankNow]) -> _Bar:
+def _mean_bar(name: str, ranks: Sequence[RankSnapshot], *, late: bool = False) -> _Bar:
     total = sum(sum(rank.parts.values()) for rank in ranks) or 1.0
     shares = {part: sum(rank.parts.get(part, 0.0) for rank in ranks) / total for part in PARTS}
     seconds, own = ([getattr(rank, field) or 0.0 for rank in ranks] for field in ("step_seconds", "own_seconds"))
-    return _Bar(name, shares, sum(seconds) / len(ranks), sum(own) / len(ranks))
+    return _Bar(name, shares, sum(seconds) / len(ranks), sum(own) / len(ranks), late)
 
 
-def _stack(bar: _Bar, longest: float) -> str:
-    pieces, words = [], []
+def _stack(bar: _Bar, longest: float) -> Markup:
+    pieces = []
     for index, part in enumerate(PARTS):
-        share = bar.parts[part]
-        words.append(f"{part} {100 * share:.0f} %")
-        label = f"{100 * share:.0f} %" if share * bar.seconds / longest > 0.07 else ""
-        width = 100 * share * bar.seconds / longest
-        title = f"{part}: {1000 * share * bar.seconds:.1f} ms"
-        pieces.append(
-            f'<span style="width:{width:.2f}%;background:var(--na-part-{index})" title="{title}">{label}</span>'
-        )
-    badge = '<span class="na-badge">straggler</span>' if bar.late else ""
-    own = f", <b>{1000 * bar.own:,.1f}</b> of its own" if bar.own else ""
-    name = escape(bar.name)
-    return (
-        f"<span>{name}{badge}</span>"
-        f'<div class="na-stack" role="img" aria-label="{name}: {", ".join(words)}">{"".join(pieces)}</div>'
-        f"<span>{1000 * bar.seconds:,.1f} ms per step{own}</span>"
-    )
+        width = 100 * bar.parts[part] * bar.seconds / longest
+        label = f"{100 * bar.parts[part]:.0f} %" if width > 7 else ""
+        title = f"{part}: {1000 * bar.parts[part] * bar.seconds:.1f} ms"
+        style = f"width:{width:.2f}%;background:var(--na-part-{index})"
+        pieces.append(element("span", label, style=style, title=title))
+    shares = ", ".join(f"{part} {100 * bar.parts[part]:.0f} %" for part in PARTS)
+    own = [", ", element("b", f"{1000 * bar.own:,.1f}"), " of its own work"] if bar.own else []
+    return join([
+        element("span", bar.name, badge("straggler" if bar.late else "")),
+        element("div", *pieces, class_="na-stack", role="img", aria_label=f"{bar.name}: {shares}"),
+        element("span", f"{1000 * bar.seconds:,.1f} ms per step", *own),
+    ])  # fmt: skip
 
 
-def errors(run: Run) -> str:
-    """Return what went wrong, in groups of ranks, at cell lines."""
+def errors(run: Run) -> Markup:
+    """Return the failures, grouped by rank, at their cell lines."""
     if run.failures:
         return failures_html(run.failures)
-    if run.error is not None:
-        return f'<p class="na-empty">{escape(str(run.error))}</p>'
-    return '<p class="na-empty">No rank has failed.</p>'
+    return element("p", "No rank has failed." if run.error is None else str(run.error), class_="na-empty")
 
 
-def setup(run: Run) -> str:
+def setup(run: Run) -> Markup:
     """Return configuration and environment."""
-    tables = (("Configuration", Report(run)._config_rows()), ("Environment", environment_rows(run)))
-    return "".join(table(caption, rows) for caption, rows in tables if len(rows) > 1)
+    tables = (("Configuration", config_rows(run)), ("Environment", environment_rows(run)))
+    return join([
+        html_table((), rows[1:], caption=caption, class_="na-table na-wrap")
+        for caption, rows in tables
+        if len(rows) > 1
+    ])  # fmt: skip
 
 
-def table(caption: str, rows: list[list[str]]) -> str:
-    """Return rows as a table whose first column names them; the first row is not shown."""
-    body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows[1:]
-    )
-    return f'<table class="na-table na-wrap"><caption>{escape(caption)}</caption><tbody>{body}</tbody></table>'
-
-
-__all__ = ["errors", "head", "progress", "ranks", "setup", "state", "step_times", "table", "traces", "verdict"]
+__all__ = [
+    "NUMBER",
+    "badge",
+    "errors",
+    "head",
+    "progress",
+    "ranks",
+    "setup",
+    "state",
+    "step_times",
+    "swatch",
+    "traces",
+    "verdict",
+]

@@ -1,11 +1,10 @@
-"""The runs of a kernel side by side: what was different, what came out, and their curves over each other."""
+"""The runs of a kernel side by side: their differing settings, last metrics, and curves in one plot."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from html import escape
 from typing import Any
 
 import ipywidgets
@@ -14,34 +13,38 @@ from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch import Run, run_registry, runs
 from notebook_accelerate.launch.output.cell_outputs import here
 from notebook_accelerate.launch.report import svg_curves
+from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.number_format import number
+from notebook_accelerate.launch.report.tables import LEFT, html_table, text_table
 from notebook_accelerate.widgets import run_panel_html
+from notebook_accelerate.widgets.panel_elements import card, problem, widget_bundle
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.plot import Plot, Source
-from notebook_accelerate.widgets.render_schedule import RenderSchedule, live_bundle, ticker
+from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 from notebook_accelerate.widgets.run_summary import duration
-from notebook_accelerate.widgets.styles import style_sheet
 
 MAX_COLUMNS = 8
 """Metrics that have a column."""
-_LEFT = ' style="text-align:left"'
-"""Front ends put the cells of tables to the right."""
-_NOT_TRAINING = ("env", "num_processes", "block", "panel", "use_port")
+_HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf")
+"""Settings without a column: they do not affect the training, or may hold a secret."""
+MAX_IMAGES = 24
+"""Metrics whose curves are in the static form."""
 MAX_OVERLAID = 8
 """Runs whose curves are drawn: as many as there are colours."""
 
 
 class RunsTable:
-    """The runs of this kernel, with their differences and latest metrics, and their curves in one plot.
+    """The runs of this kernel, with their differing settings and last metrics, and their curves in one plot.
 
-    While a run goes on, a table that is shown follows it, at most five times a second; otherwise it rests.
+    A displayed table is updated at most five times a second while a run lasts.
 
     Args:
-        chosen: The runs to show, or their ids; None: all that this kernel remembers, and those launched later. The plot
-            overlays the latest eight of them, each of which its button hides or shows.
+        chosen: The runs to show, or their ids; None: all runs of this kernel, also those launched later. The plot
+            overlays the latest eight of them; a button hides or shows each.
         clock: Seconds since the epoch; a fake one in tests.
 
     Raises:
-        ValueError: An id that no run has.
+        ValueError: There is no run with such an id.
     """
 
     def __init__(self, chosen: Sequence[Run | int] | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -49,52 +52,48 @@ class RunsTable:
         self.runs = _picked(chosen)
         self.plot = Plot(self._sources(), "None of these runs has logged a metric.")
         self._table, self._problem = ipywidgets.HTML(), ipywidgets.HTML()
-        sheet = ipywidgets.HTML(style_sheet())
-        sheet.layout.display = "none"
-        self.widget = ipywidgets.VBox([sheet, self._problem, self._table, self.plot])
-        for name in ("na-run", "na-card"):
-            self.widget.add_class(name)
+        self.widget = card(self._problem, self._table, self.plot)
         self._shown = PanelOutput(self._static, lambda: "Runs of this kernel", clock)
-        self.binding = RenderSchedule([run.store for run in self.runs], self._render, self._broke, clock)
+        self.binding = RenderSchedule([run.store for run in self.runs], self._render, self._failed, clock)
         self.binding.tick()
-        self.plot.on_msg(self._asked)
-        self.plot.observe(self._asked, "wanted")
+        self.plot.on_msg(self._render_soon)
+        self.plot.observe(self._render_soon, "wanted")
         for run in self.runs:
             run._before_done(self.binding.touch)
         if chosen is None:
-            run_registry.watch(self._launched)
+            run_registry.watch(self._add_run)
 
     def refresh(self) -> None:
-        """Read the runs again now; a table that is shown does so by itself while a run goes on."""
+        """Read the runs again; a displayed table does so by itself while a run lasts."""
         self._render(self._clock())
 
     def close(self) -> None:
-        """Stop updating; every place where the table is displayed keeps its static form."""
+        """Stop updating; each cell that displays the table keeps its static form."""
         ticker.remove(self.binding)
         self._shown.end()
 
-    # ---- while runs go on
+    # ---- while runs last
 
     def _sources(self) -> list[Source]:
         return [Source(run.store, run.started, f"run {run.id}", ranks=False) for run in self.runs[-MAX_OVERLAID:]]
 
     def _render(self, now: float) -> None:
-        goes_on = self._goes_on()  # asked first: what is drawn last has seen the end
-        self._table.value = self._html_table(run_panel_html.state, 'class="na-table na-clipped"')
+        running = self._is_running()  # read first: the last render then shows the end of the runs
+        self._table.value = self._html_table(run_panel_html.state, class_="na-table na-clipped")
         self.plot.update(now)
-        if goes_on and self._shown:
+        if running and self._shown:
             self._shown.update(now)
         else:
             self._shown.leave()
-            ticker.rest(self.binding)
-            if self._shown and self._goes_on():  # one was launched just now
+            ticker.suspend(self.binding)
+            if self._shown and self._is_running():  # a run was launched meanwhile
                 ticker.add(self.binding)
 
-    def _goes_on(self) -> bool:
+    def _is_running(self) -> bool:
         return any(run.ended is None for run in self.runs)
 
-    def _launched(self, run: Run) -> None:
-        """Take a new run in; on the launch's thread."""
+    def _add_run(self, run: Run) -> None:
+        """Add a new run; called on the thread of its launch."""
         self.runs = [*self.runs, run]
         self.plot.draw(self._sources())
         self.binding.watch(run.store)
@@ -103,21 +102,21 @@ class RunsTable:
         if self._shown and not self.binding.closed:
             ticker.add(self.binding)
 
-    def _asked(self, *_: Any) -> None:
+    def _render_soon(self, *_: Any) -> None:
+        """Render at the next tick; if no run lasts and nothing ticks, at once."""
         self.binding.touch()
-        if not self._goes_on():  # nobody else renders any more
+        if not self._is_running():
             self.binding.tick()
 
-    def _broke(self, error: Exception) -> None:
-        text = f"This table stopped updating ({type(error).__name__}: {error})."
-        self._problem.value = f'<p class="na-problem" role="alert">{escape(text)}</p>'
+    def _failed(self, error: Exception) -> None:
+        self._problem.value = problem(f"This table stopped updating ({type(error).__name__}: {error}).")
 
     # ---- contents
 
     @property
     def rows(self) -> list[list[str]]:
-        """The table: a head, then a row per run, the latest first; settings that all share are left out."""
-        settings, metrics = self._differences(), self._metric_names()
+        """The table: a head, then a row per run, the latest first. Settings that all runs share are left out."""
+        settings, metrics = self._differences(), _metric_names(self.runs)[:MAX_COLUMNS]
         head = ["run", "function", "state", "started", "took", "ranks", *settings, *metrics]
         return [head, *(self._row(run, settings, metrics) for run in reversed(self.runs))]
 
@@ -127,60 +126,57 @@ class RunsTable:
         cells = [str(run.id), run.function_name, run.status, started, duration(run.elapsed), ranks]
         values = [getattr(run.config, name) for name in settings]
         cells += [value if isinstance(value, str) else format_setting(value) for value in values]
-        return [*cells, *(_final(run, name) for name in metrics)]
+        return [*cells, *(_last_value(run, name) for name in metrics)]
 
     def _differences(self) -> list[str]:
-        """Return the settings that are not the same in all runs; those of the ranks' environment are not shown."""
-        names = [name for name in _fields(self.runs) if name not in _NOT_TRAINING]
-        return [name for name in names if len({repr(getattr(run.config, name)) for run in self.runs}) > 1]
+        """Return the settings that are not the same in all runs."""
+        names = dict.fromkeys(name for run in self.runs for name in run.config.non_default())
+        settings = [name for name in names if name not in _HIDDEN_SETTINGS]
+        return [name for name in settings if len({repr(getattr(run.config, name)) for run in self.runs}) > 1]
 
-    def _metric_names(self) -> list[str]:
-        return list(dict.fromkeys(name for run in self.runs for name in run.store.metric_names()))[:MAX_COLUMNS]
-
-    def _html_table(self, state: Callable[[str], str], attributes: str) -> str:
+    def _html_table(self, state: Callable[[str], str], **attributes: str) -> Markup:
         head, *rows = self.rows
-        columns = "".join(f'<th scope="col"{_LEFT} title="{escape(cell)}">{escape(cell)}</th>' for cell in head)
-        body = "".join(_html_row(row, state) for row in rows)
         if not rows:
-            return '<p class="na-empty">No run has been launched from this kernel yet.</p>'
-        return (
-            f'<div class="na-scroll"><table {attributes}><caption{_LEFT}>Runs of this kernel; metrics are the last '
-            f"values of the lowest rank</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
-        )
+            return element("p", "No run has been launched from this kernel yet.", class_="na-empty")
+        # Narrow columns cut their texts off: the title shows the whole text.
+        titles, *cells = ([element("span", cell, title=cell) for cell in row] for row in (head, *rows))
+        for row, texts in zip(cells, rows, strict=True):
+            row[2] = element("span", state(texts[2]), title=texts[2])
+        note = "Runs of this kernel; metrics are the last values of the lowest rank"
+        caption = element("caption", note, **LEFT)
+        table = html_table(titles, cells, caption=caption, columns=[LEFT] * len(head), **attributes)
+        return element("div", table, class_="na-scroll")
 
     @property
     def html(self) -> str:
         """Table and curves as static HTML."""
-        return self._html_table(escape, "") + _overlay(self.runs[-MAX_OVERLAID:])
+        return self._html_table(str) + _overlays(self.runs[-MAX_OVERLAID:])
 
     @property
     def text(self) -> str:
         """The table as plain text."""
-        rows = self.rows
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return text_table(self.rows)
 
     def _ipython_display_(self) -> None:
-        """Show the live table; when the kernel ends, its static form takes the place."""
-        place = here()
-        if place is None:
-            raise NotImplementedError  # IPython then asks for the MIME bundle
+        """Show the live table; its static form replaces it when the kernel ends."""
+        output = here()
+        if output is None:
+            raise NotImplementedError  # IPython then calls _repr_mimebundle_
         if self.binding.closed:
-            place.show(self._static())
+            output.show(self._static())
             return
-        goes_on = self._goes_on()  # asked first: the end of a run that ends meanwhile is drawn later
+        running = self._is_running()  # read first: if a run ends meanwhile, a later tick shows its end
         self.binding.touch()
         self.binding.tick()
-        self._shown.add(place, self.widget)
-        if goes_on:
+        self._shown.add(output, self.widget)
+        if running:
             ticker.add(self.binding)
 
     def _static(self) -> dict[str, Any]:
         return {"text/html": self.html, "text/plain": self.text}
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {**live_bundle(self.widget, self.text), "text/html": self.html}
+        return widget_bundle(self.widget, html=self.html, text=self.text)
 
     def __repr__(self) -> str:
         return f"<RunsTable: {len(self.runs)} runs>"
@@ -192,41 +188,35 @@ def _picked(chosen: Sequence[Run | int] | None) -> list[Run]:
         return list(known.values())
     missing = [one for one in chosen if not isinstance(one, Run) and one not in known]
     if missing:
-        raise ValueError(f"no run {missing[0]!r} in this kernel; there are {', '.join(map(str, known)) or 'none yet'}")
+        ids = ", ".join(map(str, known)) or "none yet"
+        raise ValueError(
+            f"there is no run {missing[0]!r} in this kernel; the ids are: {ids}; pass some: RunsTable([1, 2])"
+        )
     return [one if isinstance(one, Run) else known[one] for one in chosen]
 
 
-def _fields(chosen: Sequence[Run]) -> list[str]:
-    names = dict.fromkeys(name for run in chosen for name in run.config.non_default())
-    return [name for name in names if name != "rdzv_conf"]  # it may hold a secret
+def _metric_names(chosen: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in chosen for name in run.store.metric_names()))
 
 
-def _final(run: Run, name: str) -> str:
+def _last_value(run: Run, name: str) -> str:
     ranks = run.store.ranks_of(name)
     value = run.store.last_value(name, ranks[0]) if ranks else None
-    return "–" if value is None else svg_curves.number(value)
+    return "–" if value is None else number(value)
 
 
-def _html_row(row: list[str], state: Callable[[str], str]) -> str:
-    cells = "".join(
-        f'<td{_LEFT} title="{escape(cell)}">{state(cell) if column == 1 else escape(cell)}</td>'
-        for column, cell in enumerate(row[1:])
-    )
-    return f'<tr><th scope="row"{_LEFT}>{escape(row[0])}</th>{cells}</tr>'
-
-
-def _overlay(chosen: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(name for run in chosen for name in run.store.metric_names()))
-    pictures = []
-    for name in names[:24]:
-        tracks, words = [], []
+def _overlays(chosen: Sequence[Run]) -> Markup:
+    """Return an image per metric with a curve of each run."""
+    images = []
+    for name in _metric_names(chosen)[:MAX_IMAGES]:
+        tracks, descriptions = [], []
         for run in chosen:
             if name in run.store.metric_names():
                 first = svg_curves.tracks_of(run.store, name)[0]
                 tracks.append(svg_curves.Track(f"run {run.id}", first.x, first.y))
-                words.append(f"run {run.id}: {svg_curves.description(run.store.series(name))}")
-        pictures.append(svg_curves.image(name, tracks, "; ".join(words)))
-    return f"<div>{' '.join(pictures)}</div>" if pictures else ""
+                descriptions.append(f"run {run.id}: {svg_curves.description(run.store.series(name))}")
+        images.append(svg_curves.image(name, tracks, "; ".join(descriptions)))
+    return element("div", join(images, " ")) if images else Markup()
 
 
 __all__ = ["RunsTable"]

@@ -1,28 +1,31 @@
-"""What is sharded where: the mesh of ranks as a picture, and a table of who holds how much of what."""
+"""The sharding page of a run's panel: the mesh of ranks as a drawing, and the table of shards."""
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import mesh_diagram, sharding_table
+from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.number_format import percent
+from notebook_accelerate.launch.report.tables import html_table
+from notebook_accelerate.widgets.run_panel_html import NUMBER, swatch
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
-    from notebook_accelerate.launch.report.sharding_table import Ranks, Row
+    from notebook_accelerate.launch.report.sharding_table import ShardingRow, ShardReports
 
-_NOTHING = (
-    '<p class="na-empty">Nothing prepared yet: accelerator.prepare(model, optimizer) tells what each rank holds of '
-    "parameters, gradients and optimizer state.</p>"
+_EMPTY = (
+    "Nothing prepared yet: accelerator.prepare(model, optimizer) reports the parameters, gradients and optimizer "
+    "state that each rank holds."
 )
 _NOTE = (
-    '<p class="na-note">Each bar is the whole model; its filled part is what the rank holds between steps. Gradients '
-    "are there from backward to step, optimizer state from the first step on.</p>"
+    "Each bar stands for the whole model; the filled part is what the rank holds between steps. Gradients exist from "
+    "backward to step, optimizer state from the first step on."
 )
 
 
 class ShardingPage:
-    """The page as HTML, made anew only where a rank has told something new.
+    """The page as HTML, made again only when a rank has sent a new report.
 
     Args:
         run: The run.
@@ -30,57 +33,55 @@ class ShardingPage:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._seen: Ranks = {}
-        self._html = _NOTHING
+        self._shown: ShardReports = {}
+        self._html = page({})
 
-    def html(self) -> str:
+    def html(self) -> Markup:
         """Return the page."""
-        now = sharding_table.holdings_of(self.run)
-        if now.keys() != self._seen.keys() or any(now[rank] is not self._seen[rank] for rank in now):
-            self._seen, self._html = now, page(now)
+        latest = sharding_table.latest_reports(self.run)
+        if latest.keys() != self._shown.keys() or any(latest[rank] is not self._shown[rank] for rank in latest):
+            self._shown, self._html = latest, page(latest)
         return self._html
 
 
-def page(ranks: Ranks) -> str:
-    """Return sentence, picture and table.
+def page(reports: ShardReports) -> Markup:
+    """Return summary, drawing and table.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
-    if not ranks:
-        return _NOTHING
-    rows = sharding_table.table(ranks)
-    titles = "".join(
-        f'<th scope="col"{kind}>{title}</th>'
-        for title, kind in (
-            ("ranks", ""), ("", ""), ("whole", _NUMBER), ("each rank", _NUMBER), ("share", ""), ("how", ""),
-        )
-    )  # fmt: skip
-    caption = f'<caption class="na-hidden">{sharding_table.CAPTION}</caption>'
-    return (
-        f'<p class="na-verdict">{escape(sharding_table.sentence(ranks))}</p>'
-        f'<div class="na-scroll na-mesh">{mesh_diagram.picture(ranks)}</div>{_NOTE}'
-        f'<div class="na-scroll"><table class="na-table na-shards">{caption}<thead><tr>{titles}</tr></thead>'
-        f"<tbody>{''.join(map(_row, rows))}</tbody></table></div>"
+    if not reports:
+        return element("p", _EMPTY, class_="na-empty")
+    rows = sharding_table.sharding_rows(reports)
+    table = html_table(
+        sharding_table.HEAD,
+        [_cells(row) for row in rows],
+        caption=element("caption", sharding_table.CAPTION, class_="na-hidden"),
+        columns=[{}, {}, NUMBER, NUMBER, {}, {}],
+        row_classes=["" if row.kind in _COLOURS else "na-sum" for row in rows],
+        class_="na-table na-shards",
     )
+    return join([
+        element("p", sharding_table.summary(reports), class_="na-verdict"),
+        element("div", mesh_diagram.svg(reports), class_="na-scroll na-mesh"),
+        element("p", _NOTE, class_="na-note"),
+        element("div", table, class_="na-scroll"),
+    ])  # fmt: skip
 
 
-_NUMBER = ' class="na-num"'
-_COLOURS = {"parameters": "1", "gradients": "0", "optimizer state": "3"}
+_COLOURS = {"parameters": 1, "gradients": 0, "optimizer state": 3}
 
 
-def _row(row: Row) -> str:
-    colour = _COLOURS.get(row.what)
-    swatch = f'<span class="na-swatch" style="background:var(--na-part-{colour})"></span>' if colour else ""
-    fill = f"background:var(--na-part-{colour})" if colour else "background:var(--na-muted-ink)"
-    width = f"{min(100.0, 100 * (row.share or 0.0)):.1f}%"
-    meter = f'<span class="na-meter"><i style="width:{width};{fill}"></i></span>' if row.share is not None else ""
-    return (
-        f'<tr class="{"" if colour else "na-sum"}"><th scope="row">{escape(row.who)}</th><td>{swatch}{row.what}</td>'
-        f'<td class="na-num">{row.whole}</td><td class="na-num">{row.here}</td>'
-        f'<td><span class="na-share">{meter}<span>{sharding_table.percent(row.share)}</span></span></td>'
-        f'<td class="na-muted">{escape(row.how)}</td></tr>'
-    )
+def _cells(row: ShardingRow) -> list[str]:
+    part = _COLOURS.get(row.kind)
+    kind = row.kind if part is None else join([swatch(part), row.kind])
+    meter = Markup()
+    if row.share is not None:
+        fill = "var(--na-muted-ink)" if part is None else f"var(--na-part-{part})"
+        style = f"width:{min(100.0, 100 * row.share):.1f}%;background:{fill}"
+        meter = element("span", element("i", style=style), class_="na-meter")
+    share = element("span", meter, element("span", percent(row.share)), class_="na-share")
+    return [row.ranks, kind, row.total, row.per_rank, share, element("span", row.layout, class_="na-muted")]
 
 
 __all__ = ["ShardingPage", "page"]

@@ -92,8 +92,8 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     assert stacks.get_attribute("open") is not None, "what was opened stays open"
     page.shot(f"{app}-debug-verdict", CARD)
 
-    line = page.page.get_by_label("Ask the ranks")
-    page.page.get_by_label("Whom to ask").select_option("rank 1")
+    line = page.page.get_by_label("Expression or command")
+    page.page.get_by_label("Ranks to ask").select_option("rank 1")
 
     def one() -> None:
         line.fill("rank + float(total[0])")
@@ -105,7 +105,7 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
 
     _asks(page, one, LOG, "rank 1: 5.0")
     page.until(lambda: line.input_value() == "", "an empty line")
-    page.page.get_by_label("Whom to ask").select_option("all ranks")
+    page.page.get_by_label("Ranks to ask").select_option("all ranks")
     _asks(page, all_of_them, LOG, "ranks 0, 1: torch.Size([128])")
     line.fill("total +")
     line.press("Enter")
@@ -119,7 +119,7 @@ def test_in_the_dark(opened: Any, app: App) -> None:
     _hangs(page)
     _asks(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, STUCK)
     page.shot(f"{app}-debug-dark", CARD)
-    page.page.get_by_label("Ask the ranks").focus()
+    page.page.get_by_label("Expression or command").focus()
     seen = []
     for _ in range(6):
         page.page.keyboard.press("Tab")

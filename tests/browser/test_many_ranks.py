@@ -1,4 +1,4 @@
-"""A panel of many ranks on several machines, fed by hand, in JupyterLab 4 and Notebook 7."""
+"""A panel of many ranks on several machines, with recorded events, in JupyterLab 4 and Notebook 7."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _tab(page: NotebookPage, name: str) -> None:
 
 
 @DAILY_IN_LAB
-def test_nodes_stand_in_a_row_each_and_the_others_unfold(opened: Any, app: App) -> None:
+def test_each_node_has_a_row_and_the_other_ranks_unfold(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
     page.wait_for(DRAWN)
@@ -67,23 +67,23 @@ def test_nodes_stand_in_a_row_each_and_the_others_unfold(opened: Any, app: App) 
     cell = "[...document.querySelectorAll('.na-many tbody:last-child tr')][3].cells[2]"
     step = f"() => Number({cell}.innerText.replace(',', ''))"
     first = int(page.page.evaluate(step))
-    page.until(lambda: int(page.page.evaluate(step)) > first, "rows behind the fold go on")
+    page.until(lambda: int(page.page.evaluate(step)) > first, "updates of the rows behind the fold")
     page.shot(f"{app}-many-ranks")
 
 
 @DAILY_IN_LAB
-def test_curves_are_a_band_and_chosen_ranks_are_laid_over(opened: Any, app: App) -> None:
+def test_curves_are_an_envelope_with_chosen_ranks_over_it(opened: Any, app: App) -> None:
     page = opened([FEED, SHOW])
     page.run(1)
     page.wait_for(DRAWN)
     page.wait_for("() => /to/.test(document.querySelector('.na-chart-value small')?.innerText)")
-    chosen = page.page.get_by_role("searchbox", name="Ranks to draw over the band")
+    chosen = page.page.get_by_role("searchbox", name="Ranks to draw over the envelope")
     chosen.fill("3, 60-61")
-    wanted = "all ranks: mean and range,rank 3,rank 60,rank 61"
+    wanted = "all ranks: min, mean, max,rank 3,rank 60,rank 61"
     chips = "(wanted) => [...document.querySelectorAll('.na-chip')].map((chip) => chip.innerText).join() === wanted"
     page.wait_for(chips, wanted)
     page.page.locator(CARD).first.scroll_into_view_if_needed()
-    page.shot(f"{app}-band", CARD)
+    page.shot(f"{app}-envelope", CARD)
 
 
 @DAILY_IN_LAB

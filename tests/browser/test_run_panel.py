@@ -68,7 +68,7 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     first = _step(page)
     page.until(lambda: _step(page) > first + 20, "progress")
     page.shot(f"{app}-running", CARD)
-    page.wait_for(f"() => document.querySelector('{CARD}').innerText.includes('Stop works by a click now')")
+    page.wait_for(f"() => document.querySelector('{CARD}').innerText.includes('The Stop button works now')")
     assert page.page.locator(".na-chart-name").nth(2).inner_text() == "<img src=x onerror=alert(1)>"
 
     page.page.get_by_role("button", name="Stop").click()
@@ -115,7 +115,7 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
     tabs = page.page.locator(".na-tabs [role=tab]")
     page.wait_for("() => document.querySelector('.na-run').innerText.includes('Ranks ⚠')")
     tabs.nth(1).click()
-    page.wait_for("() => document.querySelector('.na-verdict').innerText.includes('Rank 1 holds the others up')")
+    page.wait_for("() => document.querySelector('.na-verdict').innerText.includes('Rank 1 is a straggler')")
     page.wait_for("() => document.querySelector('tr.na-late')?.innerText.includes('straggler')")
     page.shot(f"{app}-ranks", CARD)
     tabs.nth(2).click()

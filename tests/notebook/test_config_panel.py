@@ -45,7 +45,7 @@ def shown(kernel: Kernel) -> Cell:
 def test_the_panel_is_a_widget_with_its_static_form_below(shown: Cell) -> None:
     live, static = shown.displays
     assert VIEW in live
-    assert live["text/plain"] == "Settings of a launch: live in the notebook that it runs in"
+    assert live["text/plain"] == "Settings of a launch: live in the notebook of its kernel"
     assert VIEW not in static
     assert "<summary>Settings of a launch, as of " in static["text/html"]
     assert "num_processes=2" in static["text/plain"]

@@ -1,5 +1,5 @@
-// A button that puts a text on the clipboard. Front ends that forbid the clipboard API to widgets (an output frame
-// without the permission) get the older way: a selected text box and the copy command.
+// A button that copies a text to the clipboard. Where the front end does not allow the clipboard API (an output frame
+// without the permission), a selected text box and the copy command are used instead.
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -26,17 +26,17 @@ function render({ model, el }) {
   button.className = "lm-Widget jupyter-widgets jupyter-button widget-button na-copy";
   button.textContent = model.get("label");
   button.setAttribute("aria-label", `${model.get("label")} to the clipboard`);
-  const said = document.createElement("span");
-  said.setAttribute("role", "status");
-  said.className = "na-help";
+  const status = document.createElement("span");
+  status.setAttribute("role", "status");
+  status.className = "na-help";
   let timer;
   button.addEventListener("click", async () => {
     const done = await copy(model.get("text"));
-    said.textContent = done ? " Copied" : " The browser forbids copying here: select the text and copy it";
+    status.textContent = done ? " Copied" : " The browser does not allow copying here: select the text and copy it";
     clearTimeout(timer);
-    timer = setTimeout(() => (said.textContent = ""), 4000);
+    timer = setTimeout(() => (status.textContent = ""), 4000);
   });
-  el.append(button, said);
+  el.append(button, status);
   return () => clearTimeout(timer);
 }
 

@@ -1,4 +1,4 @@
-/* What views of growing data share; stands before a view's own code. */
+/* Helpers of all views of growing data; this file precedes the view's own. */
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -11,39 +11,61 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-/* The messages of a model: its traits `full` and `delta` hold {seq, prev, ...}. A delta continues the message `prev`; a
- * view that missed one says "hello" and waits for the next full.
+/* Receives the messages of a model: its traits `full` and `delta` hold {seq, prev, ...}. A delta continues the message
+ * `prev`; a view that missed one sends "hello" and waits for the next full.
  *
- * Each message with the part `part` goes to `full(message)` or `delta(message)`, those that are there already at once.
+ * Each message with the key `key` is passed to `onFull(message)` or `onDelta(message)`, the present ones immediately.
  */
 class Feed {
-  constructor(model, part, full, delta) {
+  constructor(model, key, onFull, onDelta) {
     this.model = model;
-    this.part = part;
+    this.key = key;
     this.seq = -1;
-    const takeFull = () => this.full(full), takeDelta = () => this.delta(delta);
-    model.on("change:full", takeFull);
-    model.on("change:delta", takeDelta);
-    this.stop = () => { model.off("change:full", takeFull); model.off("change:delta", takeDelta); };
-    takeFull();
-    takeDelta();
+    const readFull = () => this.readFull(onFull), readDelta = () => this.readDelta(onDelta);
+    model.on("change:full", readFull);
+    model.on("change:delta", readDelta);
+    this.stop = () => { model.off("change:full", readFull); model.off("change:delta", readDelta); };
+    readFull();
+    readDelta();
   }
-  full(take) {
+  readFull(handler) {
     const message = this.model.get("full");
-    if (!message || !message[this.part] || message.seq < this.seq) return;
+    if (!message || !message[this.key] || message.seq < this.seq) return;
     this.seq = message.seq;
-    take(message);
+    handler(message);
   }
-  delta(take) {
+  readDelta(handler) {
     const message = this.model.get("delta");
-    if (!message || !message[this.part] || message.seq <= this.seq) return;
-    if (message.prev !== this.seq) { this.hello(); return; }
+    if (!message || !message[this.key] || message.seq <= this.seq) return;
+    if (message.prev !== this.seq) { this.requestFull(); return; }
     this.seq = message.seq;
-    take(message);
+    handler(message);
   }
-  hello() {
-    if (performance.now() - (this.asked || -1e9) <= 2000) return;
-    this.asked = performance.now();
+  requestFull() {
+    if (performance.now() - (this.requested || -1e9) <= 2000) return;
+    this.requested = performance.now();
     this.model.send({ kind: "hello" });
   }
 }
+
+/* Returns a function that runs `paint` once in the next animation frame, however often it is called before. */
+function oncePerFrame(paint) {
+  let frame = 0;
+  return () => {
+    if (!frame) frame = requestAnimationFrame(() => { frame = 0; paint(); });
+  };
+}
+
+const randomId = () => `na-${Math.random().toString(36).slice(2)}`;
+
+const english = (count) => count.toLocaleString("en");
+
+const capitalized = (text) => text[0].toUpperCase() + text.slice(1);
+
+/* Returns the anywidget module of a view: a class with a method `stop`. */
+const widgetOf = (View) => ({
+  render({ model, el }) {
+    const view = new View(model, el);
+    return () => view.stop();
+  },
+});

@@ -1,10 +1,10 @@
-/* What the ranks wrote: tabs per rank and a search that work while the kernel is busy.
+/* The output of the ranks, with tabs per rank and a search that work while the kernel is busy.
  *
  * `full` and `delta` (see feed.js) hold {seq, prev, lines: [[rank, seconds, stream, text], ...], skipped: {rank: count}}.
  * Text is set as text, never as markup.
  */
-const KEPT = 2000;
-const SHOWN = 1000;
+const MAX_KEPT = 2000;
+const MAX_SHOWN = 1000;
 const MAX_TABS = 16;
 const ANSI = /\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*(?:\x07|\x1b\\)/g;
 
@@ -16,39 +16,40 @@ class Logs {
     this.skipped = new Map();
     this.nodes = new Map();
     this.rank = "all";
-    this.key = `na-${Math.random().toString(36).slice(2)}`;
+    this.id = randomId();
+    this.schedule = oncePerFrame(() => this.paint());
     this.tabs = make("div", { class: "na-segments", role: "tablist", "aria-label": "Rank" });
-    this.tabs.addEventListener("keydown", (event) => this.arrow(event));
+    this.tabs.addEventListener("keydown", (event) => this.moveByKey(event));
     this.picker = make("select", { "aria-label": "Ranks whose lines are shown", onchange: () => { this.pick(this.picker.value); } });
     this.search = make("input", { type: "search", placeholder: "Search lines", "aria-label": "Search the lines", oninput: () => this.schedule() });
     this.errors = make("input", { type: "checkbox", onchange: () => this.schedule() });
     this.follow = make("input", { type: "checkbox", onchange: () => this.schedule() });
     this.follow.checked = true;
     this.count = make("span", { class: "na-count" });
-    this.body = make("div", { class: "na-log", role: "log", tabindex: "0", "aria-label": "Output of the ranks", "aria-live": "off", id: this.key });
+    this.body = make("div", { class: "na-log", role: "log", tabindex: "0", "aria-label": "Output of the ranks", "aria-live": "off", id: this.id });
     el.append(make("div", { class: "na-logs" },
       make("div", { class: "na-tools" }, this.tabs, this.picker, this.search,
         make("label", { class: "na-check" }, this.errors, " stderr only"),
         make("label", { class: "na-check" }, this.follow, " Follow"), this.count),
       this.body));
-    this.feed = new Feed(model, "lines", (message) => this.full(message), (message) => this.take(message));
+    this.feed = new Feed(model, "lines", (message) => this.replace(message), (message) => this.append(message));
     this.schedule();
   }
-  full(message) {
+  stop() { this.feed.stop(); }
+  replace(message) {
     this.lines = [];
     this.counts = new Map();
     this.skipped = new Map();
     this.nodes = new Map(Object.entries(message.nodes || {}).map(([rank, node]) => [Number(rank), node]));
-    this.take(message);
+    this.append(message);
   }
-  take(message) {
+  append(message) {
     for (const [rank, time, stream, text] of message.lines) {
       this.lines.push({ rank, time, stream, text: text.replace(ANSI, "") });
       this.counts.set(rank, (this.counts.get(rank) || 0) + 1);
     }
     for (const [rank, count] of Object.entries(message.skipped)) this.skipped.set(Number(rank), (this.skipped.get(Number(rank)) || 0) + count);
-    const ranks = Math.max(1, this.counts.size);
-    const most = Math.min(KEPT * ranks, 40 * SHOWN);
+    const most = Math.min(MAX_KEPT * Math.max(1, this.counts.size), 40 * MAX_SHOWN);
     if (this.lines.length > most) this.lines.splice(0, this.lines.length - most);
     this.schedule();
   }
@@ -64,12 +65,12 @@ class Logs {
     const focused = this.tabs.contains(document.activeElement);
     this.tabs.replaceChildren(...names.map((name) => {
       const on = name === this.rank;
-      return make("button", { type: "button", role: "tab", "aria-selected": String(on), "aria-controls": this.key, tabindex: on ? "0" : "-1",
+      return make("button", { type: "button", role: "tab", "aria-selected": String(on), "aria-controls": this.id, tabindex: on ? "0" : "-1",
         onclick: () => { this.rank = name; this.schedule(); } }, name === "all" ? "All" : `Rank ${name}`);
     }));
     if (focused) this.tabs.querySelector("[aria-selected=true]").focus();
   }
-  /* Of many ranks a list to choose from, by node where there are several. */
+  /* With many ranks a list replaces the tabs; it is grouped if there are several nodes. */
   paintPicker(names) {
     const option = (value, text) => make("option", { value: String(value) }, text);
     const groups = new Map();
@@ -86,7 +87,7 @@ class Logs {
   }
   pick(value) { this.rank = /^\d+$/.test(value) ? Number(value) : value; this.schedule(); }
   shows(rank) { return this.rank === "all" || rank === this.rank || this.rank === `node ${this.nodes.get(rank)}`; }
-  arrow(event) {
+  moveByKey(event) {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move) return;
     event.preventDefault();
@@ -96,23 +97,20 @@ class Logs {
     next.focus();
     next.click();
   }
-  schedule() {
-    if (this.frame) return;
-    this.frame = requestAnimationFrame(() => { this.frame = 0; this.paint(); });
-  }
   paint() {
     this.paintTabs();
     const word = this.search.value.toLowerCase();
     const found = this.lines.filter((line) => this.shows(line.rank)
       && (!this.errors.checked || line.stream === "stderr") && (!word || line.text.toLowerCase().includes(word)));
-    const shown = found.slice(-SHOWN);
+    const shown = found.slice(-MAX_SHOWN);
     const lost = [...this.skipped].reduce((sum, [rank, n]) => sum + (this.shows(rank) ? n : 0), 0);
-    this.count.textContent = word ? `${found.length.toLocaleString("en")} found`
-      : `${found.length.toLocaleString("en")} lines` + (lost ? `, ${lost.toLocaleString("en")} more in run.logs()` : "");
-    if (!this.follow.checked && this.painted === `${this.rank} ${word} ${this.errors.checked}`) return;
-    this.painted = `${this.rank} ${word} ${this.errors.checked}`;
+    this.count.textContent = word ? `${english(found.length)} found`
+      : `${english(found.length)} lines` + (lost ? `, ${english(lost)} more in run.logs()` : "");
+    const selection = `${this.rank} ${word} ${this.errors.checked}`;
+    if (!this.follow.checked && this.painted === selection) return;
+    this.painted = selection;
     const fragment = document.createDocumentFragment();
-    if (!shown.length) fragment.append(make("p", { class: "na-empty" }, word ? "Nothing found." : "Nothing written yet."));
+    if (!shown.length) fragment.append(make("p", { class: "na-empty" }, word ? "No line contains this text." : "No output yet."));
     for (const line of shown) {
       const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });
       if (typeof this.rank !== "number") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
@@ -137,9 +135,4 @@ class Logs {
   }
 }
 
-export default {
-  render({ model, el }) {
-    const logs = new Logs(model, el);
-    return () => logs.feed.stop();
-  },
-};
+export default widgetOf(Logs);

@@ -1,11 +1,11 @@
-/* Curves of a run: one uPlot chart per metric, controls that work while the kernel is busy.
+/* Curves of a run: one uPlot chart per metric, with controls that work while the kernel is busy.
  *
  * The model's traits `full` and `delta` (see feed.js) hold {seq, prev, series: [[metric, label, count], ...], data}:
  * little-endian float64, for each series its steps, then its seconds, then its values. All text is set as text, never as
  * markup.
  *
- * An entry [metric, label, count, from] is a band over many ranks: steps, seconds, mean, smallest and largest; what was
- * known at steps from `from` on (null: all of it) is replaced.
+ * An entry [metric, label, count, from] is an envelope over many ranks: steps, seconds, mean, minimum and maximum. It
+ * replaces the points at steps from `from` on (null: all of them).
  */
 const MAX_CHARTS = 60;
 const MAX_POINTS = 6000;
@@ -31,7 +31,7 @@ function format(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-/* Labels of an axis: as many digits as it takes to tell neighbours apart. */
+/* Labels of an axis, with enough digits to distinguish neighbours. */
 function ticks(splits) {
   const found = splits.filter((value) => value != null);
   const largest = Math.max(...found.map(Math.abs)), step = Math.abs(found[1] - found[0]) || largest || 1;
@@ -72,10 +72,10 @@ class Series {
       this.time.push(data[at + count + i]);
       this.value.push(data[at + 2 * count + i]);
     }
-    if (this.value.length > MAX_POINTS) this.thin();
+    if (this.value.length > MAX_POINTS) this.downsample();
   }
   /* M4 over groups of eight: first, last, smallest, largest. */
-  thin() {
+  downsample() {
     const keep = [];
     for (let i = 0; i < this.value.length; i += 8) {
       const end = Math.min(i + 8, this.value.length);
@@ -90,8 +90,8 @@ class Series {
   }
 }
 
-/* The mean of many ranks, between their smallest and their largest value. */
-class Band {
+/* The mean of many ranks, with their minimum and maximum. */
+class Envelope {
   constructor() { this.step = []; this.time = []; this.value = []; this.low = []; this.high = []; }
   columns() { return [this.step, this.time, this.value, this.low, this.high]; }
   replace(data, at, count, from) {
@@ -104,31 +104,31 @@ class Band {
   }
 }
 
-class Data {
+class Metrics {
   constructor() { this.metrics = new Map(); this.labels = []; }
-  take(message) {
+  append(message) {
     const view = message.data;
     const data = new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
     const changed = new Set();
     let at = 0;
     for (const [metric, label, count, from] of message.series) {
       if (!this.metrics.has(metric)) this.metrics.set(metric, new Map());
-      const ranks = this.metrics.get(metric), banded = from !== undefined;
-      if (!ranks.has(label)) ranks.set(label, banded ? new Band() : new Series());
+      const curves = this.metrics.get(metric), isEnvelope = from !== undefined;
+      if (!curves.has(label)) curves.set(label, isEnvelope ? new Envelope() : new Series());
       if (!this.labels.includes(label)) this.labels.push(label);
-      if (banded) ranks.get(label).replace(data, at, count, from);
-      else ranks.get(label).add(data, at, count);
-      at += (banded ? 5 : 3) * count;
+      if (isEnvelope) curves.get(label).replace(data, at, count, from);
+      else curves.get(label).add(data, at, count);
+      at += (isEnvelope ? 5 : 3) * count;
       changed.add(metric);
     }
-    // By name, whichever was heard of first: colours and chips stay what they are.
+    // Sorted by name, so that colours and chips do not depend on the order of arrival.
     this.labels.sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
     return changed;
   }
-  full(message) {
+  replace(message) {
     this.metrics = new Map();
     this.labels = [];
-    return this.take(message);
+    return this.append(message);
   }
 }
 
@@ -142,7 +142,7 @@ class Chart {
     this.plot = make("div", { class: "na-chart-plot" });
     this.node = make("figure", { class: "na-chart", tabindex: "0", role: "img" },
       make("figcaption", {}, this.title, this.readout), this.plot);
-    this.node.addEventListener("keydown", (event) => this.key(event));
+    this.node.addEventListener("keydown", (event) => this.moveByKey(event));
     this.node.addEventListener("blur", () => this.u && this.u.setCursor({ left: -10, top: -10 }));
     this.visible = false;
     this.stale = true;
@@ -157,7 +157,7 @@ class Chart {
       const series = known?.get(label);
       if (!series?.value.length || panel.hidden.has(label)) continue;
       const x = panel.axis === "time" ? series.time : series.step;
-      if (series instanceof Band) {
+      if (series instanceof Envelope) {
         const mean = series.value.map(drawn), shown = panel.smoothing > 0 ? smooth(mean, panel.smoothing) : mean;
         tables.push([[...x], shown, series.low.map(drawn), series.high.map(drawn)]);
         labels.push(label);
@@ -189,7 +189,7 @@ class Chart {
     this.joined = joined;
     this.starts = [];
     tables.reduce((at, table) => { this.starts.push(at); return at + table.length - 1; }, 1);
-    this.banded = tables.map((table) => table.length === 4);
+    this.isEnvelope = tables.map((table) => table.length === 4);
     if (this.u && shape === this.shape) this.u.setData(joined, !this.zoomed);
     else this.build(shape, labels, joined, width);
     this.describe();
@@ -204,14 +204,14 @@ class Chart {
     const ink = style.getPropertyValue("--na-muted-ink").trim() || "#888";
     const grid = style.getPropertyValue("--na-grid").trim() || "#8883";
     const time = panel.axis === "time";
-    const series = [{}], bands = [];
+    const series = [{}], areas = [];
     for (const [index, label] of labels.entries()) {
       const colour = panel.colour(label);
-      const line = { label, stroke: colour, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 || (this.banded.includes(true) && !this.banded[index]) ? 1.2 : 1.6, spanGaps: false, points: { show: joined[0].length < 3 } };
-      if (this.banded[index]) {
+      const line = { label, stroke: colour, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 || (this.isEnvelope.includes(true) && !this.isEnvelope[index]) ? 1.2 : 1.6, spanGaps: false, points: { show: joined[0].length < 3 } };
+      if (this.isEnvelope[index]) {
         const edge = { label, stroke: colour, alpha: 0.45, width: 0.6, points: { show: false } };
         series.push({ ...line, width: 2 }, edge, edge);
-        bands.push({ series: [this.starts[index] + 2, this.starts[index] + 1], fill: colour + (panel.dark ? "38" : "2b") });
+        areas.push({ series: [this.starts[index] + 2, this.starts[index] + 1], fill: colour + (panel.dark ? "38" : "2b") });
       } else if (panel.smoothing > 0) {
         series.push({ ...line, width: 1.9 });
         series.push({ ...line, label: label + " raw", alpha: 0.25, width: 1 });
@@ -220,14 +220,14 @@ class Chart {
     const axis = { stroke: ink, font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: grid, width: 1 } };
     const options = {
       width, height: 170, legend: { show: false }, padding: [8, 10, 0, 0],
-      cursor: { sync: { key: panel.key }, drag: { x: true, y: false, setScale: true }, points: { size: 6 }, focus: { prox: -1 } },
+      cursor: { sync: { key: panel.id }, drag: { x: true, y: false, setScale: true }, points: { size: 6 }, focus: { prox: -1 } },
       scales: { x: { time: false }, y: { distr: panel.log ? 3 : 1, range: panel.log ? undefined : this.range } },
       axes: [
         { ...axis, grid: { show: false }, size: 26, space: 60,
-          values: (u, splits) => splits.map((v) => (time ? duration(v) : format(v).replace(/^(-?\d+)$/, (n) => Number(n).toLocaleString("en")))) },
+          values: (u, splits) => splits.map((v) => (time ? duration(v) : format(v).replace(/^(-?\d+)$/, (n) => english(Number(n))))) },
         { ...axis, size: 56, space: 34, values: (u, splits) => ticks(splits) },
       ],
-      series, bands,
+      series, bands: areas,
       hooks: {
         setCursor: [() => this.read()],
         setSelect: [(u) => { if (u.select.width > 2) { this.zoomed = true; panel.zoomChanged(); } }],
@@ -237,12 +237,12 @@ class Chart {
     this.u = new uPlot(options, joined, this.plot);
     this.u.over.addEventListener("dblclick", () => this.reset());
   }
-  /* A little air above and below; a flat line in the middle. */
+  /* Margins above and below; a flat line is centred. */
   range(u, low, high) {
     if (low == null) return [0, 1];
     if (low === high) { const spread = Math.abs(low) * 0.1 || 1; return [low - spread, high + spread]; }
-    const air = (high - low) * 0.06;
-    return [low - air, high + air];
+    const margin = (high - low) * 0.06;
+    return [low - margin, high + margin];
   }
   reset() {
     this.zoomed = false;
@@ -261,20 +261,20 @@ class Chart {
       while (at > 0 && column[at] == null) at--;
       if (parts.length >= (many ? 3 : 4)) return;
       const value = make("span", {}, this.panel.sample(label), format(column[at]));
-      if (this.banded[i]) value.append(make("small", {}, ` ${format(this.joined[this.starts[i] + 1][at])} to ${format(this.joined[this.starts[i] + 2][at])}`));
+      if (this.isEnvelope[i]) value.append(make("small", {}, ` ${format(this.joined[this.starts[i] + 1][at])} to ${format(this.joined[this.starts[i] + 2][at])}`));
       value.title = label;
       parts.push(value);
     });
     const x = index == null ? null : this.joined[0][index];
-    const place = x == null ? [] : [make("b", {}, this.panel.axis === "time" ? duration(x) : `step ${x.toLocaleString("en")}`)];
-    this.readout.replaceChildren(...place, ...parts, ...(many ? ["…"] : []));
+    const position = x == null ? [] : [make("b", {}, this.panel.axis === "time" ? duration(x) : `step ${english(x)}`)];
+    this.readout.replaceChildren(...position, ...parts, ...(many ? ["…"] : []));
   }
   describe() {
     this.read();
     const last = [...this.readout.querySelectorAll("span")].map((node) => `${node.title} ${node.textContent}`).join(", ");
-    this.node.setAttribute("aria-label", `Curve of ${this.metric} over ${this.panel.axis}; latest: ${last || "nothing yet"}. Arrow keys move along it.`);
+    this.node.setAttribute("aria-label", `Curve of ${this.metric} over ${this.panel.axis}; latest: ${last || "no value yet"}. Arrow keys move along it.`);
   }
-  key(event) {
+  moveByKey(event) {
     if (!this.u || !this.joined[0].length) return;
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
     if (event.key === "Escape") { this.reset(); return; }
@@ -285,32 +285,32 @@ class Chart {
     const from = this.u.cursor.idx == null ? last : this.u.cursor.idx;
     const to = Math.max(0, Math.min(last, from + moves[event.key]));
     this.u.setCursor({ left: this.u.valToPos(this.joined[0][to], "x"), top: 10 });
-    this.panel.say(`${this.metric}: ${this.readout.textContent}`);
+    this.panel.announce(`${this.metric}: ${this.readout.textContent}`);
   }
 }
 
 class Panel {
   constructor(model, el) {
     this.model = model;
-    this.key = `na-${Math.random().toString(36).slice(2)}`;
-    this.data = new Data();
+    this.id = randomId();
+    this.data = new Metrics();
     this.charts = new Map();
     this.hidden = new Set();
     this.axis = "step";
     this.log = false;
     this.smoothing = 0;
     this.filter = "";
-    this.frame = 0;
+    this.schedule = oncePerFrame(() => this.paint());
     this.root = make("div", { class: "na-plots" });
     el.append(this.root);
     this.build();
     this.watch();
     this.layout();
-    this.feed = new Feed(model, "data", (message) => this.mark(this.data.full(message)), (message) => this.mark(this.data.take(message)));
+    this.feed = new Feed(model, "data", (message) => this.changed(this.data.replace(message)), (message) => this.changed(this.data.append(message)));
   }
   build() {
     const radio = (value, text) => {
-      const input = make("input", { type: "radio", name: `${this.key}-x`, value, onchange: () => { this.axis = value; this.redraw(); } });
+      const input = make("input", { type: "radio", name: `${this.id}-x`, value, onchange: () => { this.axis = value; this.redraw(); } });
       input.checked = value === this.axis;
       return make("label", {}, input, make("span", {}, text));
     };
@@ -319,11 +319,11 @@ class Panel {
       oninput: () => { this.smoothing = Number(this.slider.value); this.amount.textContent = this.smoothing ? this.smoothing.toFixed(2) : "off"; this.redraw(); } });
     const log = make("input", { type: "checkbox", onchange: () => { this.log = log.checked; this.redraw(); } });
     this.search = make("input", { type: "search", placeholder: "Filter metrics", "aria-label": "Filter metrics by name",
-      oninput: () => { this.filter = this.search.value.trim().toLowerCase(); this.layout(); this.ask(); } });
-    this.over = make("input", { type: "search", class: "na-over", placeholder: "Ranks, as 0, 5-7", "aria-label": "Ranks to draw over the band",
-      oninput: () => { clearTimeout(this.choosing); this.choosing = setTimeout(() => { this.model.set("chosen", this.over.value); this.model.save_changes(); }, 400); } });
-    this.overLabel = make("label", { title: "Draw the curves of single ranks over the band" }, "Show ", this.over);
-    this.overLabel.hidden = true;
+      oninput: () => { this.filter = this.search.value.trim().toLowerCase(); this.layout(); this.requestMetrics(); } });
+    this.chosen = make("input", { type: "search", class: "na-chosen-ranks", placeholder: "Ranks, e.g. 0, 5-7", "aria-label": "Ranks to draw over the envelope",
+      oninput: () => { clearTimeout(this.choosing); this.choosing = setTimeout(() => { this.model.set("chosen", this.chosen.value); this.model.save_changes(); }, 400); } });
+    this.chosenLabel = make("label", { title: "Draw the curves of single ranks over the envelope" }, "Show ", this.chosen);
+    this.chosenLabel.hidden = true;
     this.resetZoom = make("button", { type: "button", class: "na-tool", onclick: () => this.charts.forEach((chart) => chart.reset()) }, "Reset zoom");
     this.resetZoom.hidden = true;
     this.chips = make("div", { class: "na-chips", role: "group", "aria-label": "Shown curves" });
@@ -332,7 +332,7 @@ class Panel {
       make("span", { class: "na-segments", role: "radiogroup", "aria-label": "Horizontal axis" }, radio("step", "Step"), radio("time", "Time")),
       make("label", { class: "na-check" }, log, " Log scale"),
       make("label", { class: "na-slide" }, "Smoothing ", this.slider, this.amount),
-      this.overLabel, this.resetZoom);
+      this.chosenLabel, this.resetZoom);
     this.grid = make("div", { class: "na-charts" });
     this.note = make("p", { class: "na-note" });
     this.live = make("div", { class: "na-hidden", "aria-live": "polite" });
@@ -366,13 +366,13 @@ class Panel {
       this.charts.forEach((chart) => chart.u && chart.u.destroy());
     };
   }
-  ask() {
+  requestMetrics() {
     if (!this.model.get("hidden_metrics") && this.model.get("wanted") === "") return;
-    clearTimeout(this.asking);
-    this.asking = setTimeout(() => { this.model.set("wanted", this.filter); this.model.save_changes(); }, 400);
+    clearTimeout(this.requesting);
+    this.requesting = setTimeout(() => { this.model.set("wanted", this.filter); this.model.save_changes(); }, 400);
   }
-  mark(changed) {
-    for (const metric of changed) {
+  changed(metrics) {
+    for (const metric of metrics) {
       const chart = this.charts.get(metric);
       if (chart) chart.stale = true;
     }
@@ -386,12 +386,12 @@ class Panel {
     const shown = names.slice(0, MAX_CHARTS);
     const key = JSON.stringify(shown);
     this.bar.hidden = !all.length;
-    this.overLabel.hidden = ![...this.data.metrics.values()].some((ranks) => [...ranks.values()].some((one) => one instanceof Band));
+    this.chosenLabel.hidden = ![...this.data.metrics.values()].some((curves) => [...curves.values()].some((curve) => curve instanceof Envelope));
     this.search.hidden = all.length < 5 && !this.filter;
     const unseen = names.length - shown.length + (this.model.get("hidden_metrics") || 0);
     this.note.textContent = !all.length ? this.model.get("empty_text")
-      : !names.length ? "No metric has this in its name."
-      : unseen > 0 ? `${unseen.toLocaleString("en")} more metrics: filter by name to see them.` : "";
+      : !names.length ? "No metric name contains this text."
+      : unseen > 0 ? `${english(unseen)} more metrics: filter by name to see them.` : "";
     if (key === this.shown) return;
     this.shown = key;
     const wanted = new Set(shown);
@@ -412,7 +412,7 @@ class Panel {
     const colours = PALETTE[this.dark ? "dark" : "light"];
     return colours[Math.max(0, this.data.labels.indexOf(label)) % colours.length];
   }
-  /* Colours come again after the eighth curve: dashed ones then. */
+  /* The colours repeat after the eighth curve, with dashes. */
   dashed(label) { return Math.floor(this.data.labels.indexOf(label) / PALETTE.light.length) % 2 === 1; }
   sample(label) {
     const colour = this.colour(label);
@@ -438,22 +438,13 @@ class Panel {
   }
   zoomChanged() { this.resetZoom.hidden = ![...this.charts.values()].some((chart) => chart.zoomed); }
   redraw() { this.charts.forEach((chart) => { chart.stale = true; }); this.schedule(); }
-  schedule() {
-    if (this.frame) return;
-    this.frame = requestAnimationFrame(() => {
-      this.frame = 0;
-      if (!this.root.isConnected) return;
-      this.dark = isDark(this.root);
-      this.paintChips();
-      for (const chart of this.charts.values()) if (chart.visible && chart.stale) chart.draw();
-    });
+  paint() {
+    if (!this.root.isConnected) return;
+    this.dark = isDark(this.root);
+    this.paintChips();
+    for (const chart of this.charts.values()) if (chart.visible && chart.stale) chart.draw();
   }
-  say(text) { this.live.textContent = text; }
+  announce(text) { this.live.textContent = text; }
 }
 
-export default {
-  render({ model, el }) {
-    const panel = new Panel(model, el);
-    return () => panel.stop();
-  },
-};
+export default widgetOf(Panel);

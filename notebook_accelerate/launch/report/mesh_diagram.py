@@ -1,55 +1,56 @@
-"""The mesh of ranks, as text and as a picture of which part of the model each rank holds."""
+"""The mesh of ranks, as text and as a drawing of the part of the model that each rank holds."""
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import product
 
-from notebook_accelerate.launch.report.sharding_table import Ranks, amount, sentence, table, total
+from notebook_accelerate.launch.report import markup
+from notebook_accelerate.launch.report.markup import Markup, element, svg_text
+from notebook_accelerate.launch.report.number_format import byte_size
+from notebook_accelerate.launch.report.sharding_table import ShardReports, sharding_rows, summary, total_bytes
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
 MAX_DRAWN = 64
-"""Ranks in the picture; of more, the first ones."""
+"""Ranks that are drawn: the first ones."""
 MAX_COLUMNS = 16
 
 
-def mesh_rows(ranks: Ranks) -> list[list[str]]:
-    """Return which rank stands where in the mesh, as rows of text; the head alone where there is nothing to see.
+def mesh_rows(reports: ShardReports) -> list[list[str]]:
+    """Return the coordinates of each rank as rows of text; only the head for a mesh of fewer than two axes.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
-    grid = Grid(ranks)
+    grid = Grid(reports)
     head = ["mesh", *(f"{grid.across} {column}" if grid.across else "" for column in range(grid.columns))]
-    if len(grid.axes) < 2 or grid.columns > MAX_COLUMNS or len(ranks) > MAX_DRAWN:
+    if len(grid.axes) < 2 or grid.columns > MAX_COLUMNS or len(reports) > MAX_DRAWN:
         return [head]
     lines = [[name, *(f"rank {rank}" if rank is not None else "" for rank in line)] for name, line in grid.lines()]
     return [head, *lines]
 
 
 class Grid:
-    """Where ranks stand: the innermost axis goes across, the others go down.
+    """The positions of the ranks: the innermost axis runs across, the others run down.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.axes = dict(ranks[min(ranks)].axes) if ranks else {}
-        self.at = {tuple(one.place.get(name, 0) for name in self.axes): rank for rank, one in ranks.items()}
+    def __init__(self, reports: ShardReports) -> None:
+        self.axes = dict(reports[min(reports)].axes) if reports else {}
+        self.at = {tuple(one.place.get(name, 0) for name in self.axes): rank for rank, one in reports.items()}
         *self.down, self.across = self.axes or [""]
         self.columns = self.axes.get(self.across, 1)
 
     def lines(self) -> list[tuple[str, list[int | None]]]:
-        """Return each line's name and ranks; long ones are broken."""
+        """Return the name and the ranks of each line; lines longer than ``MAX_COLUMNS`` are broken."""
         found: list[tuple[str, list[int | None]]] = []
-        for place in product(*(range(self.axes[name]) for name in self.down)):
-            name = " · ".join(f"{axis} {index}" for axis, index in zip(self.down, place, strict=True))
-            line = [self.at.get((*place, *([column] if self.across else []))) for column in range(self.columns)]
+        for position in product(*(range(self.axes[name]) for name in self.down)):
+            name = " · ".join(f"{axis} {index}" for axis, index in zip(self.down, position, strict=True))
+            line = [self.at.get((*position, *([column] if self.across else []))) for column in range(self.columns)]
             pieces = [line[begin : begin + MAX_COLUMNS] for begin in range(0, len(line), MAX_COLUMNS)]
             found += [(name if not index else "", piece) for index, piece in enumerate(pieces)]
         return found
@@ -57,17 +58,17 @@ class Grid:
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours of a picture, as CSS says them.
+    """The CSS colours of a drawing.
 
     Attributes:
-        parts: For parameters, gradients and optimizer state.
+        kinds: For parameters, gradients and optimizer state.
         ink: Of text.
-        muted: Of text that says less.
+        muted: Of secondary text.
         line: Of borders.
         track: Behind the bars.
     """
 
-    parts: tuple[str, str, str]
+    kinds: tuple[str, str, str]
     ink: str
     muted: str
     line: str
@@ -80,51 +81,48 @@ SCREEN = Palette(
     ("var(--na-part-1)", "var(--na-part-0)", "var(--na-part-3)"),
     "var(--na-ink)", "var(--na-muted-ink)", "var(--na-line)", "var(--na-soft)",
 )  # fmt: skip
-_WIDE, _NARROW, _GAP, _APART, _BAR, _HEAD, _LEGEND = 108, 44, 6, 10, 8, 18, 26
+_WIDE, _NARROW, _GAP, _BLOCK_GAP, _BAR, _HEAD, _LEGEND = 108, 44, 6, 10, 8, 18, 26
 _CELL = 18 + 3 * (_BAR + 3) + 4
 
 
-def picture(ranks: Ranks, palette: Palette = SCREEN) -> str:
-    """Return the mesh as SVG: a cell for each rank, and in it which part it holds of each kind.
+def svg(reports: ShardReports, palette: Palette = SCREEN) -> Markup:
+    """Return the mesh as SVG source: a cell for each rank with a bar for each kind of tensor.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
         palette: The colours.
     """
-    if not ranks:
-        return ""
-    return _Picture(ranks, palette).svg()
+    return _Drawing(reports, palette).svg() if reports else Markup()
 
 
-def image(ranks: Ranks) -> str:
-    """Return the picture as an ``img`` element that needs nothing else; "" where nobody has told anything.
+def image(reports: ShardReports) -> Markup:
+    """Return the drawing as an ``img`` element; "" before the first report.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
-    if not ranks:
-        return ""
-    drawn = _Picture(ranks, PAPER)
-    data = base64.b64encode(drawn.svg().encode()).decode()
-    size = f'width="{drawn.width}" height="{drawn.height}"'
-    return f'<img alt="{escape(described(ranks))}" {size} src="data:image/svg+xml;base64,{data}" />'
+    if not reports:
+        return Markup()
+    drawing = _Drawing(reports, PAPER)
+    return markup.svg_image(drawing.svg(), drawing.width, drawing.height, description(reports))
 
 
-def described(ranks: Ranks) -> str:
-    """Return what the picture shows in words.
+def description(reports: ShardReports) -> str:
+    """Return the alternative text of the drawing.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
-    said = [f"{row.who + ': ' if row.who else ''}{row.what} {row.here} of {row.whole}" for row in table(ranks)]
-    return f"{sentence(ranks)}. {'; '.join(said)}"
+    rows = sharding_rows(reports)
+    texts = [f"{row.ranks + ': ' if row.ranks else ''}{row.kind} {row.per_rank} of {row.total}" for row in rows]
+    return f"{summary(reports)}. {'; '.join(texts)}"
 
 
-class _Picture:
-    """The places of a picture's parts."""
+class _Drawing:
+    """The layout of a drawing."""
 
-    def __init__(self, ranks: Ranks, palette: Palette) -> None:
-        self.ranks, self.palette, self.grid = ranks, palette, Grid(ranks)
+    def __init__(self, reports: ShardReports, palette: Palette) -> None:
+        self.reports, self.palette, self.grid = reports, palette, Grid(reports)
         lines = self.grid.lines()
         columns = max(len(line) for _, line in lines)
         self.lines = lines[: max(1, MAX_DRAWN // columns)]
@@ -132,148 +130,130 @@ class _Picture:
         labels = [name for name, _ in self.lines] + ([self.grid.across] if self.cell == _NARROW else [])
         self.left = 12 + round(6.2 * max(map(len, labels))) if any(labels) else 1
         self.top = _LEGEND + (_HEAD if self.grid.across else 0)
-        self.wholes = {kind: _wholes(ranks, kind) for kind in KINDS}
-        shown = sum(rank is not None for _, line in self.lines for rank in line)
-        self.more = len(ranks) - shown
+        self.totals = {kind: _stage_totals(reports, kind) for kind in KINDS}
+        self.hidden = len(reports) - sum(rank is not None for _, line in self.lines for rank in line)
         self.width = max(self.left + columns * (self.cell + _GAP), 380)
-        self.height = self._y(len(self.lines)) + (16 if self.more > 0 else 0)
+        self.height = self._y(len(self.lines)) + (16 if self.hidden > 0 else 0)
+
+    def _x(self, column: int) -> int:
+        return self.left + column * (self.cell + _GAP)
 
     def _y(self, line: int) -> int:
-        """Return where a line begins: blocks of the outermost of three axes stand apart."""
+        """Return the top of a line; with three axes there is a gap between the blocks of the outermost one."""
         block = math.prod(self.grid.axes[name] for name in self.grid.down[1:]) if len(self.grid.down) > 1 else 0
-        return (
-            self.top + line * (_CELL + _GAP) + (_APART * ((line - (line >= len(self.lines))) // block) if block else 0)
-        )
+        gaps = (line - (line >= len(self.lines))) // block if block else 0
+        return self.top + line * (_CELL + _GAP) + _BLOCK_GAP * gaps
 
-    def svg(self) -> str:
-        size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
-        font = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="11"'
-        parts = [f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} {font}>', _hatches(self.palette)]
-        parts.append(f"<title>{escape(sentence(self.ranks))}</title>")
-        parts += [*self._legend(), *self._columns()]
+    def svg(self) -> Markup:
+        parts = [_hatch_patterns(self.palette), element("title", summary(self.reports))]
+        parts += [*self._legend(), *self._column_names()]
         for index, (name, line) in enumerate(self.lines):
             y = self._y(index)
             if name:
-                parts.append(_text(self.left - 10, y + _CELL / 2 + 4, name, self.palette.muted, "end"))
-            for column, rank in enumerate(line):
-                if rank is not None:
-                    parts.append(self._rank(rank, self.left + column * (self.cell + _GAP), y))
-        if self.more > 0:
-            parts.append(_text(self.left, self.height - 4, f"and {self.more:,} more ranks", self.palette.muted))
-        return "".join([*parts, "</svg>"])
+                parts.append(svg_text(self.left - 10, y + _CELL / 2 + 4, name, self.palette.muted, "end"))
+            parts += [self._rank(rank, self._x(column), y) for column, rank in enumerate(line) if rank is not None]
+        if self.hidden > 0:
+            more = f"and {self.hidden:,} more ranks"
+            parts.append(svg_text(self.left, self.height - 4, more, self.palette.muted))
+        return markup.svg(self.width, self.height, *parts)
 
-    def _legend(self) -> list[str]:
+    def _legend(self) -> list[Markup]:
         parts, x = [], self.left
-        for kind, colour in zip(KINDS, self.palette.parts, strict=True):
-            parts.append(f'<rect x="{x}" y="3" width="10" height="10" rx="2.5" fill="{colour}"/>')
-            parts.append(_text(x + 15, 12, kind, self.palette.muted))
+        for kind, colour in zip(KINDS, self.palette.kinds, strict=True):
+            parts.append(element("rect", x=x, y=3, width=10, height=10, rx=2.5, fill=colour))
+            parts.append(svg_text(x + 15, 12, kind, self.palette.muted))
             x += 30 + round(6.4 * len(kind))
-        if any(held.offloaded for one in self.ranks.values() for held in one.held.values()):
-            hatched = f'fill="url(#na-hatch-0)" stroke="{self.palette.parts[0]}"'
-            parts.append(f'<rect x="{x + 0.5}" y="3.5" width="9" height="9" rx="2.5" {hatched}/>')
-            parts.append(_text(x + 15, 12, "offloaded", self.palette.muted))
+        if any(held.offloaded for one in self.reports.values() for held in one.held.values()):
+            hatched = {"fill": "url(#na-hatch-0)", "stroke": self.palette.kinds[0]}
+            parts.append(element("rect", x=x + 0.5, y=3.5, width=9, height=9, rx=2.5, **hatched))
+            parts.append(svg_text(x + 15, 12, "offloaded", self.palette.muted))
         return parts
 
-    def _columns(self) -> list[str]:
+    def _column_names(self) -> list[Markup]:
         if not self.grid.across:
             return []
         parts, wide = [], self.cell == _WIDE
         if not wide:
-            parts.append(_text(self.left - 10, _LEGEND + 10, self.grid.across, self.palette.muted, "end"))
+            parts.append(svg_text(self.left - 10, _LEGEND + 10, self.grid.across, self.palette.muted, "end"))
         for column in range(max(len(line) for _, line in self.lines) if self.grid.columns <= MAX_COLUMNS else 0):
             name = f"{self.grid.across} {column}" if wide else str(column)
-            x = self.left + column * (self.cell + _GAP)
-            parts.append(_text(x + 1, _LEGEND + 10, name, self.palette.muted))
+            parts.append(svg_text(self._x(column) + 1, _LEGEND + 10, name, self.palette.muted))
         return parts
 
-    def _rank(self, rank: int, x: float, y: float) -> str:
-        one, palette = self.ranks[rank], self.palette
-        said = ", ".join(f"{kind} {_of(held)}" for kind, held in one.held.items())
-        frame = (
-            f'<rect x="{x + 0.5}" y="{y + 0.5}" width="{self.cell - 1}" height="{_CELL - 1}" rx="6" fill="none" '
-            f'stroke="{palette.line}"/>'
-        )
-        parts = [
-            f"<g><title>rank {rank}: {escape(said)}</title>",
-            frame,
-            _text(x + 8, y + 14, f"rank {rank}" if self.cell == _WIDE else str(rank), palette.ink, weight=600),
-        ]
-        bytes_here = total(held.here for held in one.held.values())
-        if self.cell == _WIDE and bytes_here is not None:
-            parts.append(_text(x + self.cell - 8, y + 14, amount(bytes_here), palette.muted, "end"))
+    def _rank(self, rank: int, x: int, y: int) -> Markup:
+        report, palette, wide = self.reports[rank], self.palette, self.cell == _WIDE
+        sizes = ", ".join(f"{kind} {_size(held)}" for kind, held in report.held.items())
+        frame = {"width": self.cell - 1, "height": _CELL - 1, "rx": 6, "fill": "none", "stroke": palette.line}
+        parts = [element("title", f"rank {rank}: {sizes}"), element("rect", x=x + 0.5, y=y + 0.5, **frame)]
+        name = f"rank {rank}" if wide else str(rank)
+        parts.append(svg_text(x + 8, y + 14, name, palette.ink, font_weight=600))
+        held_bytes = total_bytes(held.here for held in report.held.values())
+        if wide and held_bytes is not None:
+            parts.append(svg_text(x + self.cell - 8, y + 14, byte_size(held_bytes), palette.muted, "end"))
         for index, kind in enumerate(KINDS):
-            if kind in one.held:
-                parts.append(self._bar(one, kind, x + 8, y + 20 + index * (_BAR + 3), index))
-        return "".join([*parts, "</g>"])
+            if kind in report.held:
+                parts += self._bar(report, kind, x + 8, y + 20 + index * (_BAR + 3), index)
+        return element("g", *parts)
 
-    def _bar(self, one: ShardReport, kind: str, x: float, y: float, index: int) -> str:
-        width, held = self.cell - 16, one.held[kind]
-        track = f'<rect x="{x}" y="{y}" width="{width}" height="{_BAR}" rx="2.5" fill="{self.palette.track}"/>'
-        part = slice_of(one, kind, self.wholes[kind])
+    def _bar(self, report: ShardReport, kind: str, x: int, y: int, index: int) -> list[Markup]:
+        width, shape = self.cell - 16, {"y": y, "height": _BAR, "rx": 2.5}
+        track = element("rect", x=x, width=width, fill=self.palette.track, **shape)
+        part = slice_of(report, kind, self.totals[kind])
         if part is None:
-            return track
-        colour = self.palette.parts[index]
-        fill = f"url(#na-hatch-{index})" if held.offloaded else colour
-        edge = f' stroke="{colour}"' if held.offloaded else ""
-        begin, share = x + part[0] * width, max(1.5, part[1] * width) if part[1] else 0.0
-        return (
-            f'{track}<rect x="{begin:.1f}" y="{y}" width="{share:.1f}" height="{_BAR}" rx="2.5" fill="{fill}"{edge}/>'
-        )
+            return [track]
+        offloaded, colour = report.held[kind].offloaded, self.palette.kinds[index]
+        fill, stroke = (f"url(#na-hatch-{index})", colour) if offloaded else (colour, None)
+        length = max(1.5, part[1] * width) if part[1] else 0.0
+        return [track, element("rect", x=x + part[0] * width, width=length, fill=fill, stroke=stroke, **shape)]
 
 
-def _wholes(ranks: Ranks, kind: str) -> list[int | None]:
+def _stage_totals(reports: ShardReports, kind: str) -> list[int | None]:
     """Return the bytes of each pipeline stage; without stages, of the model."""
     found: dict[int, int | None] = {}
-    for one in ranks.values():
-        if kind in one.held:
-            found.setdefault(one.place.get(one.stages, 0), one.held[kind].whole)
+    for report in reports.values():
+        if kind in report.held:
+            found.setdefault(report.place.get(report.stages, 0), report.held[kind].whole)
     return [found.get(stage, 0) for stage in range(max(found, default=-1) + 1)]
 
 
-def slice_of(one: ShardReport, kind: str, wholes: Sequence[int | None]) -> tuple[float, float] | None:
-    """Return which part of the whole model's bytes a rank holds: where it begins and how long it is, from 0 to 1.
+def slice_of(report: ShardReport, kind: str, totals: Sequence[int | None]) -> tuple[float, float] | None:
+    """Return the part of the model's bytes that a rank holds, as an interval within 0 to 1.
 
     Args:
-        one: What the rank holds.
-        kind: Of what.
-        wholes: Bytes of each pipeline stage; one number without stages.
+        report: The rank's report.
+        kind: A row of ``KINDS``.
+        totals: Bytes of each pipeline stage; one number without stages.
 
     Returns:
         Beginning and length; None: not known.
     """
-    held, model = one.held[kind], total(wholes)
+    held, model = report.held[kind], total_bytes(totals)
     if held.whole is None or held.here is None or model is None or not model:
         return None
-    index, parts = 0, math.prod(one.axes[name] for name in held.sharded)
-    # What is cut once more is cut inside the rank's own part of the parameters.
-    first = one.held[KINDS[0]].sharded if KINDS[0] in one.held else ()
+    index, parts = 0, math.prod(report.axes[name] for name in held.sharded)
+    # An axis that shards this kind further shards the rank's own part of the parameters.
+    first = report.held[KINDS[0]].sharded if KINDS[0] in report.held else ()
     for name in sorted(held.sharded, key=lambda axis: axis not in first):
-        index = index * one.axes[name] + one.place[name]
-    before = total(wholes[: one.place.get(one.stages, 0)]) or 0
+        index = index * report.axes[name] + report.place[name]
+    before = total_bytes(totals[: report.place.get(report.stages, 0)]) or 0
     share = min(1.0, held.here / model)
     return min((before + held.whole * index / parts) / model, 1.0 - share), share
 
 
-def _of(held: ShardSizes) -> str:
+def _size(held: ShardSizes) -> str:
     if held.whole is None or held.here is None:
         return "not known before the first step"
-    return f"{amount(held.here)} of {amount(held.whole)}{f' in {held.offloaded}' if held.offloaded else ''}"
+    return f"{byte_size(held.here)} of {byte_size(held.whole)}{f' in {held.offloaded}' if held.offloaded else ''}"
 
 
-def _hatches(palette: Palette) -> str:
-    patterns = "".join(
-        f'<pattern id="na-hatch-{index}" width="5" height="5" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><rect width="2.6" height="5" fill="{colour}"/></pattern>'
-        for index, colour in enumerate(palette.parts)
-    )
-    return f"<defs>{patterns}</defs>"
+def _hatch_patterns(palette: Palette) -> Markup:
+    units = {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    patterns = [
+        element("pattern", element("rect", width=2.6, height=5, fill=colour), id=f"na-hatch-{index}", width=5, height=5,
+                **units)
+        for index, colour in enumerate(palette.kinds)
+    ]  # fmt: skip
+    return element("defs", *patterns)
 
 
-def _text(x: float, y: float, words: str, colour: str, anchor: str = "start", weight: int = 400) -> str:
-    return (
-        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-weight="{weight}" fill="{colour}">'
-        f"{escape(words)}</text>"
-    )
-
-
-__all__ = ["PAPER", "SCREEN", "Grid", "Palette", "described", "image", "mesh_rows", "picture", "slice_of"]
+__all__ = ["PAPER", "SCREEN", "Grid", "Palette", "description", "image", "mesh_rows", "slice_of", "svg"]

@@ -1,4 +1,4 @@
-"""Many ranks in few lines: grouped by the machine they run on, and those that stand out."""
+"""Ranks grouped by node, and their states in a few words."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 MANY = 16
-"""Of more ranks than this, views show a summary per node and the ranks that stand out; the others are folded."""
+"""Of more ranks than this, views show a summary per node and the outliers; the other ranks are folded."""
 SHOWN_NODES = 16
 SHOWN_RANKS = 12
 _STATES = ("failed", "stopped", "starting", "running", "succeeded")
-"""In the order in which a summary names them."""
+"""In the order in which a summary lists them."""
 
 
-class Placed(Protocol):
-    """What grouping needs to know of a rank."""
+class RankOnNode(Protocol):
+    """The attributes of a rank that grouping reads."""
 
     @property
     def rank(self) -> int:
@@ -23,7 +23,7 @@ class Placed(Protocol):
 
     @property
     def state(self) -> str:
-        """What it does."""
+        """Its state, such as running."""
 
     @property
     def node(self) -> int:
@@ -34,7 +34,7 @@ class Placed(Protocol):
         """Name of that machine; "" for this one."""
 
 
-Rank = TypeVar("Rank", bound=Placed)
+Rank = TypeVar("Rank", bound=RankOnNode)
 
 
 def by_node(ranks: Iterable[Rank]) -> dict[int, list[Rank]]:
@@ -45,28 +45,27 @@ def by_node(ranks: Iterable[Rank]) -> dict[int, list[Rank]]:
     return dict(sorted(found.items()))
 
 
-def node_name(ranks: Sequence[Placed], *, several: bool) -> str:
-    """Return what the node of these ranks is called, as "node 1 · worker-7".
+def node_name(ranks: Sequence[RankOnNode], *, several: bool) -> str:
+    """Return the name of a node, as "node 1 · worker-7".
 
     Args:
-        ranks: The ranks of one node.
-        several: Whether there are others.
+        ranks: The ranks of the node.
+        several: Whether there are other nodes.
     """
     host = ranks[0].host or ("this machine" if several else "")
     number = f"node {ranks[0].node}" if several else "all ranks"
     return f"{number} · {host}" if host else number
 
 
-def states(ranks: Iterable[Placed]) -> str:
-    """Return how many ranks are in which state, the worst first, as "1 failed, 7 running"."""
+def state_counts(ranks: Iterable[RankOnNode]) -> str:
+    """Return the number of ranks in each state, the worst first, as "1 failed, 7 running"."""
     counts = Counter(rank.state for rank in ranks)
-    order = [*_STATES, *sorted(set(counts) - set(_STATES))]
-    return ", ".join(f"{counts[state]:,} {state}" for state in order if counts[state])
+    return ", ".join(f"{counts[state]:,} {state}" for state in sorted(counts, key=lambda s: (severity(s), s)))
 
 
-def worst_state(state: str) -> int:
-    """Return what to sort states by, so that the worst comes first."""
+def severity(state: str) -> int:
+    """Return a sort key for states: the worst is 0."""
     return _STATES.index(state) if state in _STATES else len(_STATES)
 
 
-__all__ = ["MANY", "SHOWN_NODES", "SHOWN_RANKS", "Placed", "by_node", "node_name", "states", "worst_state"]
+__all__ = ["MANY", "SHOWN_NODES", "SHOWN_RANKS", "RankOnNode", "by_node", "node_name", "severity", "state_counts"]

@@ -1,4 +1,4 @@
-"""A run as static HTML and as text: what stays in the saved notebook."""
+"""The report of a run as static HTML and as text, for the saved notebook."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from html import escape
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch.report import mesh_diagram, rank_rows, sharding_table, svg_curves
+from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.number_format import byte_size
+from notebook_accelerate.launch.report.tables import Rows, html_table, text_table
 from notebook_accelerate.launch.state import error_messages, failures
 from notebook_accelerate.telemetry.rank_names import rank_names
 
@@ -27,32 +29,28 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import RankFailure, Store
 
 MAX_CURVES = 24
-"""Metrics beyond this are in the table alone: a saved notebook holds every picture."""
+"""Further metrics are listed in the table only: a saved notebook stores every image."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
 _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
 
 _FOLDED = ("Configuration", "Environment")
-"""Tables that are there for later, and closed until somebody wants them."""
+"""The captions of the tables behind a closed fold."""
 _UNFOLDED = ".notebook-accelerate-report details::details-content { content-visibility: visible; }"
-_ON_PAPER = f"<style>@media print {{ {_UNFOLDED} }}</style>"
-"""Nothing can be unfolded on paper, nor in a PDF."""
-_PRE = ' style="font-family:monospace;white-space:pre-wrap;margin:0.3em 0"'
-
-Rows = list[list[str]]
+_PRINT_STYLE = Markup(f"<style>@media print {{ {_UNFOLDED} }}</style>")
+"""Folds cannot be opened on paper or in a PDF."""
+_PRE = "font-family:monospace;white-space:pre-wrap;margin:0.3em 0"
 
 
 class Report:
-    """Everything worth keeping of a run.
+    """The report of a run; each property reads the run's present state.
 
     Attributes:
-        run: The run it is about; the report is made anew each time it is asked for.
+        run: The run.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-
-    # ---- text
 
     @property
     def text(self) -> str:
@@ -60,43 +58,41 @@ class Report:
         return self._text(self._tables())
 
     @property
+    def html(self) -> str:
+        """The report as HTML without scripts or external references."""
+        return self._html(self._tables())
+
+    @property
     def bundle(self) -> dict[str, str]:
-        """The report as a MIME bundle: HTML and text of one moment."""
+        """The report as a MIME bundle: HTML and text of the same state."""
         tables = self._tables()
         return {"text/html": self._html(tables), "text/plain": self._text(tables)}
 
-    def _text(self, tables: list[tuple[str, Rows]]) -> str:
-        blocks = [self._head(), *self.run.notes, *(self._table(*table) for table in tables if len(table[1]) > 1)]
-        if self.run.failures:
-            blocks.append("\n".join(error_messages.failure_lines(self.run.failures)))
-        elif self.run.error is not None:
-            blocks.append(str(self.run.error))
-        return "\n\n".join(block for block in blocks if block)
+    def error_lines(self, error: WorkerError) -> list[str]:
+        """Return the lines that a failed cell shows: the failures at their cell lines, then the error's own line."""
+        lines = error_messages.failure_lines(self.run.failures)
+        if lines:
+            lines.append("")
+        return [*lines, f"{type(error).__name__}: {error}"]
 
-    def _table(self, caption: str, rows: Rows) -> str:
-        if caption != sharding_table.CAPTION:
-            return _table(rows)
-        ranks = sharding_table.holdings_of(self.run)
-        grid = mesh_diagram.mesh_rows(ranks)
-        return "\n\n".join([sharding_table.sentence(ranks), *([_table(grid)] if len(grid) > 1 else []), _table(rows)])
-
-    def _head(self) -> str:
+    def _head(self) -> tuple[str, str]:
         run = self.run
-        planned = f" · {run.plan.sentence()}" if run.plan is not None else ""
-        return f"run {run.id} · {run.function_name} · {run.status} · {run.elapsed:.1f} s{planned}"
+        first = f"run {run.id} · {run.function_name} · {run.status} · {run.elapsed:.1f} s"
+        return first, run.plan.sentence() if run.plan is not None else ""
 
     def _tables(self) -> list[tuple[str, Rows]]:
         attempts = self._attempt_rows()
-        return [
+        tables = [
             *rank_rows.tables(self.run),
             ("Metrics", self._metric_rows()),
-            (sharding_table.CAPTION, sharding_table.report_rows(sharding_table.holdings_of(self.run))),
-            ("Where the step's time went", rank_rows.step_time_rows(self.run)),
-            ("Profiler traces, for a viewer of Chrome traces", trace_rows(self.run.store)),
+            (sharding_table.CAPTION, sharding_table.report_rows(sharding_table.latest_reports(self.run))),
+            ("Step time", rank_rows.step_time_rows(self.run)),
+            ("Profiler traces (Chrome trace format)", trace_rows(self.run.store)),
             ("Attempts", attempts if len(attempts) > 2 else []),
-            ("Configuration", self._config_rows()),
+            ("Configuration", config_rows(self.run)),
             ("Environment", environment_rows(self.run)),
         ]
+        return [(caption, rows) for caption, rows in tables if len(rows) > 1]
 
     def _metric_rows(self) -> Rows:
         rows = [["metric", "points", "first", "last", "min", "max", "curve"]]
@@ -112,65 +108,62 @@ class Report:
     def _attempt_rows(self) -> Rows:
         rows = [["attempt", "started", "seconds", "outcome"]]
         for attempt in self.run.attempts:
-            began = datetime.fromtimestamp(attempt.started).strftime("%H:%M:%S")
-            lasted = f"{(attempt.ended or attempt.started) - attempt.started:.1f}"
-            rows.append([str(attempt.number + 1), began, lasted, attempt.outcome])
+            started = datetime.fromtimestamp(attempt.started).strftime("%H:%M:%S")
+            seconds = f"{(attempt.ended or attempt.started) - attempt.started:.1f}"
+            rows.append([str(attempt.number + 1), started, seconds, attempt.outcome])
         return rows
 
-    def _config_rows(self) -> Rows:
-        """What was asked for; of variables and of the rendezvous only the names, for a value may be a secret."""
-        rows = [["setting", "value"]]
-        for name, value in self.run.config.non_default().items():
-            rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else format_setting(value)])
-        return rows
+    # ---- text
 
-    def error_lines(self, error: WorkerError) -> list[str]:
-        """Return what a failed cell shows: the failures at their cell lines, and the error's own line last."""
-        lines = error_messages.failure_lines(self.run.failures)
-        if lines:
-            lines.append("")
-        return [*lines, f"{type(error).__name__}: {error}"]
+    def _text(self, tables: list[tuple[str, Rows]]) -> str:
+        blocks = [" · ".join(filter(None, self._head())), *self.run.notes]
+        blocks += [self._text_table(caption, rows) for caption, rows in tables]
+        if self.run.failures:
+            blocks.append("\n".join(error_messages.failure_lines(self.run.failures)))
+        elif self.run.error is not None:
+            blocks.append(str(self.run.error))
+        return "\n\n".join(block for block in blocks if block)
+
+    def _text_table(self, caption: str, rows: Rows) -> str:
+        table = text_table(rows, rule=True)
+        if caption != sharding_table.CAPTION:
+            return table
+        reports = sharding_table.latest_reports(self.run)
+        mesh = mesh_diagram.mesh_rows(reports)
+        parts = [sharding_table.summary(reports), text_table(mesh, rule=True) if len(mesh) > 1 else "", table]
+        return "\n\n".join(filter(None, parts))
 
     # ---- HTML
 
-    @property
-    def html(self) -> str:
-        """The report as HTML without scripts or outside references."""
-        return self._html(self._tables())
-
-    def _html(self, rows_by_caption: list[tuple[str, Rows]]) -> str:
-        head, _, plan = self._head().partition(" s · ")
-        parts = [f"<p><strong>{escape(head)}{' s' if plan else ''}</strong></p>"]
-        parts += [f"<p>{escape(plan)}</p>"] if plan else []
-        parts += [f"<p>{escape(note)}</p>" for note in self.run.notes]
+    def _html(self, tables: list[tuple[str, Rows]]) -> str:
+        head, plan = self._head()
+        parts: list[str] = [_PRINT_STYLE, element("p", element("strong", head))]
+        parts += [element("p", line) for line in (plan, *self.run.notes) if line]
         if self.run.failures:
             parts.append(failures_html(self.run.failures))
         elif self.run.error is not None:
-            parts.append(f"<p>{escape(str(self.run.error))}</p>")
+            parts.append(element("p", str(self.run.error)))
         parts.append(self._curves_html())
-        tables = [(caption, self._html_table(caption, rows)) for caption, rows in rows_by_caption if len(rows) > 1]
-        parts += [table for caption, table in tables if caption not in _FOLDED]
-        parts.append(_folded(" and ".join(_FOLDED), "".join(table for caption, table in tables if caption in _FOLDED)))
-        return f'<div class="notebook-accelerate-report">{_ON_PAPER}{"".join(parts)}</div>'
+        parts += [self._html_table(caption, rows) for caption, rows in tables if caption not in _FOLDED]
+        folded = [self._html_table(caption, rows) for caption, rows in tables if caption in _FOLDED]
+        parts.append(element("details", element("summary", " and ".join(_FOLDED)), *folded))
+        return element("div", *parts, class_="notebook-accelerate-report")
 
-    def _html_table(self, caption: str, rows: Rows) -> str:
+    def _html_table(self, caption: str, rows: Rows) -> Markup:
         if caption != sharding_table.CAPTION:
-            return _html_table(caption, rows)
-        ranks = sharding_table.holdings_of(self.run)
-        return (
-            f"{_html_table(f'{caption}: {sharding_table.sentence(ranks)}', rows)}<div>{mesh_diagram.image(ranks)}</div>"
-        )
+            return _report_table(caption, rows)
+        reports = sharding_table.latest_reports(self.run)
+        table = _report_table(f"{caption}: {sharding_table.summary(reports)}", rows)
+        return join([table, element("div", mesh_diagram.image(reports))])
 
-    def _curves_html(self) -> str:
-        store, metrics = self.run.store, self.run.metrics
-        names, failed = store.metric_names(), [failure.rank for failure in self.run.failures]
-        shown = [
-            svg_curves.image(name, svg_curves.tracks_of(store, name, failed), svg_curves.description(metrics[name]))
-            for name in names[:MAX_CURVES]
-        ]
-        more = len(names) - len(shown)
-        note = f"<p>{more} more metrics are in the table below.</p>" if more > 0 else ""
-        return f"<div>{' '.join(shown)}</div>{note}" if shown else ""
+    def _curves_html(self) -> Markup:
+        store, failed = self.run.store, [failure.rank for failure in self.run.failures]
+        names = store.metric_names()
+        if not names:
+            return Markup()
+        images = element("div", join([svg_curves.metric_image(store, n, failed) for n in names[:MAX_CURVES]], " "))
+        more = len(names) - MAX_CURVES
+        return join([images, element("p", f"{more} more metrics are in the table below.")]) if more > 0 else images
 
     def _repr_html_(self) -> str:
         return self.html
@@ -179,16 +172,17 @@ class Report:
         return self.text
 
 
+def config_rows(run: Run) -> Rows:
+    """Return the settings of a run; of ``env`` and ``rdzv_conf`` only the names, since a value may be a secret."""
+    rows = [["setting", "value"]]
+    for name, value in run.config.non_default().items():
+        rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else format_setting(value)])
+    return rows
+
+
 def trace_rows(store: Store) -> Rows:
-    """Return, per trace that a profiler has written, its rank, path and size; only the head where there is none."""
-    return [["rank", "trace", "size"], *([str(rank), path, file_size(size)] for rank, path, size in store.traces())]
-
-
-def file_size(count: int) -> str:
-    """Return bytes as "312 B", "12 KiB" or "3.4 MiB"."""
-    if count < 2**10:
-        return f"{count} B"
-    return f"{count / 2**10:,.0f} KiB" if count < 2**20 else f"{count / 2**20:,.1f} MiB"
+    """Return rank, path and size of each profiler trace; only the head without any."""
+    return [["rank", "trace", "size"], *([str(rank), path, byte_size(size)] for rank, path, size in store.traces())]
 
 
 @functools.cache
@@ -202,7 +196,7 @@ def _versions() -> dict[str, str]:
 
 
 def environment_rows(run: Run) -> Rows:
-    """Return what the run ran on."""
+    """Return the versions and the machine of a run."""
     rows = [["environment", "version"], ["python", f"{platform.python_version()} on {platform.platform()}"]]
     rows += [[name, version] for name, version in _versions().items()]
     torch = sys.modules.get("torch")
@@ -214,20 +208,17 @@ def environment_rows(run: Run) -> Rows:
     return rows
 
 
-def failures_html(found: Sequence[RankFailure]) -> str:
+def failures_html(found: Sequence[RankFailure]) -> Markup:
     """Return the failures as HTML, one block per group of ranks that failed in the same way, the first one open."""
     blocks = []
     for position, group in enumerate(failures.grouped(list(found))):
         lines = error_messages.failure_lines(group)
-        who = rank_names([failure.rank for failure in group])
-        kind = "failed" if position == 0 else "failed because of that" if group[0].consequence else "failed too"
-        head = f"{who} {kind}: {error_messages.headline(group).partition(': ')[2]}"
-        body = escape("\n".join(lines[1:]))
-        opened = " open" if position == 0 else ""
-        blocks.append(
-            f"<details{opened}><summary><strong>{escape(head)}</strong></summary><pre{_PRE}>{body}</pre></details>"
-        )
-    return "".join(blocks)
+        ranks = rank_names([failure.rank for failure in group])
+        verb = "failed" if position == 0 else "failed because of that" if group[0].consequence else "failed too"
+        head = f"{ranks} {verb}: {error_messages.headline(group).partition(': ')[2]}"
+        summary = element("summary", element("strong", head))
+        blocks.append(element("details", summary, element("pre", "\n".join(lines[1:]), style=_PRE), open=not position))
+    return join(blocks)
 
 
 def sparkline(values: Sequence[float] | np.ndarray) -> str:
@@ -244,45 +235,32 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
         return ""
     width = min(_SPARK_WIDTH, len(finite))
     cuts = np.round(np.arange(width + 1) * len(finite) / width).astype(int)
-    # Divided before they are summed: the sum of many numbers near the largest that there are would overflow.
+    # Divide before the sum: many numbers near the largest float64 would overflow.
     counts = np.diff(cuts)
     means = np.add.reduceat(finite / np.repeat(counts, counts), cuts[:-1])
     low, high = means.min(), means.max()
-    # Halves: the span of numbers near the largest that there are would overflow.
+    # Half of each: the span of numbers near the largest float64 would overflow.
     scale = (len(_SPARK) - 1) / (high / 2 - low / 2) if high > low else 0.0
     return "".join(_SPARK[round(float((mean / 2 - low / 2) * scale))] for mean in means)
-
-
-def _table(rows: Rows) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("─" * width for width in widths))
-    return "\n".join(lines)
 
 
 _NUMBER = re.compile(r"-?[\d.,]+(e[+-]?\d+)?( ?(%|B|[KMGT]iB))?|-?inf|nan")
 
 
-def _html_table(caption: str, rows: Rows) -> str:
-    """Return a table; front ends put everything to the right, which is right for numbers alone."""
-    if len(rows) < 2:
-        return ""
-    numeric = [
-        all(not row[column] or _NUMBER.fullmatch(row[column]) for row in rows[1:]) for column in range(len(rows[0]))
-    ]
-    styles = [f' style="text-align:{"right" if column else "left"}"' for column in numeric]
-    head = "".join(f'<th scope="col"{style}>{escape(cell)}</th>' for cell, style in zip(rows[0], styles, strict=True))
-    body = "".join(_html_row(row, styles) for row in rows[1:])
-    return (
-        f'<table><caption style="text-align:left;caption-side:top">{escape(caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
+def _report_table(caption: str, rows: Rows) -> Markup:
+    """Return a table with numbers aligned to the right, texts to the left."""
+    head, *body = rows
+    numeric = [all(not cell or _NUMBER.fullmatch(cell) for cell in column) for column in zip(*body, strict=True)]
+    columns = [{"style": f"text-align:{'right' if right else 'left'}"} for right in numeric]
+    title = element("caption", caption, style="text-align:left;caption-side:top")
+    return html_table(head, body, caption=title, columns=columns)
 
 
-def _html_row(row: list[str], styles: list[str]) -> str:
-    cells = "".join(f"<td{style}>{escape(cell)}</td>" for cell, style in zip(row[1:], styles[1:], strict=True))
-    return f'<tr><th scope="row"{styles[0]}>{escape(row[0])}</th>{cells}</tr>'
-
-
-def _folded(summary: str, body: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
+__all__ = [
+    "Report",
+    "config_rows",
+    "environment_rows",
+    "failures_html",
+    "sparkline",
+    "trace_rows",
+]

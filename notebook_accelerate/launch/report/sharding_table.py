@@ -1,4 +1,4 @@
-"""What is sharded where: the ranks' own words put together, as the rows of a table."""
+"""The shard reports of all ranks as the rows of one table."""
 
 from __future__ import annotations
 
@@ -6,163 +6,159 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from notebook_accelerate.launch.report.number_format import byte_size, percent
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
 
-Ranks = Mapping[int, ShardReport]
+ShardReports = Mapping[int, ShardReport]
 
-CAPTION = "What is sharded where"
+CAPTION = "Sharding"
+HEAD = ("ranks", "tensors", "total", "per rank", "share", "layout")
 MAX_GROUPS = 6
-"""More kinds of ranks than this are put together, and their bytes shown from the smallest to the largest."""
+"""More groups of ranks are merged, and their bytes shown as a range."""
 
 
-def holdings_of(run: Run) -> Ranks:
-    """Return what the ranks of a run's latest attempt hold, as far as they have told.
+def latest_reports(run: Run) -> ShardReports:
+    """Return the shard reports of a run's latest attempt, by rank.
 
     Args:
         run: The run.
     """
-    told = run.store.holdings.copy()
-    return {info.rank: told[info.rank] for info in run.ranks if info.rank in told}
+    reports = run.store.holdings.copy()
+    return {info.rank: reports[info.rank] for info in run.ranks if info.rank in reports}
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks that hold the same.
+class RankGroup:
+    """Ranks with equal reports.
 
     Attributes:
         ranks: Their numbers.
-        holdings: What each of them holds.
+        reports: The report of each.
     """
 
     ranks: list[int]
-    holdings: list[ShardReport]
+    reports: list[ShardReport]
 
-    @property
-    def first(self) -> ShardReport:
-        """What one of them holds."""
-        return self.holdings[0]
-
-    def name(self, everybody: int) -> str:
-        """Return who they are, as "ranks 0–3 (pp 0)".
+    def name(self, world_size: int) -> str:
+        """Return the ranks and their stage, as "ranks 0–3 (pp 0)".
 
         Args:
-            everybody: How many ranks there are.
+            world_size: The number of all ranks.
         """
-        stages = {one.place.get(one.stages, -1) for one in self.holdings if one.stages}
-        stage = f" ({self.first.stages} {stages.pop()})" if len(stages) == 1 else ""
-        return f"{'each rank' if 1 < everybody == len(self.ranks) else rank_names(self.ranks)}{stage}"
+        first = self.reports[0]
+        stages = {report.place.get(report.stages, -1) for report in self.reports if report.stages}
+        stage = f" ({first.stages} {stages.pop()})" if len(stages) == 1 else ""
+        return f"{'each rank' if 1 < world_size == len(self.ranks) else rank_names(self.ranks)}{stage}"
 
 
-def _layout(one: ShardReport) -> tuple[object, ...]:
-    how = tuple((kind, held.sharded, held.offloaded, held.note) for kind, held in one.held.items())
-    return one.strategy, one.variant, tuple(one.axes.items()), how
+def _layout(report: ShardReport) -> tuple[object, ...]:
+    kinds = tuple((kind, held.sharded, held.offloaded, held.note) for kind, held in report.held.items())
+    return report.strategy, report.variant, tuple(report.axes.items()), kinds
 
 
-def _with_stage(one: ShardReport) -> tuple[object, ...]:
-    return (*_layout(one), one.place.get(one.stages), one.units, one.unit)
+def _layout_and_stage(report: ShardReport) -> tuple[object, ...]:
+    return (*_layout(report), report.place.get(report.stages), report.units, report.unit)
 
 
-def _exactly(one: ShardReport) -> tuple[object, ...]:
-    return (*_with_stage(one), *((held.whole, held.here) for held in one.held.values()))
+def _everything(report: ShardReport) -> tuple[object, ...]:
+    return (*_layout_and_stage(report), *((held.whole, held.here) for held in report.held.values()))
 
 
-_ALIKE: tuple[Callable[[ShardReport], tuple[object, ...]], ...] = (_exactly, _with_stage, _layout)
+_GROUP_KEYS: tuple[Callable[[ShardReport], tuple[object, ...]], ...] = (_everything, _layout_and_stage, _layout)
 
 
-def groups(ranks: Ranks) -> list[Group]:
-    """Return the ranks, those together that hold the same; where that is too many, those that share in the same way.
+def groups(reports: ShardReports) -> list[RankGroup]:
+    """Group the ranks with equal reports; if there are more than ``MAX_GROUPS``, those with the same layout.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
-    found: list[Group] = []
-    for key in _ALIKE:
+    found: list[RankGroup] = []
+    for key in _GROUP_KEYS:
         members: dict[tuple[object, ...], list[int]] = {}
-        for rank in sorted(ranks):
-            members.setdefault(key(ranks[rank]), []).append(rank)
-        found = [Group(those, [ranks[rank] for rank in those]) for those in members.values()]
+        for rank in sorted(reports):
+            members.setdefault(key(reports[rank]), []).append(rank)
+        found = [RankGroup(ranks, [reports[rank] for rank in ranks]) for ranks in members.values()]
         if len(found) <= MAX_GROUPS:
             break
     return found
 
 
-def sentence(ranks: Ranks) -> str:
-    """Return strategy, mesh and units in a line; "" where no rank has told anything.
+def summary(reports: ShardReports) -> str:
+    """Return strategy, mesh and units in one line; "" before the first report.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
-    if not ranks:
+    if not reports:
         return ""
-    one = ranks[min(ranks)]
-    parts = [" ".join(part for part in (one.strategy, one.variant) if part)]
-    parts.append(" × ".join(f"{name} {size}" for name, size in one.axes.items()) or "one rank has everything")
-    units = sorted({holdings.units for holdings in ranks.values()})
+    first = reports[min(reports)]
+    parts = [" ".join(part for part in (first.strategy, first.variant) if part)]
+    parts.append(" × ".join(f"{name} {size}" for name, size in first.axes.items()) or "one rank holds everything")
+    units = sorted({report.units for report in reports.values()})
     if units[0] < units[-1]:
-        parts.append(f"{units[0]}–{units[-1]} {one.unit}")
+        parts.append(f"{units[0]}–{units[-1]} {first.unit}")
     elif units[-1]:
-        name = one.unit.replace("units", "unit").replace("layers", "layer") if units[-1] == 1 else one.unit
-        parts.append(f"{units[-1]} {name}")
+        parts.append(f"{units[-1]} {first.unit.removesuffix('s') if units[-1] == 1 else first.unit}")
     return " · ".join(parts)
 
 
 # ---- the table
 
 
-class Row(NamedTuple):
-    """A line of the table.
+class ShardingRow(NamedTuple):
+    """A row of the table.
 
     Attributes:
-        who: Which ranks; "" where it is those of the line above.
-        what: parameters, gradients, optimizer state, or together.
-        whole: Bytes of the whole, as text.
-        here: Bytes of each of these ranks, as text.
-        share: What part of the whole that is, from 0 to 1; None: not known.
-        how: Over which axes it is sharded, where it rests.
+        ranks: The ranks; "" for the same as in the row above.
+        kind: parameters, gradients, optimizer state, or all.
+        total: Bytes over all ranks, as text.
+        per_rank: Bytes of each of these ranks, as text.
+        share: ``per_rank`` as a share of ``total``, from 0 to 1; None: not known.
+        layout: The axes over which it is sharded, and the device it is offloaded to.
     """
 
-    who: str
-    what: str
-    whole: str
-    here: str
+    ranks: str
+    kind: str
+    total: str
+    per_rank: str
     share: float | None
-    how: str
+    layout: str
 
 
-def table(ranks: Ranks) -> list[Row]:
-    """Return the table's lines, three for each group of ranks and one for their sum.
+def sharding_rows(reports: ShardReports) -> list[ShardingRow]:
+    """Return a row for each kind of tensor of each group of ranks, and one for their sum.
 
     Args:
-        ranks: What each rank holds.
+        reports: By rank.
     """
-    return [row for group in groups(ranks) for row in _rows(group, len(ranks))]
+    return [row for group in groups(reports) for row in _group_rows(group, len(reports))]
 
 
-def _rows(group: Group, everybody: int) -> list[Row]:
-    kinds = [kind for kind in KINDS if all(kind in one.held for one in group.holdings)]
+def _group_rows(group: RankGroup, world_size: int) -> list[ShardingRow]:
+    kinds = [kind for kind in KINDS if all(kind in report.held for report in group.reports)]
     rows = []
     for kind in kinds:
-        held = [one.held[kind] for one in group.holdings]
-        rows.append(_row(kind, [[one] for one in held], _how(held[0], group.first)))
-    together = [[one.held[kind] for kind in kinds] for one in group.holdings]
-    rows.append(_row("together", together, ""))
-    return [row._replace(who="" if index else group.name(everybody)) for index, row in enumerate(rows)]
+        held = [report.held[kind] for report in group.reports]
+        rows.append(_row(kind, [[sizes] for sizes in held], _layout_text(held[0], group.reports[0])))
+    rows.append(_row("all", [[report.held[kind] for kind in kinds] for report in group.reports], ""))
+    return [row._replace(ranks="" if index else group.name(world_size)) for index, row in enumerate(rows)]
 
 
-def _row(what: str, held: Sequence[Sequence[ShardSizes]], how: str) -> Row:
-    whole = [total(one.whole for one in parts) for parts in held]
-    here = [total(one.here for one in parts) for parts in held]
-    shares = [mine / of for mine, of in zip(here, whole, strict=True) if mine is not None and of]
+def _row(kind: str, held: Sequence[Sequence[ShardSizes]], layout: str) -> ShardingRow:
+    totals = [total_bytes(sizes.whole for sizes in parts) for parts in held]
+    here = [total_bytes(sizes.here for sizes in parts) for parts in held]
+    shares = [part / total for part, total in zip(here, totals, strict=True) if part is not None and total]
     share = sum(shares) / len(shares) if shares and len(shares) == len(held) else None
-    return Row("", what, _range(whole), _range(here), share, how)
+    return ShardingRow("", kind, _range(totals), _range(here), share, layout)
 
 
-def total(parts: Iterable[int | None]) -> int | None:
-    """Return a sum of bytes; None where one of them is not known.
+def total_bytes(parts: Iterable[int | None]) -> int | None:
+    """Return a sum of bytes; None if a part is not known.
 
     Args:
         parts: Bytes.
@@ -175,74 +171,43 @@ def _range(counts: Sequence[int | None]) -> str:
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
         return "–"
-    low, high = amount(min(known)), amount(max(known))
+    low, high = byte_size(min(known)), byte_size(max(known))
     return high if low == high else f"{low} – {high}"
 
 
-def _how(held: ShardSizes, one: ShardReport) -> str:
-    along = [name for name in one.axes if name not in held.sharded and name != one.stages]
-    parts = [f"sharded over {_and(held.sharded)}"] if held.sharded else []
-    parts += [f"{'the same' if held.sharded else 'whole'} along {_and(along)}"] if along else []
-    parts += [f"layers over {one.stages}"] if one.stages else []
+def _layout_text(held: ShardSizes, report: ShardReport) -> str:
+    others = [name for name in report.axes if name not in held.sharded and name != report.stages]
+    parts = [f"sharded over {' × '.join(held.sharded)}"] if held.sharded else []
+    parts += [f"replicated over {' × '.join(others)}"] if others else []
+    parts += [f"layers over {report.stages}"] if report.stages else []
     parts += [held.note] if held.note else []
-    parts += [f"rests in {_PLACES.get(held.offloaded, held.offloaded)}"] if held.offloaded else []
+    parts += [f"offloaded to {_DEVICES.get(held.offloaded, held.offloaded)}"] if held.offloaded else []
     return ", ".join(parts)
 
 
-_PLACES = {"cpu": "main memory (cpu)", "nvme": "files (nvme)"}
+_DEVICES = {"cpu": "main memory (cpu)", "nvme": "files (nvme)"}
 
 
-def _and(names: Sequence[str]) -> str:
-    return " × ".join(names)
-
-
-def amount(count: int) -> str:
-    """Return bytes as "312 B", "2.6 KiB" or "3.4 GiB".
+def report_rows(reports: ShardReports) -> list[list[str]]:
+    """Return the table as rows of text, the head first; only the head before the first report.
 
     Args:
-        count: Bytes.
+        reports: By rank.
     """
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:,.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
-
-
-def percent(share: float | None) -> str:
-    """Return a share as "50 %"; "" where it is not known.
-
-    Args:
-        share: From 0 to 1, more with padding.
-    """
-    if share is None:
-        return ""
-    return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"
-
-
-def report_rows(ranks: Ranks) -> list[list[str]]:
-    """Return the table as rows of text, the head first; the head alone where nobody has told anything.
-
-    Args:
-        ranks: What each rank holds.
-    """
-    rows = [["ranks", "what", "whole", "each rank", "share", "how"]]
-    rows += [[row.who, row.what, row.whole, row.here, percent(row.share), row.how] for row in table(ranks)]
-    return rows
+    rows = sharding_rows(reports)
+    return [list(HEAD), *([*row[:4], percent(row.share), row.layout] for row in rows)]
 
 
 __all__ = [
     "CAPTION",
-    "Group",
-    "Ranks",
-    "Row",
-    "amount",
+    "HEAD",
+    "RankGroup",
+    "ShardReports",
+    "ShardingRow",
     "groups",
-    "holdings_of",
-    "percent",
+    "latest_reports",
     "report_rows",
-    "sentence",
-    "table",
-    "total",
+    "sharding_rows",
+    "summary",
+    "total_bytes",
 ]

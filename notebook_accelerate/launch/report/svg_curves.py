@@ -1,14 +1,15 @@
-"""Curves as SVG pictures for reports: no script, no outside reference, legible on light and on dark paper."""
+"""Metric curves as SVG images for reports, legible on light and dark backgrounds."""
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report import markup
+from notebook_accelerate.launch.report.markup import Markup, element, svg_text
+from notebook_accelerate.launch.report.number_format import number
 from notebook_accelerate.telemetry.downsampling import m4
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
 MAX_TRACKS = 8
-"""Of more ranks than this the band is drawn, and at most four single ones: the eye could not tell them apart."""
+"""With more ranks the envelope is drawn, and at most four single ranks: more curves cannot be told apart."""
 POINTS = 400
 # Mid-tones: at least 3:1 against white and against a dark notebook's #111.
 COLOURS = ("#3b82d6", "#d9662b", "#2a9a68", "#a85fd0", "#c4881c", "#1b98a6", "#d64f86", "#7f7f7f")
@@ -28,13 +29,13 @@ INK, GRID = "#7a7a7a", "#808080"
 
 @dataclass(frozen=True)
 class Track:
-    """One line of a picture.
+    """One line of an image.
 
     Attributes:
-        label: What it is called in the legend.
+        label: Its name in the legend.
         x: Steps or seconds, float64, shape (n,).
-        y: Values, float64, shape (n,); those that are not finite are gaps.
-        low: Lower edge of the band around the line, float64, shape (n,); None: there is none.
+        y: Values, float64, shape (n,); values that are not finite are gaps.
+        low: Lower edge of the envelope around the line, float64, shape (n,); None: no envelope.
         high: Upper edge.
     """
 
@@ -46,18 +47,19 @@ class Track:
 
 
 def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Track]:
-    """Return one track per rank that logged ``name``, thinned to what a picture can show; of many ranks their band.
+    """Return one downsampled track per rank that logged ``name``; with many ranks their envelope.
 
     Args:
-        store: Where they are.
+        store: The metrics.
         name: The metric.
-        chosen: Ranks that are drawn over a band, at most four.
+        chosen: Ranks to draw over the envelope, at most four.
     """
     ranks, tracks = store.ranks_of(name), []
-    band = store.band(name) if len(ranks) > MAX_TRACKS else None
-    if band is not None:
-        x = band.times - band.times[0] if math.isnan(band.steps[0]) else band.steps
-        tracks.append(Track(f"mean and range of {len(ranks)} ranks", x, band.mean, band.low, band.high))
+    envelope = store.band(name) if len(ranks) > MAX_TRACKS else None
+    if envelope is not None:
+        x = envelope.times - envelope.times[0] if math.isnan(envelope.steps[0]) else envelope.steps
+        label = f"mean and range of {len(ranks)} ranks"
+        tracks.append(Track(label, x, envelope.mean, envelope.low, envelope.high))
         ranks = [rank for rank in chosen if rank in ranks][: MAX_TRACKS // 2]
     for rank in ranks:
         tail = store.tail(name, rank)
@@ -67,21 +69,36 @@ def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Track
     return tracks
 
 
-def image(title: str, tracks: Sequence[Track], alt: str) -> str:
-    """Return an ``img`` element with the picture in a data URI."""
-    data = base64.b64encode(svg(title, tracks).encode()).decode()
-    source = f"data:image/svg+xml;base64,{data}"
-    return f'<img alt="{escape(alt)}" width="{WIDTH}" height="{HEIGHT}" src="{source}" />'
+def image(title: str, tracks: Sequence[Track], alt: str) -> Markup:
+    """Return the drawing as an ``img`` element.
+
+    Args:
+        title: Shown above the curves.
+        tracks: The lines.
+        alt: The alternative text.
+    """
+    return markup.svg_image(svg(title, tracks), WIDTH, HEIGHT, alt)
+
+
+def metric_image(store: Store, name: str, chosen: Sequence[int] = ()) -> Markup:
+    """Return the curves of one metric as an ``img`` element, described in its alternative text.
+
+    Args:
+        store: The metrics.
+        name: The metric.
+        chosen: Ranks to draw over the envelope.
+    """
+    return image(name, tracks_of(store, name, chosen), description(store.series(name)))
 
 
 def description(series: MetricSeries) -> str:
-    """Return what a curve shows in words, for those who do not see it."""
+    """Return an alternative text: the number of points, and the first, last, smallest and largest value."""
     import numpy as np
 
     ranks = len(set(series.ranks.tolist()))
-    of = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    count = "1 rank" if ranks == 1 else f"{ranks} ranks"
     finite = np.isfinite(series.values)
-    text = f"Curve of {series.name}: {len(series.values):,} points of {of}"
+    text = f"Curve of {series.name}: {len(series.values):,} points of {count}"
     if not finite.any():
         return f"{text}, none of them finite"
     values, steps = series.values[finite], series.steps[finite]
@@ -97,7 +114,7 @@ def _at(step: int) -> str:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Return the numbers of an axis, with as many digits as it takes to tell neighbours apart."""
+    """Return the labels of an axis, with enough digits to distinguish neighbours."""
     if len(values) < 2:
         return [number(value) for value in values]
     largest, step = max(map(abs, values)), abs(values[1] - values[0])
@@ -105,19 +122,8 @@ def labels(values: Sequence[float]) -> list[str]:
     return [number(value, digits) for value in values]
 
 
-def number(value: float, digits: int = 4) -> str:
-    """Return a number as an axis or a table shows it: so many digits at most, no trailing zeros."""
-    if not math.isfinite(value):
-        return str(float(value))
-    size = abs(value)
-    if size and (size >= 1e6 or size < 1e-3):
-        mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
-        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
-    return f"{value:.{digits}g}"
-
-
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Return round numbers from ``low`` to ``high``, about so many."""
+    """Return about ``about`` round numbers from ``low`` to ``high``."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
@@ -129,24 +135,23 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def svg(title: str, tracks: Sequence[Track]) -> str:
-    """Return the picture itself."""
+def svg(title: str, tracks: Sequence[Track]) -> Markup:
+    """Return the drawing as SVG source.
+
+    Args:
+        title: Shown above the curves.
+        tracks: The lines.
+    """
     frame = _Frame(tracks)
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    font = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif" font-size="11"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>',
-        _text(LEFT, 16, _shortened(title, 34), "start", "font-weight='600' font-size='12.5'"),
-        *_legend(tracks),
-        *frame.axes(),
-    ]
-    parts += [frame.band(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
-    parts += [frame.line(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
-    return "".join([*parts, "</svg>"])
+    heading = svg_text(LEFT, 16, _shortened(title, 34), INK, font_weight=600, font_size=12.5)
+    coloured = [(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
+    envelopes = [frame.envelope(track, colour) for track, colour in coloured]
+    lines = [frame.line(track, colour) for track, colour in coloured]
+    return markup.svg(WIDTH, HEIGHT, heading, *_legend(tracks), *frame.axes(), *envelopes, *lines)
 
 
 class _Frame:
-    """The mapping from numbers to the place they are drawn at."""
+    """The mapping from values to coordinates."""
 
     def __init__(self, tracks: Sequence[Track]) -> None:
         self.x0, self.x1 = _bounds([track.x for track in tracks], 0.0)
@@ -159,39 +164,39 @@ class _Frame:
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
 
-    def axes(self) -> list[str]:
+    def _path(self, points: Sequence[tuple[float, float]]) -> str:
+        return "M" + "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
+
+    def axes(self) -> list[Markup]:
         parts = []
         rows = ticks(self.y0, self.y1, 4)
         for value, label in zip(rows, labels(rows), strict=True):
-            y = f"{self.y(value):.1f}"
-            stroke = f'stroke="{GRID}" stroke-opacity=".22"'
-            parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" {stroke}/>')
-            parts.append(_text(LEFT - 7, self.y(value) + 3.8, label, "end"))
+            y = self.y(value)
+            parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, stroke=GRID, stroke_opacity=".22"))
+            parts.append(svg_text(LEFT - 7, y + 3.8, label, INK, "end"))
         below = HEIGHT - BOTTOM + 17
-        parts += [_text(self.x(value), below, f"{value:,.10g}", "middle") for value in ticks(self.x0, self.x1, 5)]
-        return parts
+        columns = ticks(self.x0, self.x1, 5)
+        return parts + [svg_text(self.x(value), below, f"{value:,.10g}", INK, "middle") for value in columns]
 
-    def band(self, track: Track, colour: str) -> str:
+    def envelope(self, track: Track, colour: str) -> Markup:
         if track.low is None or track.high is None:
-            return ""
+            return Markup()
         edges = zip(track.x.tolist(), track.low.tolist(), track.high.tolist(), strict=True)
         inside = [(x, low, high) for x, low, high in edges if math.isfinite(low) and math.isfinite(high)]
-        above = [f"{self.x(x):.1f} {self.y(high):.1f}" for x, _, high in inside]
-        below = [f"{self.x(x):.1f} {self.y(low):.1f}" for x, low, _ in reversed(inside)]
-        return f'<path d="M{"L".join([*above, *below])}Z" fill="{colour}" fill-opacity=".22"/>' if inside else ""
+        above, below = [(x, high) for x, _, high in inside], [(x, low) for x, low, _ in reversed(inside)]
+        path = self._path(above + below) + "Z"
+        return element("path", d=path, fill=colour, fill_opacity=".22") if inside else Markup()
 
-    def line(self, track: Track, colour: str) -> str:
-        pieces: list[list[str]] = [[]]
+    def line(self, track: Track, colour: str) -> Markup:
+        pieces: list[list[tuple[float, float]]] = [[]]
         for x, y in zip(track.x.tolist(), track.y.tolist(), strict=True):
             if math.isfinite(y):
-                pieces[-1].append(f"{self.x(x):.1f} {self.y(y):.1f}")
+                pieces[-1].append((x, y))
             elif pieces[-1]:
                 pieces.append([])
-        path = "".join(f"M{'L'.join(piece)}" + ("h.01" if len(piece) == 1 else "") for piece in pieces if piece)
-        return (
-            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round" '
-            'stroke-linecap="round"/>'
-        )
+        path = "".join(self._path(piece) + ("h.01" if len(piece) == 1 else "") for piece in pieces if piece)
+        stroke = {"stroke": colour, "stroke_width": 1.6, "stroke_linejoin": "round", "stroke_linecap": "round"}
+        return element("path", d=path, fill="none", **stroke)
 
 
 def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]:
@@ -199,8 +204,8 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
 
     values = np.concatenate(columns) if columns else np.empty(0)
     values = values[np.isfinite(values)]
-    # Halves: the span of numbers near the largest that there are would overflow.
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    # Half of the largest float64: the span of two larger numbers would overflow.
     low, high = max(low, -8e307), min(high, 8e307)
     if low == high:
         spread = abs(low) * 0.1 or 1.0
@@ -208,20 +213,20 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
     return low - margin * (high - low), high + margin * (high - low)
 
 
-def _legend(tracks: Sequence[Track]) -> list[str]:
-    banded = any(track.low is not None for track in tracks)
-    if len(tracks) < 2 and not banded:
+def _legend(tracks: Sequence[Track]) -> list[Markup]:
+    enveloped = any(track.low is not None for track in tracks)
+    if len(tracks) < 2 and not enveloped:
         return []
     parts, right = [], float(WIDTH - RIGHT)
     for index in reversed(range(len(tracks))):
         label = _shortened("mean, range" if tracks[index].low is not None else tracks[index].label, 12)
-        label = label if banded else label.removeprefix("rank ")
+        label = label if enveloped else label.removeprefix("rank ")
         right -= 6.2 * len(label)
-        parts.append(_text(right, 16, label, "start"))
-        parts.append(f'<circle cx="{right - 8:.1f}" cy="12" r="3.5" fill="{COLOURS[index % len(COLOURS)]}"/>')
+        parts.append(svg_text(right, 16, label, INK))
+        parts.append(element("circle", cx=right - 8, cy=12, r=3.5, fill=COLOURS[index % len(COLOURS)]))
         right -= 20
-    if not banded and all(track.label.startswith("rank ") for track in tracks):
-        parts.append(_text(right + 2, 16, "rank", "end"))
+    if not enveloped and all(track.label.startswith("rank ") for track in tracks):
+        parts.append(svg_text(right + 2, 16, "rank", INK, "end"))
     return parts
 
 
@@ -229,9 +234,4 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
-    visible = "".join(character if character.isprintable() else "�" for character in text)
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{INK}" text-anchor="{anchor}" {more}>{escape(visible)}</text>'
-
-
-__all__ = ["COLOURS", "MAX_TRACKS", "Track", "description", "image", "number", "svg", "ticks", "tracks_of"]
+__all__ = ["COLOURS", "MAX_TRACKS", "Track", "description", "image", "metric_image", "svg", "ticks", "tracks_of"]

@@ -1,4 +1,4 @@
-"""Curves as pictures in reports."""
+"""Curves as images in reports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from notebook_accelerate.launch.report import svg_curves
+from notebook_accelerate.launch.report.number_format import number
 from notebook_accelerate.telemetry import MetricEvent, Store
 from notebook_accelerate.telemetry.store import Record
 
@@ -28,13 +29,13 @@ def _store(name: str = "loss", ranks: int = 2, steps: int = 1000) -> Store:
 
 
 def _picture(name: str, store: Store) -> ET.Element:
-    html = svg_curves.image(name, svg_curves.tracks_of(store, name), svg_curves.description(store.series(name)))
+    html = svg_curves.metric_image(store, name)
     data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', html)
     assert data is not None
     return ET.fromstring(base64.b64decode(data[1]))
 
 
-def test_a_picture_has_a_line_per_rank_and_a_legend() -> None:
+def test_an_image_has_a_line_per_rank_and_a_legend() -> None:
     root = _picture("loss", _store())
     space = "{http://www.w3.org/2000/svg}"
     assert len(root.findall(f"{space}path")) == 2
@@ -43,21 +44,21 @@ def test_a_picture_has_a_line_per_rank_and_a_legend() -> None:
     assert {"rank", "0", "1"} <= set(texts)
 
 
-def test_names_are_escaped_in_picture_and_alt_text() -> None:
+def test_names_are_escaped_in_image_and_alt_text() -> None:
     store = _store(EVIL)
-    html = svg_curves.image(EVIL, svg_curves.tracks_of(store, EVIL), svg_curves.description(store.series(EVIL)))
+    html = svg_curves.metric_image(store, EVIL)
     assert "<script>" not in html
     assert "script" not in {element.tag.rpartition("}")[2] for element in _picture(EVIL, store).iter()}
 
 
-def test_the_alt_text_tells_what_there_is_to_see() -> None:
+def test_the_alt_text_describes_the_curve() -> None:
     text = svg_curves.description(_store().series("loss"))
     assert text.startswith("Curve of loss: 2,000 points of 2 ranks; first 1")
     assert "largest 2 at step 0" in text
     assert "at step 999" in text
 
 
-def test_gaps_and_numbers_that_are_none() -> None:
+def test_gaps_and_values_that_are_not_finite() -> None:
     store = Store()
     for step, value in enumerate([1.0, math.nan, 2.0, 3.0, math.inf, 1e308, -1e308]):
         store.add([Record(0, float(step), MetricEvent({"loss": value}, step))])
@@ -70,22 +71,22 @@ def test_gaps_and_numbers_that_are_none() -> None:
     _picture("empty", store)
 
 
-def test_of_many_ranks_the_band_is_drawn_and_those_that_were_chosen() -> None:
+def test_with_many_ranks_the_envelope_and_the_chosen_ranks_are_drawn() -> None:
     store = _store(ranks=20, steps=10)
-    band, *others = svg_curves.tracks_of(store, "loss", chosen=[3, 17, 99])
+    envelope, *others = svg_curves.tracks_of(store, "loss", chosen=[3, 17, 99])
     assert [track.label for track in others] == ["rank 3", "rank 17"]
-    assert band.low is not None
-    assert band.high is not None
+    assert envelope.low is not None
+    assert envelope.high is not None
     single = svg_curves.tracks_of(store, "loss", chosen=[0, 19])[1:]
-    assert (band.low == single[0].y).all()
-    assert (band.high == single[1].y).all()
-    picture = svg_curves.svg("loss", [band, *others])
-    assert picture.count('fill-opacity=".22"') == 1
-    assert "mean, range" in picture
-    assert "rank 17" in picture
+    assert (envelope.low == single[0].y).all()
+    assert (envelope.high == single[1].y).all()
+    drawing = svg_curves.svg("loss", [envelope, *others])
+    assert drawing.count('fill-opacity=".22"') == 1
+    assert "mean, range" in drawing
+    assert "rank 17" in drawing
 
 
-def test_two_hundred_thousand_points_make_a_small_picture_soon() -> None:
+def test_two_hundred_thousand_points_make_a_small_image_quickly() -> None:
     store = _store(ranks=4, steps=49_000)
     begin = time.thread_time()  # of the processor: machines that test are busy
     html = svg_curves.image("loss", svg_curves.tracks_of(store, "loss"), "")
@@ -110,4 +111,4 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
     ("value", "text"), [(0.0, "0"), (1234567.0, "1.23e6"), (0.00012, "0.00012"), (3.14159, "3.142"), (math.inf, "inf")]
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert svg_curves.number(value) in (text, "1.2e-4")
+    assert number(value) in (text, "1.2e-4")

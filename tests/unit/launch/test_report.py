@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import Run, WorkerError, notebook_launcher, telemetry
-from notebook_accelerate.launch.report.run_report import file_size, sparkline
+from notebook_accelerate.launch.report.run_report import sparkline
 from notebook_accelerate.telemetry import MetricEvent
 
 EVIL = "<script>alert('&')</script>"
@@ -65,7 +65,7 @@ def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
         with accelerator.profile(settings):
             accelerator.wait_for_everyone()
         accelerator.wait_for_everyone()
-        with accelerator.profile(settings):  # it takes the place of the first one
+        with accelerator.profile(settings):  # it replaces the first one
             raise ValueError(f"rank {accelerator.process_index} ends early")
 
     with pytest.raises(WorkerError) as caught:
@@ -85,13 +85,7 @@ def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
     assert _Tags(report.html).open == []
 
 
-def test_sizes_of_files() -> None:
-    assert [file_size(count) for count in (0, 1023, 1024, 300_000, 5 << 20)] == [
-        "0 B", "1023 B", "1 KiB", "293 KiB", "5.0 MiB",
-    ]  # fmt: skip
-
-
-def test_a_failed_run_escapes_what_the_rank_said() -> None:
+def test_a_failed_run_escapes_error_messages() -> None:
     def fail() -> None:
         raise ValueError(EVIL)
 
@@ -106,7 +100,7 @@ def test_a_failed_run_escapes_what_the_rank_said() -> None:
     assert "supervisor" not in report.text
 
 
-def test_a_run_in_progress_can_be_looked_at() -> None:
+def test_a_running_run_has_a_report() -> None:
     run = notebook_launcher(lambda: time.sleep(600), num_processes=2, use_port=0, start_method="fork", block=False)
     try:
         assert str(run.id) in run.report().text
@@ -116,7 +110,7 @@ def test_a_run_in_progress_can_be_looked_at() -> None:
     assert "stopped" in run.report().text
 
 
-def test_metrics_of_nothing_finite() -> None:
+def test_metrics_without_finite_values() -> None:
     run = _launch(lambda: [telemetry.emit(MetricEvent({"loss": math.nan}, s)) for s in range(3)] and None)
     assert "nan" in run.report().text
 

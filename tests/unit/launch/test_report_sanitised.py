@@ -1,4 +1,4 @@
-"""What a report still says where a front end does not trust the notebook, and cleans its HTML."""
+"""The content of a report in front ends that do not trust the notebook and sanitize its HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate import Run
 from notebook_accelerate.telemetry import LogEvent, MetricEvent, RankFailure
 from tests.support.runs import START, end, feed, make_run
 
-# What github.com's sanitizer keeps of HTML (jch/html-pipeline, SanitizationFilter), and with it nbviewer's fallbacks:
+# The HTML that github.com's sanitizer keeps (jch/html-pipeline, SanitizationFilter), and with it nbviewer's fallbacks:
 # no style, no script, no class, images only from the web.
 _TAGS = set(
     "h1 h2 h3 h4 h5 h6 br b i strong em a pre code img tt div ins del sup sub p picture ol ul table thead tbody tfoot "  # noqa: SIM905
@@ -46,7 +46,7 @@ def run() -> Run:
 
 
 def _read(html: str) -> str:
-    """Return what a reader sees of cleaned HTML, or hears: its text, and that of images."""
+    """Return the text of sanitized HTML and of its images."""
     soup = BeautifulSoup(html, "html.parser")
     for image in soup.find_all("img"):
         image.replace_with(str(image.get("alt", "")))
@@ -59,7 +59,7 @@ def _cleaned(html: str) -> str:
     return cleaned
 
 
-def test_cleaned_as_on_github_a_report_says_everything(run: Run) -> None:
+def test_a_report_sanitized_as_on_github_is_complete(run: Run) -> None:
     cleaned = _cleaned(run.report().html)
     assert "data:" not in cleaned
     assert "style=" not in cleaned
@@ -68,11 +68,11 @@ def test_cleaned_as_on_github_a_report_says_everything(run: Run) -> None:
     tables = BeautifulSoup(cleaned, "html.parser").find_all("table")
     heads = [[cell.get_text() for cell in table.find_all("th")] for table in tables]
     assert any("rank" in head and "exit" in head for head in heads), heads
-    assert "&lt;b&gt;" in cleaned, "words from the ranks stay words"
+    assert "&lt;b&gt;" in cleaned, "text from the ranks stays text"
 
 
-def test_the_strictest_cleaning_leaves_tables_and_words(run: Run) -> None:
-    """nbconvert's own (--sanitize-html) shows most tags as text, and that of the plain form is left as it is."""
+def test_the_strictest_sanitizer_keeps_tables_and_text(run: Run) -> None:
+    """nbconvert's own (--sanitize-html) shows most tags as text, and keeps the plain form."""
     report = run.report()
     shown: dict[str, Any] = {"text/html": report.html, "text/plain": report.text}
     output = nbformat.v4.new_output("execute_result", data=shown, execution_count=1)
@@ -86,8 +86,8 @@ def test_the_strictest_cleaning_leaves_tables_and_words(run: Run) -> None:
     assert len(area.find_all("table")) >= 2
 
 
-def test_the_plain_form_alone_is_enough(run: Run) -> None:
-    """What is left where a front end shows no HTML at all."""
+def test_the_plain_form_is_complete(run: Run) -> None:
+    """For front ends that show no HTML."""
     text = run.report().text
     for words in (" · train · failed", "KeyError: 'lost <b>'", "num_processes", "loss", "█", "last step"):
         assert words in text

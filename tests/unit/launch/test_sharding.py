@@ -1,4 +1,4 @@
-"""What is sharded where, as a table, as text and as a picture."""
+"""The shard reports of all ranks as a table, as text and as a drawing."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from notebook_accelerate.launch.report import mesh_diagram, sharding_table
+from notebook_accelerate.launch.report.number_format import byte_size
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 from tests.support.holdings import MIB, hybrid, megatron, told, zero
 from tests.support.runs import feed, make_run
 
 
-def test_ranks_that_hold_the_same_are_one_group() -> None:
-    rows = sharding_table.table(hybrid())
-    assert [row.who for row in rows] == ["each rank", "", "", ""]
-    assert [(row.what, row.whole, row.here) for row in rows] == [
+def test_ranks_with_equal_reports_are_one_group() -> None:
+    rows = sharding_table.sharding_rows(hybrid())
+    assert [row.ranks for row in rows] == ["each rank", "", "", ""]
+    assert [(row.kind, row.total, row.per_rank) for row in rows] == [
         ("parameters", "64.0 MiB", "32.0 MiB"),
         ("gradients", "64.0 MiB", "32.0 MiB"),
         ("optimizer state", "128 MiB", "64.0 MiB"),
-        ("together", "256 MiB", "128 MiB"),
+        ("all", "256 MiB", "128 MiB"),
     ]
     assert {row.share for row in rows} == {0.5}
-    assert rows[0].how == "sharded over dp_shard, the same along dp_replicate"
+    assert rows[0].layout == "sharded over dp_shard, replicated over dp_replicate"
 
 
 def test_stages_are_groups_of_their_own() -> None:
-    rows = sharding_table.table(megatron())
-    assert [row.who for row in rows if row.who] == ["ranks 0–3 (pp 0)", "ranks 4–7 (pp 1)"]
-    assert rows[2].how == "sharded over dp × tp, layers over pp"
-    assert (rows[0].whole, rows[4].whole) == ("64.0 MiB", "128 MiB")
+    rows = sharding_table.sharding_rows(megatron())
+    assert [row.ranks for row in rows if row.ranks] == ["ranks 0–3 (pp 0)", "ranks 4–7 (pp 1)"]
+    assert rows[2].layout == "sharded over dp × tp, layers over pp"
+    assert (rows[0].total, rows[4].total) == ("64.0 MiB", "128 MiB")
 
 
 @pytest.mark.parametrize(
     ("stage", "shares"), [(0, [1, 1, 1]), (1, [1, 1, 0.25]), (2, [1, 0.25, 0.25]), (3, [0.25] * 3)]
 )
 def test_the_stages_of_zero(stage: int, shares: list[float]) -> None:
-    rows = sharding_table.table(zero(stage))
+    rows = sharding_table.sharding_rows(zero(stage))
     assert [row.share for row in rows[:3]] == shares
-    assert rows[2].how.endswith("rests in main memory (cpu)")
+    assert rows[2].layout.endswith("offloaded to main memory (cpu)")
 
 
 def _uneven(count: int) -> dict[int, ShardReport]:
@@ -54,7 +55,7 @@ def _uneven(count: int) -> dict[int, ShardReport]:
     }
 
 
-def test_ranks_of_too_many_sizes_are_put_together() -> None:
+def test_ranks_of_too_many_sizes_are_merged() -> None:
     assert len(sharding_table.groups(_uneven(sharding_table.MAX_GROUPS))) == sharding_table.MAX_GROUPS
     many = {
         rank: replace(one, held={**one.held, KINDS[0]: ShardSizes(64 * MIB, (1 + rank) * MIB, ("dp_shard",))})
@@ -62,25 +63,25 @@ def test_ranks_of_too_many_sizes_are_put_together() -> None:
     }
     (group,) = sharding_table.groups(many)
     assert group.ranks == list(range(9))
-    assert sharding_table.table(many)[0].here == "1.0 MiB – 9.0 MiB"
+    assert sharding_table.sharding_rows(many)[0].per_rank == "1.0 MiB – 9.0 MiB"
 
 
-def test_the_sentence_says_strategy_mesh_and_units() -> None:
-    assert sharding_table.sentence(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
+def test_the_summary_has_strategy_mesh_and_units() -> None:
+    assert sharding_table.summary(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
     assert (
-        sharding_table.sentence(told({}, (1, ()), (1, ()), (2, ()), strategy="single"))
-        == "single · one rank has everything"
+        sharding_table.summary(told({}, (1, ()), (1, ()), (2, ()), strategy="single"))
+        == "single · one rank holds everything"
     )
-    assert sharding_table.sentence({}) == ""
+    assert sharding_table.summary({}) == ""
 
 
 def test_what_is_not_known_is_a_dash() -> None:
     (one,) = told({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
     unknown = {0: replace(one, held={**one.held, KINDS[2]: ShardSizes(None, None)})}
-    rows = sharding_table.table(unknown)
-    assert (rows[2].whole, rows[2].here, rows[2].share) == ("–", "–", None)
-    assert (rows[3].whole, rows[3].share) == ("–", None)
-    ET.fromstring(mesh_diagram.picture(unknown, mesh_diagram.PAPER))
+    rows = sharding_table.sharding_rows(unknown)
+    assert (rows[2].total, rows[2].per_rank, rows[2].share) == ("–", "–", None)
+    assert (rows[3].total, rows[3].share) == ("–", None)
+    ET.fromstring(mesh_diagram.svg(unknown, mesh_diagram.PAPER))
 
 
 def test_the_mesh_as_text() -> None:
@@ -92,7 +93,7 @@ def test_the_mesh_as_text() -> None:
     assert [row[0] for row in mesh_diagram.mesh_rows(megatron())[1:]] == [
         f"pp {p} · dp {d}" for p in (0, 1) for d in (0, 1)
     ]
-    assert len(mesh_diagram.mesh_rows(zero(1))) == 1, "one axis needs no picture"
+    assert len(mesh_diagram.mesh_rows(zero(1))) == 1, "one axis needs no drawing"
     assert len(mesh_diagram.mesh_rows({})) == 1
 
 
@@ -110,43 +111,45 @@ def test_slices_are_the_ranks_own_and_cover_the_model() -> None:
     state = mesh_diagram.slice_of(ranks[1], KINDS[2], [128 * MIB, 256 * MIB])
     assert parameters is not None
     assert state is not None
-    assert parameters[0] <= state[0] < parameters[0] + parameters[1], "what a rank steps is what it has"
+    assert parameters[0] <= state[0] < parameters[0] + parameters[1], (
+        "the optimizer state belongs to the rank's own parameters"
+    )
 
 
 _CELL = re.compile(r"<g><title>rank (\d+): (.*?)</title>")
 
 
 @pytest.mark.parametrize("ranks", [hybrid(), megatron(), zero(2), told({}, (1, ()), (1, ()), (2, ()))])
-def test_the_picture_has_a_cell_for_each_rank(ranks: dict[int, ShardReport]) -> None:
-    svg = mesh_diagram.picture(ranks)
-    ET.fromstring(svg)
-    assert [int(rank) for rank, _ in _CELL.findall(svg)] == list(ranks)
+def test_the_drawing_has_a_cell_for_each_rank(ranks: dict[int, ShardReport]) -> None:
+    drawing = mesh_diagram.svg(ranks)
+    ET.fromstring(drawing)
+    assert [int(rank) for rank, _ in _CELL.findall(drawing)] == list(ranks)
     held = ranks[0].held[KINDS[0]]
     assert held.here is not None
-    assert f"parameters {sharding_table.amount(held.here)} of 64.0 MiB" in _CELL.findall(svg)[0][1]
-    assert ("offloaded" in svg) == (ranks[0].strategy == "deepspeed")
+    assert f"parameters {byte_size(held.here)} of 64.0 MiB" in _CELL.findall(drawing)[0][1]
+    assert ("offloaded" in drawing) == (ranks[0].strategy == "deepspeed")
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 500}, {"dp_replicate": 50, "dp_shard": 8}, {"a": 5, "b": 5, "c": 20}])
-def test_of_hundreds_of_ranks_the_first_are_drawn(axes: dict[str, int]) -> None:
+def test_only_the_first_of_hundreds_of_ranks_are_drawn(axes: dict[str, int]) -> None:
     inner = list(axes)[-1:]
     ranks = told(axes, (1, (*inner,)), (1, (*inner,)), (2, (*inner,)))
-    svg = mesh_diagram.picture(ranks)
-    cells = _CELL.findall(svg)
+    drawing = mesh_diagram.svg(ranks)
+    cells = _CELL.findall(drawing)
     assert 0 < len(cells) <= mesh_diagram.MAX_DRAWN
-    assert f"and {len(ranks) - len(cells):,} more ranks" in svg
-    assert len(sharding_table.table(ranks)) == 4
+    assert f"and {len(ranks) - len(cells):,} more ranks" in drawing
+    assert len(sharding_table.sharding_rows(ranks)) == 4
 
 
-def test_words_from_elsewhere_are_escaped() -> None:
+def test_names_are_escaped() -> None:
     evil = "<script>&"
     ranks = told({evil: 2}, (1, (evil,)), (1, (evil,)), (2, (evil,)), strategy=evil)
-    assert "<script>" not in mesh_diagram.picture(ranks)
+    assert "<script>" not in mesh_diagram.svg(ranks)
     assert "<script>" not in mesh_diagram.image(ranks)
-    ET.fromstring(mesh_diagram.picture(ranks, mesh_diagram.PAPER))
+    ET.fromstring(mesh_diagram.svg(ranks, mesh_diagram.PAPER))
 
 
-def test_the_report_has_table_and_picture() -> None:
+def test_the_report_has_table_and_drawing() -> None:
     run = make_run(4)
     assert "optimizer state" not in Report(run).text
     for rank, one in hybrid().items():
@@ -156,7 +159,7 @@ def test_the_report_has_table_and_picture() -> None:
     assert "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units" in text
     assert "dp_replicate 1  rank 2      rank 3" in text
     assert "each rank  parameters" in text
-    assert "What is sharded where: fsdp2 HYBRID_SHARD" in html
+    assert "Sharding: fsdp2 HYBRID_SHARD" in html
     (picture,) = re.findall(r'<img alt="fsdp2 [^"]*" [^>]*base64,([^"]+)"', html)
     assert base64.b64decode(picture).startswith(b"<svg ")
 
@@ -172,5 +175,5 @@ def test_the_report_has_table_and_picture() -> None:
         (5 << 50, "5,120 TiB"),
     ],
 )
-def test_amounts(count: int, text: str) -> None:
-    assert sharding_table.amount(count) == text
+def test_byte_sizes(count: int, text: str) -> None:
+    assert byte_size(count) == text

@@ -1,4 +1,4 @@
-"""Many changes, few renders; and a view that fails."""
+"""Renders are limited, and a view that fails is closed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_at_most_five_renders_a_second_whatever_happens() -> None:
     binding.close()
 
 
-def test_without_changes_once_a_second_for_the_clock() -> None:
+def test_without_changes_one_render_a_second_updates_the_clock() -> None:
     store, clock, renders = Store(), Clock(), []
     binding = RenderSchedule([store], renders.append, lambda _: None, clock)
     for _ in range(100):  # ten seconds
@@ -51,15 +51,15 @@ def test_a_clock_that_was_set_back_does_not_stop_the_view() -> None:
 
 
 def test_a_view_that_fails_is_closed_and_the_store_goes_on() -> None:
-    store, clock, said = Store(), Clock(), []
+    store, clock, errors = Store(), Clock(), []
 
     def broken(_: float) -> None:
         raise KeyError("a bug in a panel")
 
-    binding = RenderSchedule([store], broken, said.append, clock)
-    with pytest.warns(UserWarning, match="a panel stopped updating: KeyError.*the run goes on"):
+    binding = RenderSchedule([store], broken, errors.append, clock)
+    with pytest.warns(UserWarning, match="a panel stopped updating: KeyError.*the run continues"):
         binding.tick()
-    assert isinstance(said[0], KeyError)
+    assert isinstance(errors[0], KeyError)
     assert binding.closed
     _change(store)
     clock.turn(10.0)
@@ -67,7 +67,7 @@ def test_a_view_that_fails_is_closed_and_the_store_goes_on() -> None:
     assert store.metric_names() == ["loss"]
 
 
-def test_saying_so_may_fail_too() -> None:
+def test_showing_the_problem_may_fail_too() -> None:
     def broken(_: object) -> None:
         raise ValueError("again")
 
@@ -76,7 +76,7 @@ def test_saying_so_may_fail_too() -> None:
         binding.tick()
 
 
-def test_the_thread_is_there_only_while_there_is_something_to_tick() -> None:
+def test_the_thread_exists_only_while_there_are_schedules() -> None:
     ticker, renders = Ticker(), []
     binding = RenderSchedule([Store()], renders.append, lambda _: None)
     ticker.add(binding)

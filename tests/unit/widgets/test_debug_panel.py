@@ -1,4 +1,4 @@
-"""The debug panel, fed by hand and by a fake clock, without a browser; and over a real run."""
+"""The debug panel without a browser: with recorded events and a fake clock, and on a real run."""
 
 from __future__ import annotations
 
@@ -56,47 +56,47 @@ def _found(source: str = "dist.all_reduce(x)") -> Any:
     return diagnose([waiting[0], absent, waiting[1]], lambda frame: f"Cell In[7], line {frame.lineno}", START)
 
 
-def test_ranks_stand_with_state_and_step_before_anybody_looked(made: list[DebugPanel]) -> None:
+def test_ranks_are_listed_with_state_and_step_before_a_diagnosis(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
     run.store.last_step[1] = 1200
     html = _render(_panel(made, run, clock), clock)
     assert html.count("Running") == 2
     assert "1,200" in html
-    assert html.count("not looked at yet") == 2
+    assert html.count("not inspected yet") == 2
     assert "Stacks" not in html
 
 
-def test_an_automatic_diagnosis_appears_by_itself(made: list[DebugPanel]) -> None:
+def test_an_automatic_diagnosis_is_shown(made: list[DebugPanel]) -> None:
     run, clock = make_run(3), Clock()
     panel = _panel(made, run, clock)
     run.diagnoses.append(_found())
     html = _render(panel, clock)
     assert "<strong>rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[7], line 12" in html
-    assert "Place (1.0 s ago)" in html
+    assert "Location (1.0 s ago)" in html
     assert html.count("waits in all_reduce #4") == 2
     assert "ranks 0, 2:\n  Cell In[7], line 13, in train" in html  # equal stacks once
     assert html.count("in train\n    dist.all_reduce(x)") == 1
 
 
-def test_warnings_of_mistakes_are_shown(made: list[DebugPanel]) -> None:
+def test_warnings_are_shown(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
     run.warnings.append("every rank trains on the same data")
     assert "⚠ every rank trains on the same data" in _render(_panel(made, run, clock), clock)
 
 
-def test_words_from_elsewhere_are_escaped(made: list[DebugPanel]) -> None:
+def test_texts_are_escaped(made: list[DebugPanel]) -> None:
     run, clock = make_run(3), Clock()
     run.diagnoses.append(_found(EVIL))
     run.warnings.append(EVIL)
     panel = _panel(made, run, clock)
     panel.history.append(Entry("ask", EVIL, {0: EVIL}))
-    panel._say(EVIL)
+    panel._show_problem(EVIL)
     for html in (_render(panel, clock), panel.html):
         assert "<script>" not in html
         assert "&lt;script&gt;" in html
 
 
-def test_equal_answers_are_folded_and_colours_go() -> None:
+def test_equal_replies_are_grouped_and_colours_removed() -> None:
     entry = Entry("cast", "p loss", {0: "\x1b[32m1.5\x1b[0m\n", 1: "1.5", 2: "2.0"})
     assert entry.text == "cast> p loss\n  ranks 0, 1: 1.5\n  rank 2: 2.0"
 
@@ -104,16 +104,16 @@ def test_equal_answers_are_folded_and_colours_go() -> None:
 def test_history_is_bounded(made: list[DebugPanel]) -> None:
     panel = _panel(made, make_run(2))
     for number in range(MAX_HISTORY + 5):
-        panel._note("ask", str(number), {0: "x"})
+        panel._record("ask", str(number), {0: "x"})
     assert len(panel.history) == MAX_HISTORY
     assert panel.history[-1].line == str(MAX_HISTORY + 4)
 
 
-def test_static_forms_hold_everything(made: list[DebugPanel]) -> None:
+def test_static_forms_are_complete(made: list[DebugPanel]) -> None:
     run = make_run(3)
     run.diagnoses.append(_found())
     panel = _panel(made, run)
-    panel._note("ask", "loss", {0: "1.0", 1: "1.0"})
+    panel._record("ask", "loss", {0: "1.0", 1: "1.0"})
     assert panel.text.splitlines()[0] == f"run {run.id} (train): running"
     for piece in ("rank 1 never reached all_reduce #4", "ask> loss", "ranks 0, 1: 1.0", "dist.all_reduce(x)"):
         assert piece in panel.text
@@ -121,7 +121,7 @@ def test_static_forms_hold_everything(made: list[DebugPanel]) -> None:
     assert panel._repr_mimebundle_() == {"text/html": panel.html, "text/plain": panel.text}
 
 
-def test_controls_rest_once_there_is_nobody_to_ask(made: list[DebugPanel]) -> None:
+def test_controls_are_disabled_after_the_run(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
     panel = _panel(made, run, clock)
     _render(panel, clock)
@@ -144,7 +144,7 @@ def test_held_ranks_can_be_asked_after_the_failure(made: list[DebugPanel]) -> No
     assert panel.why_button.disabled
 
 
-def test_a_question_that_fails_is_told_of(made: list[DebugPanel]) -> None:
+def test_a_request_that_fails_is_shown(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
     panel = _panel(made, run, clock)
     panel.line.value = "x ="
@@ -164,7 +164,7 @@ def _loop() -> None:
 
 
 def _patient(run: Run) -> Run:
-    """Have all questions to a run wait for the ranks of a busy machine, however long their user would."""
+    """Give all requests to a run a longer timeout, for busy machines."""
 
     def with_time(method: Any) -> Any:
         return lambda *arguments, **named: method(*arguments, **{**named, "timeout": SECONDS})
@@ -187,9 +187,9 @@ def test_over_a_real_run(made: list[DebugPanel]) -> None:
             frames = [place.user_frame for place in panel.found.places]
             return [frame.function for frame in frames if frame is not None] == ["_loop", "_loop"]
 
-        until(sees_both)  # a rank of a busy machine may not have answered within the second it has
+        until(sees_both)  # on a busy machine a rank may not reply within its second
         assert re.search(r"test_debug_panel\.py, line \d+, in _loop", panel.text)
-        panel.whom.value = "rank 1"
+        panel.target.value = "rank 1"
         panel.line.value = "numb"
         panel.wait(SECONDS)
         assert panel.line.options == ("number",)
@@ -199,7 +199,7 @@ def test_over_a_real_run(made: list[DebugPanel]) -> None:
         panel.wait(SECONDS)
         assert panel.history[-1] == Entry("ask", "number * (rank + 1)", {1: "42"})
         assert panel.line.value == ""
-        panel.whom.value = ALL
+        panel.target.value = ALL
         panel.pause_button.click()
         panel.wait(SECONDS)
         assert panel.history[-1].answers == {0: "paused", 1: "paused"}
@@ -218,25 +218,25 @@ def _stops() -> int:
     return loss
 
 
-def test_a_line_goes_to_the_debuggers_of_the_ranks_that_are_stopped(made: list[DebugPanel]) -> None:
-    """The same line asks where nobody is stopped: what it does is said below it."""
+def test_a_line_is_cast_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]) -> None:
+    """The same line is evaluated if no rank is stopped; the placeholder says which."""
     run = _patient(notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
         until(lambda: sorted(run._board.debugged()) == [0, 1])
         clock = Clock(time.time())
         panel = _panel(made, run, clock)
         _render(panel, clock)
-        assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, as p loss"
-        for whom, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
-            panel.whom.value, panel.line.value = whom, line
-            panel.wait(SECONDS)  # what its completion asks
+        assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, such as p loss"
+        for target, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
+            panel.target.value, panel.line.value = target, line
+            panel.wait(SECONDS)  # for the completion
             panel._send()
             panel.wait(SECONDS)
-            told = panel.history[-1]
-            assert (told.kind, told.line) == ("cast", line)
-            assert {rank: text.strip() for rank, text in told.answers.items()} == answers
+            entry = panel.history[-1]
+            assert (entry.kind, entry.line) == ("cast", line)
+            assert {rank: text.strip() for rank, text in entry.answers.items()} == answers
         assert "p loss * 2" in _render(panel, clock)
-        panel.whom.value, panel.line.value = ALL, "c"
+        panel.target.value, panel.line.value = ALL, "c"
         panel.wait(SECONDS)
         panel._send()
         panel.wait(SECONDS)

@@ -1,4 +1,4 @@
-"""Hundreds of ranks in a panel and a report: few lines, the worst first, and small messages."""
+"""Hundreds of ranks in a panel and a report: few rows, the worst first, and small messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from notebook_accelerate.telemetry import (
     StepTimeEvent,
 )
 from notebook_accelerate.telemetry.step_time import PARTS
-from notebook_accelerate.widgets.plot import BAND_LABEL, chosen_ranks
+from notebook_accelerate.widgets.plot import ENVELOPE_LABEL, chosen_ranks
 from notebook_accelerate.widgets.rank_table import FOLDED_SECONDS
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.support.runs import START, Clock, end, feed, make_run
@@ -58,49 +58,53 @@ class _Panel:
         self.panel.binding.touch()
         assert self.panel.binding.tick()
 
-    def parts(self) -> dict[str, list[list[str]]]:
-        """Return the rows of each part of the table, as a view would have them that was just opened."""
-        self.panel.rank_table._asked = True
+    def sections(self) -> dict[str, list[list[str]]]:
+        """Return the rows of each section of the table, as a new view receives them."""
+        self.panel.rank_table._full_requested = True
         self.clock.turn(1.0)
         self.render()
-        return {part["key"]: part["whole"] for part in self.panel.rank_table.full["parts"]}
+        return {section["key"]: section["all"] for section in self.panel.rank_table.full["sections"]}
 
     def close(self) -> None:
         self.panel.close()
 
 
-def test_nodes_stand_first_then_the_ranks_that_stand_out_and_the_others_behind_a_fold() -> None:
+def test_nodes_are_listed_first_then_outliers_and_the_other_ranks_behind_a_fold() -> None:
     one = _Panel()
     one.step = 1000
     for _ in range(4):
         one.turn(late=(300,), slow=(9, 41))
-    parts = one.parts()
-    assert [row[1] for row in parts["nodes"][:3]] == ["node 1 · worker-1", "node 5 · worker-5", "node 37 · worker-37"]
-    assert [row[2:4] for row in parts["nodes"][:3]] == [["late", f"rank {rank} late"] for rank in (9, 41, 300)]
-    assert parts["nodes"][3][1] == "node 0 · this machine"
-    assert parts["nodes"][3][4] == "8 running"
-    assert len(parts["nodes"]) + len(parts["more-nodes"]) == RANKS // EACH
-    assert [row[1] for row in parts["outstanding"]] == ["300", "9", "41"]
-    assert len(parts["others"]) == RANKS - 3
+    sections = one.sections()
+    assert [row[1] for row in sections["nodes"][:3]] == [
+        "node 1 · worker-1",
+        "node 5 · worker-5",
+        "node 37 · worker-37",
+    ]
+    assert [row[2:4] for row in sections["nodes"][:3]] == [["late", f"rank {rank} late"] for rank in (9, 41, 300)]
+    assert sections["nodes"][3][1] == "node 0 · this machine"
+    assert sections["nodes"][3][4] == "8 running"
+    assert len(sections["nodes"]) + len(sections["more-nodes"]) == RANKS // EACH
+    assert [row[1] for row in sections["outliers"]] == ["300", "9", "41"]
+    assert len(sections["others"]) == RANKS - 3
     verdict = one.panel._ranks.value
-    assert "Ranks 9, 41 hold the others up: up to 200 ms of their own work per step" in verdict
+    assert "Ranks 9, 41 are stragglers: up to 200 ms of their own work per step" in verdict
     assert "Rank 300 is 500 steps behind." in verdict
-    slowest = parts["nodes"][2]
+    slowest = sections["nodes"][2]
     assert slowest[5:7] == ["540", "500"], "the slowest step, and how far that is behind"
     assert slowest[10] == "8.0 GiB", "memory of all its ranks"
     one.close()
 
 
-def test_failed_ranks_are_the_worst_and_no_more_are_listed_than_fit() -> None:
+def test_failed_ranks_are_the_first_outliers_and_the_list_is_limited() -> None:
     one = _Panel()
     one.turn()
     for info in one.run.ranks[100:200]:
         info.state, info.exit = "failed", "exit 1"
-    parts = one.parts()
-    assert [row[1] for row in parts["outstanding"]] == [str(rank) for rank in range(100, 100 + SHOWN_RANKS)]
-    titles = {part["key"]: part["title"] for part in one.panel.rank_table.full["parts"]}
-    assert titles["outstanding"] == f"The first {SHOWN_RANKS} of 100 ranks that stand out"
-    assert parts["nodes"][0][2:5] == ["dead", "", "4 failed, 4 running"]
+    sections = one.sections()
+    assert [row[1] for row in sections["outliers"]] == [str(rank) for rank in range(100, 100 + SHOWN_RANKS)]
+    titles = {section["key"]: section["title"] for section in one.panel.rank_table.full["sections"]}
+    assert titles["outliers"] == f"The first {SHOWN_RANKS} of 100 outliers"
+    assert sections["nodes"][0][2:5] == ["dead", "", "4 failed, 4 running"]
     one.close()
 
 
@@ -118,7 +122,7 @@ def test_an_update_in_which_few_ranks_have_changed_is_small() -> None:
     one.clock.turn(1.5)
     one.render()
     assert table._seq == seq + 1
-    changed = [row for part in table.delta["parts"] for row in part.get("cells", ())]
+    changed = [row for section in table.delta["sections"] for row in section.get("cells", ())]
     print(f"\nthe whole table of {RANKS} ranks: {whole:,} bytes; a change of one rank: {_bytes(table.delta):,}")
     assert _bytes(table.delta) < whole / 20
     assert [row for row in changed if row[0] == "n9"], "rank 77 is on node 9"
@@ -126,26 +130,27 @@ def test_an_update_in_which_few_ranks_have_changed_is_small() -> None:
     one.close()
 
 
-def test_a_table_that_follows_the_deltas_is_the_whole_table() -> None:
+def test_a_table_that_applies_the_deltas_is_complete() -> None:
     one = _Panel(ranks=40)
     for _ in range(12):
         one.turn()
-    shown = one.parts()
+    shown = one.sections()
     for turn in range(10):
         seq = one.panel.rank_table._seq
         one.turn(6.0, late=(turn,) if turn % 3 else (), slow=(20, 21) if turn % 2 else ())
         assert one.panel.rank_table._seq == seq + 1
         message = one.panel.rank_table.delta
-        for part in message["parts"]:
-            if "whole" in part:
-                shown[part["key"]] = part["whole"]
+        for section in message["sections"]:
+            name = section["key"]
+            if "all" in section:
+                shown[name] = section["all"]
                 continue
-            rows = {row[0]: row for row in [*shown[part["key"]], *part.get("rows", ())]}
-            for key, *pairs in part.get("cells", ()):
-                for place, text in zip(pairs[::2], pairs[1::2], strict=True):
-                    rows[key] = [*rows[key][: place + 1], text, *rows[key][place + 2 :]]
-            shown[part["key"]] = [rows[key] for key in part.get("order", [row[0] for row in shown[part["key"]]])]
-        for key in message["gone"]:
+            rows = {row[0]: row for row in [*shown[name], *section.get("rows", ())]}
+            for key, *pairs in section.get("cells", ()):
+                for index, text in zip(pairs[::2], pairs[1::2], strict=True):
+                    rows[key] = [*rows[key][: index + 1], text, *rows[key][index + 2 :]]
+            shown[name] = [rows[key] for key in section.get("order", [row[0] for row in shown[name]])]
+        for key in message["removed"]:
             del shown[key]
         table = one.panel.rank_table._known.items()
         known = {key: [[name, *values] for name, values in rows.items()] for key, rows in table}
@@ -153,36 +158,36 @@ def test_a_table_that_follows_the_deltas_is_the_whole_table() -> None:
     one.close()
 
 
-def test_curves_are_bands_with_chosen_ranks_laid_over() -> None:
+def test_curves_are_envelopes_with_chosen_ranks_over_them() -> None:
     one = _Panel()
     for _ in range(3):
         one.turn()
     entries = {(name, label): (count, *rest) for name, label, count, *rest in one.panel.plot.full["series"]}
-    assert set(entries) == {("loss", BAND_LABEL)}
+    assert set(entries) == {("loss", ENVELOPE_LABEL)}
     one.panel.plot.chosen = "3, 500-501, 9999, nonsense"
     one.turn()
     labels = [label for _, label, *_ in one.panel.plot.full["series"]]
-    assert labels == [BAND_LABEL, "rank 3", "rank 500", "rank 501"]
+    assert labels == [ENVELOPE_LABEL, "rank 3", "rank 500", "rank 501"]
     seq = one.panel.plot._seq
     one.clock.turn(0.3)
     feed(one.run, MetricEvent({"loss": 7.0}, one.step), rank=3, at=one.clock.now)
     one.render()
     assert one.panel.plot._seq == seq + 1
-    (band, rank) = one.panel.plot.delta["series"]
-    assert band[:3] == ("loss", BAND_LABEL, 1)
-    assert band[3] == one.step, "what was known from this step on is replaced"
+    (envelope, rank) = one.panel.plot.delta["series"]
+    assert envelope[:3] == ("loss", ENVELOPE_LABEL, 1)
+    assert envelope[3] == one.step, "points from this step on are replaced"
     assert rank == ("loss", "rank 3", 1)
     one.close()
 
 
-def test_what_is_typed_as_ranks_is_read_leniently() -> None:
+def test_words_that_are_no_ranks_are_ignored() -> None:
     assert chosen_ranks("0, 5-7") == (0, 5, 6, 7)
     assert chosen_ranks("5 – 7; 2 2") == (5, 6, 7, 2)
     assert chosen_ranks("all, -, 3x") == ()
     assert len(chosen_ranks("0-1000000000")) < 20
 
 
-def test_a_panel_of_many_ranks_sends_little_of_what_they_write() -> None:
+def test_a_panel_of_many_ranks_sends_few_lines_of_each() -> None:
     one = _Panel()
     for info in one.run.ranks:
         feed(one.run, LogEvent("stdout", "\n".join(f"{EVIL} {n}" for n in range(500))), rank=info.rank)
@@ -221,15 +226,15 @@ def test_the_report_of_many_ranks_is_short() -> None:
     assert "0–255" in text
     assert "ranks 0–255 failed" in text
     assert len(text.splitlines()) < 200
-    assert "The 512 ranks, those alike together" in html
+    assert "512 ranks, by state" in html
     assert EVIL not in html
-    assert "mean, range" not in html, "words of a picture are inside the picture"
+    assert "mean, range" not in html, "the texts of an image are inside the image"
     print(f"\nthe report of {RANKS} ranks: {len(html):,} bytes of HTML, {len(text):,} of text")
     assert len(html) < 150_000
     one.close()
 
 
-def test_few_ranks_on_two_machines_stand_under_their_nodes() -> None:
+def test_few_ranks_on_two_machines_are_grouped_by_node() -> None:
     one = _Panel(ranks=MANY, each=8)
     one.step = 1000
     one.turn(late=(12,))

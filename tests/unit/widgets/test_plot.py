@@ -81,7 +81,7 @@ def test_a_view_that_missed_something_gets_everything() -> None:
     plot = _plot(store)
     plot.update(0.0)
     _log(store, range(3, 6))
-    plot._heard(plot, {"kind": "hello"}, [])
+    plot._on_message(plot, {"kind": "hello"}, [])
     plot.update(0.2)
     assert len(_points(plot.full)["loss", "rank 0"][0]) == 6
     _log(store, range(6, 7))

@@ -1,4 +1,4 @@
-"""The panel of a run, fed by hand and by a fake clock, without a browser."""
+"""The panel of a run without a browser, with recorded events and a fake clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.resource_strip import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
-from notebook_accelerate.widgets.stop_button import KernelNow, hint
+from notebook_accelerate.widgets.stop_button import KernelState, hint
 from tests.support.holdings import hybrid, zero
 from tests.support.runs import START, Clock, end, feed, make_run
 from tests.support.waiting import until
@@ -120,7 +120,7 @@ def test_a_straggler_is_plain_by_its_steps() -> None:
     html = one.look(3.0)
     assert "Rank 2 is 40 steps behind." in html
     assert html.count("na-late") == 1
-    assert one.panel._titles[1] == "Ranks ⚠"
+    assert one.panel._tab_titles[1] == "Ranks ⚠"
 
 
 def test_a_straggler_is_plain_by_its_own_work_where_all_are_in_step() -> None:
@@ -130,7 +130,7 @@ def test_a_straggler_is_plain_by_its_own_work_where_all_are_in_step() -> None:
         parts = dict(zip(PARTS, (0.05, 0.1, 0.05, 0.01, 0.04), strict=True))
         feed(one.run, MetricEvent({"loss": 0.5}, 7), StepTimeEvent(parts, 7, 10, own), rank=rank)
     html = one.look()
-    assert "Rank 1 holds the others up: 20 ms of its own work per step, the others 5.0 ms." in html
+    assert "Rank 1 is a straggler: 20 ms of its own work per step, 5.0 ms on the other ranks." in html
     assert html.count('class="na-stack"') == 3
     assert "rank 1: waiting for data 20 %, forward and backward 40 %, collectives 20 %, optimizer 4 %" in html
     assert "25.0 ms per step" in html
@@ -201,7 +201,7 @@ def test_errors_are_grouped_and_a_failed_run_keeps_everything() -> None:
     again = RunPanel(one.run, one.clock)
     assert again._errors.value.count("<details") == 2
     assert "train.py, line 7" in again._errors.value
-    assert again._titles[5] == "Errors (3)"
+    assert again._tab_titles[5] == "Errors (3)"
     assert again.plot.full["series"] == [("loss", "rank 0", 1)]
     again.close()
 
@@ -228,16 +228,16 @@ def test_stop_asks_once_and_then_kills() -> None:
 @pytest.mark.parametrize(
     ("kernel", "block", "words"),
     [
-        (KernelNow((7, 4), False, False, False), False, "by a click now"),
-        (KernelNow((6, 17), True, True, False), True, "own stop button"),
-        (KernelNow((7, 3), True, True, True), True, "by a click now, and so does"),
-        (KernelNow((7, 4), True, True, True), True, "own stop button"),
-        (KernelNow((7, 4), True, True, False), False, "Another cell is running"),
-        (KernelNow((6, 30), True, False, False), False, "own stop button"),
-        (KernelNow((7, 4), True, False, False), False, "by a click now"),
+        (KernelState((7, 4), False, False, False), False, "Stop button works now"),
+        (KernelState((6, 17), True, True, False), True, "own stop button"),
+        (KernelState((7, 3), True, True, True), True, "Stop button works now, and so does"),
+        (KernelState((7, 4), True, True, True), True, "own stop button"),
+        (KernelState((7, 4), True, True, False), False, "Another cell is running"),
+        (KernelState((6, 30), True, False, False), False, "own stop button"),
+        (KernelState((7, 4), True, False, False), False, "Stop button works now"),
     ],
 )
-def test_the_header_says_which_stop_works_now(kernel: KernelNow, block: bool, words: str) -> None:
+def test_the_header_says_which_stop_works_now(kernel: KernelState, block: bool, words: str) -> None:
     assert words in hint(make_run(block=block), kernel)
     assert hint(make_run(), None) == ""
 
@@ -246,7 +246,7 @@ def test_an_inline_run_is_stopped_by_the_notebook() -> None:
     one = _Panel(ranks=1, method="inline")
     one.look()
     assert one.panel.stop_button.disabled
-    assert "notebook's own stop button" in hint(one.run, KernelNow((7, 4), True, True, False))
+    assert "notebook's own stop button" in hint(one.run, KernelState((7, 4), True, True, False))
 
 
 def test_a_panel_with_a_bug_says_so_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +435,7 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_takes_new_run
         values.add(table._table.value)
     assert 5 <= len(values) <= 7
     late = make_run()
-    table._launched(late)
+    table._add_run(late)
     clock.turn(1.0)
     feed(late, MetricEvent({"loss": 7.0}, 1), at=clock.now)
     assert table.binding.tick()

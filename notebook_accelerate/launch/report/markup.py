@@ -1,0 +1,91 @@
+"""HTML and SVG elements: every text in them is escaped."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from html import escape
+
+FONT = "system-ui, -apple-system, Segoe UI, sans-serif"
+_VOID = frozenset({"img", "input"})
+
+
+class Markup(str):
+    """HTML or SVG source, which `element` does not escape again."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *content: str, **attributes: object) -> Markup:
+    """Return an element. Strings are escaped, `Markup` is inserted as it is.
+
+    Args:
+        name: The tag.
+        content: Texts and elements.
+        attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
+            Floats are rounded to two decimals; None and False leave the attribute out, True writes its name alone.
+    """
+    head = name + "".join(_attribute(key, value) for key, value in attributes.items())
+    return Markup(f"<{head} />" if name in _VOID else f"<{head}>{join(content)}</{name}>")
+
+
+def _attribute(key: str, value: object) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.removesuffix("_").replace("_", "-")
+    text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
+    return f" {name}" if value is True else f' {name}="{escape(text)}"'
+
+
+def join(content: Iterable[str], separator: str = "") -> Markup:
+    """Return texts and elements as one piece of markup.
+
+    Args:
+        content: Strings, which are escaped, and `Markup`.
+        separator: Markup between them.
+    """
+    return Markup(separator.join(part if isinstance(part, Markup) else escape(part) for part in content))
+
+
+def svg(width: int, height: int, *content: str) -> Markup:
+    """Return an SVG drawing.
+
+    Args:
+        width: Pixels.
+        height: Pixels.
+        content: Its elements.
+    """
+    view = f"0 0 {width} {height}"
+    attributes = {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "width": width, "height": height}
+    return element("svg", *content, **attributes, viewBox=view, font_family=FONT, font_size=11)
+
+
+def svg_text(x: float, y: float, text: str, fill: str, anchor: str = "start", **attributes: object) -> Markup:
+    """Return a text of an SVG drawing; characters that XML does not allow are replaced by U+FFFD.
+
+    Args:
+        x: Pixels from the left.
+        y: Pixels from the top to the baseline.
+        text: What is written.
+        fill: The colour.
+        anchor: Which end of the text is at ``x``: "start", "middle" or "end".
+        attributes: More attributes.
+    """
+    visible = "".join(character if character.isprintable() else "\ufffd" for character in text)
+    return element("text", visible, x=float(x), y=float(y), text_anchor=anchor, fill=fill, **attributes)
+
+
+def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
+    """Return an ``img`` element with a drawing in its data URI: it needs no file, script or network.
+
+    Args:
+        drawing: The SVG source.
+        width: Pixels.
+        height: Pixels.
+        alt: The alternative text.
+    """
+    data = base64.b64encode(drawing.encode()).decode()
+    return element("img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}")
+
+
+__all__ = ["Markup", "element", "join", "svg", "svg_image", "svg_text"]

@@ -1,0 +1,77 @@
+"""Elements that all panels share: style sheets, boxes, messages and MIME bundles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import ipywidgets
+
+from notebook_accelerate.launch.report.markup import Markup, element
+from notebook_accelerate.widgets.assets import asset
+
+
+@cache
+def style_sheet(name: str = "panel.css") -> Markup:
+    """Return a style sheet of ``static/`` as an element."""
+    return Markup(f"<style>{asset(name)}</style>")
+
+
+def style_widget(name: str = "panel.css") -> Any:
+    """Return a hidden widget with a style sheet."""
+    widget = ipywidgets.HTML(style_sheet(name))
+    widget.layout.display = "none"
+    return widget
+
+
+def with_classes(widget: Any, *names: str) -> Any:
+    """Add CSS classes to a widget and return it."""
+    for name in names:
+        widget.add_class(name)
+    return widget
+
+
+def card(*children: Any) -> Any:
+    """Return the box of a run's panel, with its style sheet."""
+    return with_classes(ipywidgets.VBox([style_widget(), *children]), "na-run", "na-card")
+
+
+def row(children: Sequence[Any], name: str) -> Any:
+    """Return widgets side by side, in a box of the class ``name``."""
+    return with_classes(ipywidgets.HBox(children), name)
+
+
+def alert(text: str) -> Markup:
+    """Return an error message."""
+    return element("span", text, class_="na-error", role="alert")
+
+
+def notice(text: str, kind: str = "na-help") -> Markup:
+    """Return a status message.
+
+    Args:
+        text: The text.
+        kind: na-help or na-good.
+    """
+    return element("span", text, class_=kind, role="status")
+
+
+def problem(text: str) -> Markup:
+    """Return a warning as a paragraph; "" for no text."""
+    return element("p", text, class_="na-problem", role="alert") if text else Markup()
+
+
+def widget_bundle(widget: Any, **static: str) -> dict[str, Any]:
+    """Return the MIME bundle of a live widget (ipywidgets 7 and 8).
+
+    Args:
+        widget: The widget.
+        static: What front ends without widgets show: ``text`` and, where there is a static form, ``html``.
+    """
+    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+    types = {"html": "text/html", "text": "text/plain"}
+    return {"application/vnd.jupyter.widget-view+json": view} | {types[name]: form for name, form in static.items()}
+
+
+__all__ = ["alert", "card", "notice", "problem", "row", "style_sheet", "style_widget", "widget_bundle", "with_classes"]
