@@ -1,4 +1,4 @@
-"""The cell that launches what a form says, as a user would have written it."""
+"""The code of the cell that launches a configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
 
 _WIDTH = 88
-# What LaunchConfig has and notebook_launcher has no parameter for.
+# Fields of LaunchConfig that are not parameters of notebook_launcher.
 ONLY_IN_CONFIG = ("cpu", "accelerator")
 
 
@@ -31,19 +31,19 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig) -> str:
     given = config.non_default()
     if isinstance(given.get("on"), RayCluster):
         imports[0] = "from notebook_accelerate import RayCluster, notebook_launcher"
-    apart = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
-    if apart:
+    in_config = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
+    if in_config:
         imports[0] = imports[0].replace("import ", "import LaunchConfig, ")
     call = [function, *([arguments] if arguments and arguments != "()" else [])]
     call += [f"{name}={code_of(value)}" for name, value in given.items()]
-    if apart:
-        values = [f"{name}={_laid_out(value)}" for name, value in apart.items()]
+    if in_config:
+        values = [f"{name}={_multiline(value)}" for name, value in in_config.items()]
         call.append(f"config=LaunchConfig({', '.join(values)})")
-    return "\n".join([*imports, *_imports(apart), "", _call("run = notebook_launcher", call)])
+    return "\n".join([*imports, *_imports(in_config), "", _call("run = notebook_launcher", call)])
 
 
-def _laid_out(value: Any) -> str:
-    """Return the code of a value, arguments of `Accelerator` on a line each."""
+def _multiline(value: Any) -> str:
+    """Return the code of a value; a dict has one entry per line."""
     if not isinstance(value, dict):
         return code_of(value)
     entries = "".join(f"        {code_of(name)}: {code_of(entry)},\n" for name, entry in value.items())
@@ -78,13 +78,13 @@ def _classes(value: Any) -> set[type[Any]]:
 
 
 def name_of(function: Any) -> str:
-    """Return how a function is called in code; "train" where it has no name that could be written."""
+    """Return the name of a function in code; "train" if its name is not an identifier."""
     name = getattr(function, "__name__", "")
     return name if name.isidentifier() else "train"
 
 
 def training_functions(namespace: dict[str, Any]) -> list[str]:
-    """Return the names of the functions that a notebook itself has defined, the last one first."""
+    """Return the names of the functions that the notebook itself defines, the latest first."""
     own = [
         name
         for name, value in namespace.items()

@@ -1,4 +1,4 @@
-"""The config panel: a launch and its training's options in forms, what will happen, and the cell that does it."""
+"""The config panel: forms for a launch and its training, the resulting plan, and the cell that launches it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +21,34 @@ from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
 from notebook_accelerate.launch.output.cell_outputs import here
 from notebook_accelerate.launch.output.rank_output import published_under
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets import config_file
 from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training_functions
 from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
 from notebook_accelerate.widgets.form_draft import Checked
-from notebook_accelerate.widgets.forms import Form, bundle, style_sheet, styled
+from notebook_accelerate.widgets.forms import Form
 from notebook_accelerate.widgets.memory_check import MemoryCheck
+from notebook_accelerate.widgets.panel_elements import alert, notice, row, style_widget, widget_bundle, with_classes
 from notebook_accelerate.widgets.panel_output import PanelOutput
-from notebook_accelerate.widgets.plan_summary import alert, chips, described, details, notice, sentence
+from notebook_accelerate.widgets.plan_summary import chips, details, machine_summary, plan_sentence
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
-"""How long an answer to "can this kernel be forked?" counts: asking forks a probe, too much for every key."""
+"""How long the result of the fork probe is valid: a probe per keystroke would be too slow."""
 
 
 class ConfigPanel:
-    """A form over a launch: it checks as you type, says what will happen, and starts it.
+    """A form for a launch: it checks as you type, shows the plan, and starts it.
 
     Args:
         function: The training function; None: it is chosen in the panel.
         args: Its arguments, for the Launch button.
-        config: The launch to begin with; None: the defaults, with ``block=False``, so that the notebook stays usable.
-        training: Options of the training to begin with.
-        machine: The hardware; None: what is found.
-        facts: Called for what is known of the kernel; None: asked of the kernel itself.
-        model: What will be trained, for a warning where it does not fit: a model, a function that makes one, or a
+        config: The initial launch; None: the defaults, with ``block=False``, so that the notebook stays usable.
+        training: The initial options of the training.
+        machine: The hardware; None: this machine.
+        facts: Returns the facts about the kernel; None: detected.
+        model: The model to train, for a warning if it does not fit: a model, a function that returns one, or a
             configuration of transformers.
         memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
@@ -70,13 +71,13 @@ class ConfigPanel:
         self._hazard: str | None = None
         self._hazard_checked = 0.0
         self._function, self._arguments = function, tuple(args)
-        self._fit = MemoryCheck(model, memory) if model is not None else None
+        self._memory_check = MemoryCheck(model, memory) if model is not None else None
         self._lock = threading.RLock()
         self._cluster: Any = None
         self._own_files: set[Path] = set()
         self._parent: Any = None
         self._shown = PanelOutput(self._static, lambda: "Settings of a launch")
-        self._unshown: dict[str, Any] = {}
+        self._hidden_arguments: dict[str, Any] = {}
         config = config or LaunchConfig(block=False)
         self.launch_form = Form(
             LaunchConfig,
@@ -88,26 +89,26 @@ class ConfigPanel:
             on_change=self._changed,
         )
         if config.accelerator:
-            training, self._unshown = (training or TrainingOptions()).with_arguments(config.accelerator)
+            training, self._hidden_arguments = (training or TrainingOptions()).with_arguments(config.accelerator)
         self.training_form = Form(
             TrainingOptions, training, title="Training", groups=TRAINING_GROUPS, on_change=self._changed
         )
         self._build()
         self.refresh()
 
-    # ---- what the user reads and sets
+    # ---- values
 
     @property
     def config(self) -> LaunchConfig:
-        """The launch as it is set; the options of the training are what it gives to every ``Accelerator()``.
+        """The launch; the options of the training are its arguments of every ``Accelerator()``.
 
         Raises:
-            ValueError: Entries are wrong; the message has a line for each.
+            ValueError: Entries are not allowed; the message has a line for each.
         """
         config: LaunchConfig = self.launch_form.value
         shown = self.training.accelerator()
-        given = {**self._unshown, **shown}
-        if handlers := [*self._unshown.get("kwargs_handlers", ()), *shown.get("kwargs_handlers", ())]:
+        given = {**self._hidden_arguments, **shown}
+        if handlers := [*self._hidden_arguments.get("kwargs_handlers", ()), *shown.get("kwargs_handlers", ())]:
             given["kwargs_handlers"] = handlers
         return config.changed(accelerator=given or None)
 
@@ -116,15 +117,15 @@ class ConfigPanel:
         with self._lock:
             if config.accelerator:
                 training = self.training_form.checked.value or TrainingOptions()
-                self.training_form.value, self._unshown = training.with_arguments(config.accelerator)
+                self.training_form.value, self._hidden_arguments = training.with_arguments(config.accelerator)
             self.launch_form.value = config.changed(accelerator=None)
 
     @property
     def training(self) -> TrainingOptions:
-        """The training's options as they are set.
+        """The options of the training.
 
         Raises:
-            ValueError: Entries are wrong.
+            ValueError: Entries are not allowed.
         """
         return self.training_form.value  # type: ignore[no-any-return]
 
@@ -139,20 +140,20 @@ class ConfigPanel:
             **values: Fields of LaunchConfig or of TrainingOptions, with values of their types.
 
         Raises:
-            ValueError: A field that neither has, or a value that is not allowed; nothing is changed then.
+            ValueError: An unknown field, or a value that is not allowed. Nothing is changed then.
         """
         launching = {name: value for name, value in values.items() if name in LaunchConfig.__dataclass_fields__}
         training = {name: value for name, value in values.items() if name in TrainingOptions.__dataclass_fields__}
         if unknown := sorted(values.keys() - launching.keys() - training.keys()):
             known = ", ".join([*LaunchConfig.__dataclass_fields__, *TrainingOptions.__dataclass_fields__])
-            raise ValueError(f"there is no field {unknown[0]!r}; there are {known}")
+            raise ValueError(f"there is no field {unknown[0]!r}; pass one of: {known}")
         config, options = self.launch_form.value.changed(**launching), replace(self.training, **training)
         self.training_form.value = options
         self.config = config
 
     @property
     def errors(self) -> dict[str, str]:
-        """What is wrong, by field; under "" what does not fit this machine."""
+        """Errors by field; "" for a launch that does not fit this machine."""
         wrong = {**self.launch_form.errors, **self.training_form.errors}
         if not wrong:
             try:
@@ -163,63 +164,63 @@ class ConfigPanel:
 
     @property
     def plan(self) -> LaunchPlan:
-        """What will happen.
+        """The plan of the launch.
 
         Raises:
-            ValueError: Entries are wrong, or do not fit this machine.
+            ValueError: Entries are not allowed, or do not fit this machine.
         """
         return self._plan(self.config)
 
     @property
     def sentence(self) -> str:
-        """What will happen in a sentence, or what is wrong."""
+        """The plan in a sentence, or the errors."""
         if errors := self.errors:
             return " · ".join(errors.values())
-        return sentence(self.plan, self.config, self.training)
+        return plan_sentence(self.plan, self.config, self.training)
 
     @property
     def warning(self) -> str:
-        """What will not fit the memory, in a sentence; "" where it fits, or no model is known."""
-        if self._fit is None or self.errors:
+        """A sentence if the training does not fit the memory; "" if it fits, or without a model."""
+        if self._memory_check is None or self.errors:
             return ""
-        return self._fit.warning(self.plan, self.training, self.hardware)
+        return self._memory_check.warning(self.plan, self.training, self.hardware)
 
     @property
     def code(self) -> str:
-        """The cell that does what the Launch button does; what is wrong, as a comment, while something is."""
+        """The cell that does the same as the Launch button; if there are errors, a comment with them."""
         if errors := self.errors:
             return "\n".join(f"# {line}" for error in errors.values() for line in error.splitlines())
         name = self._name.value.strip() or "train"
         return launch_cell(name, self._args.value.strip(), self.config)
 
     def launch(self, function: Callable[..., Any] | None = None, args: Iterable[Any] | None = None) -> Run:
-        """Start the run that the panel describes.
+        """Start the configured run.
 
         Args:
             function: The training function; None: the panel's own.
             args: Its arguments, as a tuple; None: the panel's own.
 
         Returns:
-            The run, which is also kept in ``runs``.
+            The run, which is also appended to ``runs``.
 
         Raises:
-            ValueError: Entries are wrong, or there is no function.
-            LaunchError: Nothing could be started.
-            WorkerError: A blocking run did not succeed.
+            ValueError: Entries are not allowed, or there is no function.
+            LaunchError: The run could not be started.
+            WorkerError: A blocking run failed.
         """
         function = function or self._chosen_function()
         arguments = self._chosen_arguments() if args is None else tuple(args)
         return self._keep(launch.start(self.config, function, arguments))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over the settings of a configuration file of Accelerate; those that such files do not have stay.
+        """Read the settings of a configuration file of Accelerate; settings that such files do not contain stay.
 
         Args:
             path: YAML or JSON.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: It has unknown keys or values.
+            FileNotFoundError: The file does not exist.
+            ValueError: It contains unknown keys or values.
         """
         now = self.launch_form.checked.value or LaunchConfig(block=False)
         loaded = config_file.load(Path(path).expanduser(), now, self._cluster)
@@ -235,18 +236,20 @@ class ConfigPanel:
         """Write the settings as a configuration file of Accelerate, and return its path.
 
         Args:
-            path: Written as JSON where it ends in .json, else as YAML; a file that is there is replaced.
+            path: Ends in .json for JSON; otherwise YAML is written. An existing file is replaced.
 
         Raises:
-            ValueError: Entries are wrong.
+            ValueError: Entries are not allowed.
         """
-        cluster = config_file.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
-        file = config_file.save(path, cluster)
+        file = config_file.save(path, self._cluster_config())
         self._own_files.add(file.resolve())
         return file
 
+    def _cluster_config(self) -> Any:
+        return config_file.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
+
     def close(self) -> None:
-        """Leave the static form in the place of the live one; the panel itself can be displayed again."""
+        """Replace the live form by the static one in every cell; the panel can be displayed again."""
         self._shown.end()
 
     # ---- planning
@@ -269,8 +272,9 @@ class ConfigPanel:
     def _build(self) -> None:
         make = ipywidgets
         wide, label = make.Layout(width="30em"), {"description_width": "7em"}
-        self._title = make.HTML(f'<h3 class="na-title">Configure a launch</h3>{chips(self.hardware)}')
-        self._outlook = make.HTML()
+        title = element("h3", "Configure a launch", class_="na-title")
+        self._title = make.HTML(join([title, chips(self.hardware)]))
+        self._plan_view = make.HTML()
         self._file = make.Text(description="Path", value=str(default_config_file), layout=make.Layout(width="44em"))
         self._load = make.Button(description="Load", tooltip="Read this configuration file")
         self._save = make.Button(description="Save", tooltip="Write this configuration file")
@@ -287,32 +291,28 @@ class ConfigPanel:
         self._go.on_click(lambda _: self._guarded(self._launch_clicked, self._run_note))
         self._load.on_click(lambda _: self._guarded(self._load_clicked, self._file_note))
         self._save.on_click(lambda _: self._guarded(self._save_clicked, self._file_note))
-        self.widget = styled(make.VBox([style_sheet(), *self._parts()]))
-        self.widget.add_class("na-config")
+        self.widget = with_classes(make.VBox([style_widget("forms.css"), *self._parts()]), "na-form", "na-config")
 
     def _parts(self) -> list[Any]:
         make = ipywidgets
-        tabs = make.Tab([self.launch_form.widget, self.training_form.widget, self._file_tab()])
-        tabs.add_class("na-tabs")
+        pages = [self.launch_form.widget, self.training_form.widget, self._file_tab()]
+        tabs = with_classes(make.Tab(pages), "na-tabs")
         for index, title in enumerate(("Launch", "Training", "Configuration file")):
             tabs.set_title(index, title)
-        launch_row = make.HBox([self._name, self._args, self._go])
-        launch_row.add_class("na-row")
-        return [self._title, self._outlook, tabs, launch_row, self._run_note, self._code, self._copy]
+        launch_row = row([self._name, self._args, self._go], "na-row")
+        return [self._title, self._plan_view, tabs, launch_row, self._run_note, self._code, self._copy]
 
     def _file_tab(self) -> Any:
-        row = ipywidgets.HBox([self._file, self._load, self._save])
-        row.add_class("na-row")
-        about = "<span class='na-help'>Accelerate's configuration file, YAML or JSON.</span>"
-        return ipywidgets.VBox([ipywidgets.HTML(about), row, self._file_note])
+        about = ipywidgets.HTML(element("span", "Accelerate's configuration file, YAML or JSON.", class_="na-help"))
+        return ipywidgets.VBox([about, row([self._file, self._load, self._save], "na-row"), self._file_note])
 
     def refresh(self) -> None:
-        """Show again what will happen, and the cell for it."""
+        """Update the plan and the cell."""
         with self._lock:
             errors = self.errors
-            self._outlook.value = self._outlook_html(errors)
+            self._plan_view.value = self._plan_html(errors)
             code = self.code
-            self._code.value = f'<pre class="na-code" tabindex="0" aria-label="The cell">{escape(code)}</pre>'
+            self._code.value = element("pre", code, class_="na-code", tabindex=0, aria_label="The cell")
             self._copy.text = code
             self._go.disabled = bool(errors)
             names = tuple(training_functions(_namespace()))
@@ -320,28 +320,27 @@ class ConfigPanel:
                 self._name.options = names
             self._shown.leave()
 
-    def _outlook_html(self, errors: dict[str, str]) -> str:
+    def _plan_html(self, errors: dict[str, str]) -> Markup:
         if errors:
-            return f'<div class="na-plan na-wrong">{"".join(alert(text) for text in errors.values())}</div>'
-        planned, training = self.plan, self.training
-        small = details(planned, training)
+            return element("div", *map(alert, errors.values()), class_="na-plan na-wrong")
+        plan, training = self.plan, self.training
+        small = details(plan, training)
         small += ["the button starts it without blocking, panel.launch() blocks"] if self.config.block else []
-        strong = escape(sentence(planned, self.config, training))
-        below = f'<span class="na-help">{escape(" · ".join(small))}</span>'
-        warning = self.warning
-        warned = f"<br>{alert(warning)}" if warning else ""
-        return f'<div class="na-plan" role="status"><strong>{strong}</strong><br>{below}{warned}</div>'
+        lines = [element("strong", plan_sentence(plan, self.config, training))]
+        lines.append(element("span", " · ".join(small), class_="na-help"))
+        lines += [alert(warning)] if (warning := self.warning) else []
+        return element("div", join(lines, "<br>"), class_="na-plan", role="status")
 
     def _changed(self, _: Checked) -> None:
         self._guarded(self.refresh)
 
     def _guarded(self, action: Callable[[], None], note: Any = None) -> None:
-        """Run what a click or a key asked for: what goes wrong is said in the panel, never thrown into a cell."""
+        """Run the action of a click or a keystroke; errors are shown in the panel, not raised in a cell."""
         if not hasattr(self, "widget"):
-            return  # a form tells of its first values before the panel stands
+            return  # a form reports its first values before the panel is complete
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - shown where the user clicked
+        except Exception as error:  # noqa: BLE001 - shown beside the button
             (note if note is not None else self._run_note).value = alert(f"{type(error).__name__}: {error}")
 
     # ---- clicks
@@ -351,10 +350,10 @@ class ConfigPanel:
         function, arguments = self._chosen_function(), self._chosen_arguments()
         with published_under(self._parent):
             run = launch.start(self.config.changed(block=False), function, arguments)
-        self._say_run(run)
-        self._keep(run).add_done_callback(self._say_run)
+        self._show_run(run)
+        self._keep(run).add_done_callback(self._show_run)
 
-    def _say_run(self, run: Run) -> None:
+    def _show_run(self, run: Run) -> None:
         text = f"run {run.id} {run.status}" + (f" in {run.elapsed:.1f} s" if run.ended else "")
         if run.error is not None:
             self._run_note.value = alert(f"{text}: {run.error}")
@@ -373,12 +372,11 @@ class ConfigPanel:
         path = Path(self._file.value).expanduser().resolve()
         if path.exists() and path not in self._own_files:
             self._own_files.add(path)
-            self._file_note.value = alert(f"{path} is there already; click Save again to replace it")
+            self._file_note.value = alert(f"{path} exists; click Save again to replace it")
             return
         self.save(path)
-        cluster = config_file.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
-        left = config_file.not_in_file(self.launch_form.value, self.training, cluster)
-        more = f"; such files have no place for {', '.join(left)}" if left else ""
+        missing = config_file.not_in_file(self.launch_form.value, self.training, self._cluster_config())
+        more = f"; the file format does not include {', '.join(missing)}" if missing else ""
         self._file_note.value = notice(f"saved {path}{more}", "na-good")
 
     def _chosen_function(self) -> Callable[..., Any]:
@@ -390,7 +388,7 @@ class ConfigPanel:
         found = _namespace().get(name)
         if not callable(found):
             known = ", ".join(training_functions(_namespace())) or "none"
-            raise ValueError(f"{name!r} is not a function of this notebook; there are: {known}")
+            raise ValueError(f"{name!r} is not a function of this notebook; write one of: {known}")
         return found  # type: ignore[no-any-return]
 
     def _chosen_arguments(self) -> tuple[Any, ...]:
@@ -399,40 +397,39 @@ class ConfigPanel:
             return self._arguments
         value = eval(text, dict(_namespace()))  # noqa: S307 - the user's own code, as in a cell
         if not isinstance(value, tuple):
-            raise ValueError(f"{text} is not a tuple; write ({text},)")
+            raise ValueError(f"Arguments={text} is not a tuple; write ({text},)")
         return value
 
     # ---- display
 
     @property
     def html(self) -> str:
-        """The panel as HTML without scripts: what will happen, what is set, the cell."""
-        lines = [f"<strong>{escape(self.sentence)}</strong>", escape(self.warning), escape(described(self.hardware))]
-        parts = [f"<p>{line}</p>" for line in lines if line]
-        parts += [self.launch_form.html, self.training_form.html]
-        return "".join([*parts, f"<pre>{escape(self.code)}</pre>"])
+        """The panel as HTML without scripts: the plan, the settings, the cell."""
+        lines = [element("strong", self.sentence), self.warning, machine_summary(self.hardware)]
+        forms = [Markup(form.html) for form in (self.launch_form, self.training_form)]
+        return join([*(element("p", line) for line in lines if line), *forms, element("pre", self.code)])
 
     @property
     def text(self) -> str:
         """The panel as plain text."""
         return "\n\n".join([
-            "\n".join(filter(None, [self.sentence, self.warning, described(self.hardware)])),
+            "\n".join(filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])),
             f"Launch\n{self.launch_form.text}",
             f"Training\n{self.training_form.text}",
             self.code,
         ])  # fmt: skip
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return bundle(self.widget, self.html, self.text)
+        return widget_bundle(self.widget, html=self.html, text=self.text)
 
     def _ipython_display_(self) -> None:
-        """Show the live panel; its static form beside it is what a saved notebook keeps."""
-        place = here()
-        if place is None:
-            raise NotImplementedError  # IPython then asks for the MIME bundle
-        self._parent = place.parent
+        """Show the live panel; a saved notebook keeps the static form beside it."""
+        output = here()
+        if output is None:
+            raise NotImplementedError  # IPython then calls _repr_mimebundle_
+        self._parent = output.parent
         self._guarded(self.refresh)
-        self._shown.add(place, self.widget)
+        self._shown.add(output, self.widget)
 
     def _static(self) -> dict[str, str]:
         return {"text/html": self.html, "text/plain": self.text}
@@ -446,21 +443,21 @@ def configure(
     model: Any = None,
     memory: Mapping[str, Any] | None = None,
 ) -> ConfigPanel:
-    """Return a panel in which a launch is configured and started; as a cell's last line it shows itself.
+    """Return a panel that configures and starts a launch; the last expression of a cell displays it.
 
     Args:
         function: The training function; None: it is chosen in the panel.
         args: Its arguments.
-        config: The launch to begin with.
-        model: What will be trained: a model, a function that makes one, or a configuration of transformers; the panel
-            warns where it does not fit the memory.
+        config: The initial launch.
+        model: The model to train: a model, a function that returns one, or a configuration of transformers. The panel
+            warns if it does not fit the memory.
         memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
     return ConfigPanel(function, args, config=config, model=model, memory=memory)
 
 
 def _namespace() -> dict[str, Any]:
-    """Return the names of the notebook: IPython keeps them in ``__main__``."""
+    """Return the variables of the notebook, which IPython keeps in ``__main__``."""
     return vars(sys.modules["__main__"])
 
 

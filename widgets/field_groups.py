@@ -1,4 +1,4 @@
-"""The order of the fields in the config panel: what stands open, and what folds under which title."""
+"""The order of the fields in the config panel: the first group is open, the others are folded under titles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a form needs to know of a dataclass's fields: kind of value, allowed values, help, text in and text out."""
+"""The fields of a dataclass as a form needs them: kind of value, allowed values, help text, and text formats."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _ENTRY = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s+(.*)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field of a dataclass, as a form sees it."""
+    """One field of a dataclass."""
 
     name: str
-    """Its name, which is also its label: what is written in code."""
+    """Its name, which is also its label."""
     kind: str
-    """A row of ``KINDS``, or flag, choice, nested or code."""
+    """A row of ``TEXT_FORMATS``, or flag, choice, nested or code."""
     optional: bool
     """Whether None is allowed."""
     default: Any
-    """The default, made anew where there is a factory; ``dataclasses.MISSING`` where a value is required."""
+    """The default, or a new value of its factory; ``dataclasses.MISSING``: a value is required."""
     help: str
-    """What the field is for."""
+    """The help text."""
     choices: tuple[Any, ...] = ()
-    """The allowed values, where they are known."""
+    """The allowed values, if they are known."""
     nested: type[Any] | None = None
     """The dataclass of a nested field."""
     scalars: tuple[type[Any], ...] = ()
-    """For scalar: the types a text may stand for."""
+    """For scalar: the types that a text can be parsed as."""
 
 
 class FieldError(ValueError):
-    """A text that is no value of its field."""
+    """A text that is not a value of its field."""
 
 
 # ---- from a dataclass to its fields
@@ -58,19 +58,19 @@ def fields_of(
 
     Args:
         cls: The dataclass.
-        choices: Allowed values of fields whose type does not tell them, by name; ``metadata={"choices": ...}`` of the
-            field itself is read too.
+        choices: Allowed values by field name, for types that do not list them; ``metadata={"choices": ...}`` of the
+            field is read too.
         names: Only these; None: all.
 
     Raises:
-        ValueError: It is no dataclass, or has no such field.
+        ValueError: ``cls`` is not a dataclass, or has no such field.
     """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise ValueError(f"{cls!r} is not a dataclass; pass the class itself, as Form(LaunchConfig)")
+        raise ValueError(f"{cls!r} is not a dataclass; pass the class itself: Form(LaunchConfig)")
     known = {entry.name: entry for entry in dataclasses.fields(cls) if entry.init}
     wanted = list(known) if names is None else list(names)
     if unknown := [name for name in wanted if name not in known]:
-        raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}")
+        raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; its fields are: {', '.join(known)}")
     return tuple(_field(cls, known[name], (choices or {}).get(name)) for name in wanted)
 
 
@@ -89,7 +89,7 @@ def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any]
 
 
 def _kind(members: list[Any], allowed: Sequence[Any]) -> dict[str, Any]:
-    """Return kind and what belongs to it for the types of a union (without None)."""
+    """Return the kind, and its other attributes, for the types of a union without None."""
     members = [member for member in members if member is not _UNKNOWN] or members
     if allowed:
         return {"kind": "choice", "choices": tuple(allowed)}
@@ -123,13 +123,13 @@ def _container(member: Any) -> str:
 
 
 def _is_code(member: Any) -> bool:
-    """Whether values of this type are only made in code: functions, and classes the form knows nothing of."""
+    """Return whether values of this type can only be created in code: functions and unknown classes."""
     if member is _UNKNOWN or get_origin(member) is Callable:
         return True
     return isinstance(member, type) and member.__module__ != "builtins"
 
 
-# ---- annotations, also those that name what is only imported for type checkers
+# ---- annotations, including names that are only imported for type checkers
 
 _UNKNOWN = object()
 _SCALARS = (bool, int, float, str)
@@ -156,8 +156,8 @@ def _union_parts(node: ast.expr) -> list[ast.expr]:
 
 def _evaluated(node: ast.expr, scope: dict[str, Any]) -> Any:
     try:
-        return eval(ast.unparse(node), scope)  # noqa: S307 - the class's own annotation, as typing does it
-    except Exception:  # noqa: BLE001 - named only for type checkers, or from a package that is not installed
+        return eval(ast.unparse(node), scope)  # noqa: S307 - the class's own annotation, as in typing.get_type_hints
+    except Exception:  # noqa: BLE001 - imported only for type checkers, or from a missing package
         return _UNKNOWN
 
 
@@ -171,7 +171,7 @@ def _flat(annotation: Any) -> list[Any]:
 
 
 def help_texts(cls: type[Any]) -> dict[str, str]:
-    """Return what the class says of its fields: string literals after them, else its docstring's Args."""
+    """Return the help texts of a class's fields: string literals after them, else its docstring's Args."""
     if cls in _HELP:
         return _HELP[cls]
     texts: dict[str, str] = {}
@@ -185,7 +185,7 @@ _HELP: weakref.WeakKeyDictionary[type[Any], dict[str, str]] = weakref.WeakKeyDic
 
 
 def summary(cls: type[Any]) -> str:
-    """Return the first paragraph of a class's docstring; "" for the one that dataclasses makes up."""
+    """Return the first paragraph of a class's docstring; "" for one that ``dataclasses`` generated."""
     text = (vars(cls).get("__doc__") or "").strip()
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split("\n\n")[0].split())
 
@@ -207,7 +207,7 @@ def _docstring_entries(docstring: str) -> dict[str, str]:
 def _literals_after_fields(cls: type[Any]) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):  # made in code, or typed where no source is kept
+    except (OSError, TypeError, SyntaxError):  # a class without source
         return {}
     body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
     texts = {}
@@ -219,129 +219,64 @@ def _literals_after_fields(cls: type[Any]) -> dict[str, str]:
     return texts
 
 
-# ---- texts
+# ---- text formats
 
 
-class Kind:
+@dataclass(frozen=True, kw_only=True)
+class TextFormat:
     """How values of one kind are written in a text box."""
 
-    many_lines = False
-    hint = ""
-
-    def parse(self, text: str, field: Field) -> Any:
-        """Return the value of a text that is not empty.
-
-        Raises:
-            FieldError: It is none.
-        """
-        return text
-
-    def format(self, value: Any) -> str:
-        """Return the text of a value that is not None."""
-        return str(value)
+    parse: Callable[[str, Field], Any] = lambda text, _: text
+    """Returns the value of a text that is not empty; raises FieldError if the text is not allowed."""
+    format: Callable[[Any], str] = str
+    """Returns the text of a value that is not None."""
+    hint: str = ""
+    """A description of the allowed texts."""
+    many_lines: bool = False
+    """Whether the box has several lines."""
 
 
-class _Whole(Kind):
-    hint = "a whole number"
+def _converter(convert: Callable[[str], Any], what: str, example: str) -> Callable[[str, Field], Any]:
+    """Return a ``parse`` that calls ``convert``; its error message names ``what`` and an ``example``."""
 
-    def parse(self, text: str, field: Field) -> int:
+    def parse(text: str, field: Field) -> Any:
         try:
-            return int(text.replace("_", ""))
-        except ValueError:
-            raise FieldError(f"{field.name}={text!r} is not a whole number") from None
-
-
-class _Number(Kind):
-    hint = "a number"
-
-    def parse(self, text: str, field: Field) -> float:
-        try:
-            return float(text.replace("_", ""))
-        except ValueError:
-            raise FieldError(f"{field.name}={text!r} is not a number") from None
-
-
-class _Path(Kind):
-    hint = "a path"
-
-    def parse(self, text: str, field: Field) -> Path:
-        return Path(text).expanduser()
-
-
-class _Seconds(Kind):
-    hint = "seconds"
-
-    def parse(self, text: str, field: Field) -> timedelta:
-        try:
-            return timedelta(seconds=float(text))
+            return convert(text)
         except (ValueError, OverflowError):
-            raise FieldError(f"{field.name}={text!r} is not a number of seconds") from None
+            raise FieldError(f"{field.name}={text!r} is not {what}; write one, such as {example}") from None
 
-    def format(self, value: Any) -> str:
-        return f"{value.total_seconds():g}" if isinstance(value, timedelta) else str(value)
-
-
-class _Lines(Kind):
-    many_lines = True
-    hint = "one per line"
-
-    def parse(self, text: str, field: Field) -> list[str]:
-        return [line.strip() for line in text.splitlines() if line.strip()]
-
-    def format(self, value: Any) -> str:
-        return "\n".join(map(str, value))
+    return parse
 
 
-class _Variables(Kind):
-    many_lines = True
-    hint = "NAME=value, one per line"
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
-    def parse(self, text: str, field: Field) -> dict[str, Any]:
+
+def _assignments(value_of: Callable[[str], Any]) -> Callable[[str, Field], dict[str, Any]]:
+    def parse(text: str, field: Field) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for line in _Lines().parse(text, field):
+        for line in _lines(text):
             name, equals, value = line.partition("=")
             if not equals or not name.strip():
-                raise FieldError(f"{field.name}: {line!r} is not NAME=value")
-            values[name.strip()] = self.value(value.strip())
+                raise FieldError(f"{field.name}: {line!r} is not NAME=value; write one such line per entry")
+            values[name.strip()] = value_of(value.strip())
         return values
 
-    def value(self, text: str) -> Any:
-        return text
-
-    def format(self, value: Any) -> str:
-        return "\n".join(f"{name}={entry}" for name, entry in value.items())
+    return parse
 
 
-class _Mapping(_Variables):
-    def value(self, text: str) -> Any:
-        return literal(text)
-
-    def format(self, value: Any) -> str:
-        return "\n".join(f"{name}={_as_literal(entry)}" for name, entry in value.items())
-
-
-class _Scalar(Kind):
-    def parse(self, text: str, field: Field) -> Any:
-        for kind in (bool, int, float):
-            if kind in field.scalars and isinstance(value := literal(text), kind):
-                return value
-        if str not in field.scalars:
-            raise FieldError(f"{field.name}={text!r} is not one of: {', '.join(k.__name__ for k in field.scalars)}")
-        return text
-
-
-class _Literal(Kind):
-    hint = "a Python literal, or a text"
-
-    def parse(self, text: str, field: Field) -> Any:
-        return literal(text)
-
-    def format(self, value: Any) -> str:
-        return _as_literal(value)
+def _parse_scalar(text: str, field: Field) -> Any:
+    for kind in (bool, int, float):
+        if kind in field.scalars and isinstance(value := literal(text), kind):
+            return value
+    if str not in field.scalars:
+        kinds = ", ".join(kind.__name__ for kind in field.scalars)
+        raise FieldError(f"{field.name}={text!r} is not allowed; write a value of one of these types: {kinds}")
+    return text
 
 
 def literal(text: str) -> Any:
-    """Return the Python literal that a text is, or the text itself."""
+    """Return the value of a text that is a Python literal; any other text is returned unchanged."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -349,53 +284,89 @@ def literal(text: str) -> Any:
 
 
 def _as_literal(value: Any) -> str:
-    """Return the text that ``literal`` reads as ``value``: a string stays bare where it can."""
+    """Return the text that ``literal`` reads as ``value``, without quotes where possible."""
     return value if isinstance(value, str) and literal(value) == value else repr(value)
 
 
-KINDS: dict[str, Kind] = {
-    "text": Kind(),
-    "whole": _Whole(),
-    "number": _Number(),
-    "path": _Path(),
-    "seconds": _Seconds(),
-    "lines": _Lines(),
-    "variables": _Variables(),
-    "mapping": _Mapping(),
-    "scalar": _Scalar(),
-    "literal": _Literal(),
+def _format_seconds(value: Any) -> str:
+    return f"{value.total_seconds():g}" if isinstance(value, timedelta) else str(value)
+
+
+TEXT_FORMATS: dict[str, TextFormat] = {
+    "text": TextFormat(),
+    "whole": TextFormat(
+        parse=_converter(lambda text: int(text.replace("_", "")), "a whole number", "4"), hint="a whole number"
+    ),
+    "number": TextFormat(
+        parse=_converter(lambda text: float(text.replace("_", "")), "a number", "0.5"), hint="a number"
+    ),
+    "path": TextFormat(parse=lambda text, _: Path(text).expanduser(), hint="a path"),
+    "seconds": TextFormat(
+        parse=_converter(lambda text: timedelta(seconds=float(text)), "a number of seconds", "90"),
+        format=_format_seconds,
+        hint="seconds",
+    ),
+    "lines": TextFormat(
+        parse=lambda text, _: _lines(text),
+        format=lambda value: "\n".join(map(str, value)),
+        hint="one per line",
+        many_lines=True,
+    ),
+    "variables": TextFormat(
+        parse=_assignments(str),
+        format=lambda value: "\n".join(f"{name}={entry}" for name, entry in value.items()),
+        hint="NAME=value, one per line",
+        many_lines=True,
+    ),
+    "mapping": TextFormat(
+        parse=_assignments(literal),
+        format=lambda value: "\n".join(f"{name}={_as_literal(entry)}" for name, entry in value.items()),
+        hint="NAME=value, one per line",
+        many_lines=True,
+    ),
+    "scalar": TextFormat(parse=_parse_scalar),
+    "literal": TextFormat(parse=lambda text, _: literal(text), format=_as_literal, hint="a Python literal, or a text"),
 }
 """The kinds of value that are written as text."""
+_EMPTY: dict[str, Callable[[], Any]] = {"text": str, "lines": list, "variables": dict, "mapping": dict}
 
 
 def parse(field: Field, text: str) -> Any:
-    """Return the value that ``text`` stands for; an empty one means None, or the default where None is not allowed.
+    """Return the value of ``text``; an empty text means None, or an empty value if None is not allowed.
 
     Raises:
-        FieldError: It stands for none.
+        FieldError: The text is not allowed.
     """
-    if not text.strip():
-        return _empty(field)
-    if field.default is not None and field.default is not MISSING and text == KINDS[field.kind].format(field.default):
-        return field.default  # "29500" stays a string where the default is one
-    return KINDS[field.kind].parse(text.strip(), field)
-
-
-def _empty(field: Field) -> Any:
+    text_format = TEXT_FORMATS[field.kind]
+    if text.strip():
+        # A text equal to the default's is the default: "29500" remains a string if the default is one.
+        default = field.default
+        is_default = default is not None and default is not MISSING and text == text_format.format(default)
+        return default if is_default else text_format.parse(text.strip(), field)
     if field.optional:
         return None
-    if field.default is MISSING:
-        raise FieldError(f"{field.name} is required: write {KINDS[field.kind].hint or 'a value'}")
-    if field.kind in {"text", "scalar"} and (field.kind == "text" or str in field.scalars):
-        return ""
-    if field.kind in {"lines", "variables", "mapping"}:
-        return [] if field.kind == "lines" else {}
-    raise FieldError(f"{field.name} is required: write {KINDS[field.kind].hint or 'a value'}")
+    if field.default is not MISSING:
+        if field.kind in _EMPTY:
+            return _EMPTY[field.kind]()
+        if field.kind == "scalar" and str in field.scalars:
+            return ""
+    raise FieldError(f"{field.name} is required: write {text_format.hint or 'a value'}")
 
 
 def text_of(field: Field, value: Any) -> str:
-    """Return ``value`` as the text that ``parse`` reads; "" for None and for a value that is still missing."""
-    return "" if value is None or value is MISSING else KINDS[field.kind].format(value)
+    """Return the text that ``parse`` reads as ``value``; "" for None and for a missing value."""
+    return "" if value is None or value is MISSING else TEXT_FORMATS[field.kind].format(value)
 
 
-__all__ = ["KINDS", "Field", "FieldError", "Kind", "fields_of", "help_texts", "literal", "parse", "summary", "text_of"]
+__all__ = [
+    "TEXT_FORMATS",
+    "Field",
+    "FieldError",
+    "TextFormat",
+    "fields_of",
+    "help_texts",
+    "literal",
+    "parse",
+    "summary",
+    "text_of",
+]

@@ -1,4 +1,4 @@
-"""A dataclass being filled in: what stands in each field, what is wrong with it, and the object it makes."""
+"""The entries of a form over a dataclass: their values, their errors, and the instance they make."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
-from html import escape
 from typing import Any
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.launch.report.markup import Markup, element
+from notebook_accelerate.launch.report.tables import LEFT, html_table
 from notebook_accelerate.widgets.fields import Field, FieldError, fields_of, parse, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a draft is worth now."""
+    """The result of checking a draft."""
 
     value: Any = None
-    """The dataclass's instance; None where there are errors."""
+    """The dataclass's instance; None: there are errors."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """What is wrong, by field, dotted for nested ones; under "" what no field is to blame for."""
+    """Errors by field, dotted for nested fields; "" for errors of no single field."""
 
 
 class FormDraft:
@@ -30,9 +31,9 @@ class FormDraft:
 
     Args:
         cls: The dataclass.
-        value: An instance to begin with; None: the defaults.
-        choices: Allowed values that types do not tell, by field.
-        names: Only these fields.
+        value: The initial instance; None: the defaults.
+        choices: Allowed values by field, for types that do not list them.
+        names: Only these fields; None: all.
     """
 
     def __init__(
@@ -50,22 +51,22 @@ class FormDraft:
         self.load(value)
 
     def load(self, value: Any) -> None:
-        """Take all entries from an instance; None takes the defaults.
+        """Set all entries from an instance; None sets the defaults.
 
         Raises:
-            ValueError: It is of another class.
+            ValueError: It is an instance of another class.
         """
         if value is not None and not isinstance(value, self.cls):
-            raise ValueError(f"{value!r} is not a {self.cls.__name__}; pass one")
+            raise ValueError(f"{value!r} is not a {self.cls.__name__}; pass one: form.value = {self.cls.__name__}(...)")
         plain = self._plain_instance() if value is not None else None
         for entry in self.fields:
             given = entry.default if value is None else getattr(value, entry.name)
             if plain is not None and given == getattr(plain, entry.name):
-                given = entry.default  # filled in by the class itself: not what anybody wrote
+                given = entry.default  # set by the class itself, not by the user
             self._put(entry, given)
 
     def _plain_instance(self) -> Any:
-        """Return an instance made without arguments or environment variables; None where that is not possible."""
+        """Return an instance created without arguments or environment variables; None if that is not possible."""
         with environ.ignored():
             try:
                 return self.cls()
@@ -74,10 +75,10 @@ class FormDraft:
 
     def _put(self, entry: Field, given: Any) -> None:
         if entry.kind == "nested":
-            self.entries[entry.name] = given is not None and given is not MISSING
-            if self.entries[entry.name] or not entry.optional:
-                self.nested(entry.name).load(given if self.entries[entry.name] else None)
-                self.entries[entry.name] = True
+            present = given is not None and given is not MISSING
+            self.entries[entry.name] = present or not entry.optional
+            if self.entries[entry.name]:
+                self.nested(entry.name).load(given if present else None)
         elif entry.kind in {"flag", "choice", "code"}:
             self.entries[entry.name] = _member(entry, given)
         else:
@@ -88,7 +89,7 @@ class FormDraft:
         return next(entry for entry in self.fields if entry.name == name)
 
     def nested(self, name: str) -> FormDraft:
-        """Return the draft of a nested dataclass, made when it is first asked for."""
+        """Return the draft of a nested dataclass, created on first use."""
         if name not in self._nested:
             nested = self.field(name).nested
             assert nested is not None, f"{name} is not a nested dataclass"
@@ -96,7 +97,7 @@ class FormDraft:
         return self._nested[name]
 
     def check(self) -> Checked:
-        """Make the object, with the checks of the dataclass itself, and say what is wrong by field."""
+        """Create the instance, with the checks of the dataclass itself, and collect the errors by field."""
         given, errors = self._parsed()
         if any(entry.default is MISSING and entry.name not in given for entry in self.fields):
             return Checked(errors=errors)
@@ -105,17 +106,17 @@ class FormDraft:
             try:
                 value = self.cls(**given)
                 break
-            except Exception as error:  # noqa: BLE001 - whatever the class raises is what the user is told
+            except Exception as error:  # noqa: BLE001 - any error of the class is shown to the user
                 message = str(error) or type(error).__name__
-                name = _blamed(message, given)
+                name = _field_in(message, given)
                 errors.setdefault(name, message)
                 if name not in given:
                     break
-                del given[name]  # what else is wrong shows without it
+                del given[name]  # the next attempt shows further errors
         return Checked(errors=errors) if errors else Checked(value=value)
 
     def changed(self) -> dict[str, Any]:
-        """Return the values that differ from their defaults, by field; what is no value is left out."""
+        """Return the values that differ from their defaults, by field, without entries that are not allowed."""
         return self._parsed()[0]
 
     def _parsed(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -143,70 +144,62 @@ class FormDraft:
             return entry.default if checked.errors else checked.value
         return raw if entry.kind in {"flag", "choice", "code"} else parse(entry, raw)
 
-    # ---- as it stands in a saved notebook
+    # ---- the static form
 
     def rows(self, prefix: str = "") -> list[tuple[str, str, str]]:
-        """Return name, value and help of every field whose entry differs from the default."""
+        """Return name, value and help of each field whose entry differs from the default."""
         values, errors = self._parsed()
         found = []
         for entry in self.fields:
-            inner = entry.kind == "nested" and self.entries[entry.name]
-            if inner:
-                found += self.nested(entry.name).rows(f"{prefix}{entry.name}.") or [
-                    (prefix + entry.name, "defaults", entry.help)
-                ]
+            name = prefix + entry.name
+            if entry.kind == "nested" and self.entries[entry.name]:
+                found += self.nested(entry.name).rows(f"{name}.") or [(name, "defaults", entry.help)]
             elif entry.name in values:
-                found.append((prefix + entry.name, code_of(values[entry.name]), entry.help))
+                found.append((name, code_of(values[entry.name]), entry.help))
             elif entry.name in errors:
-                found.append((prefix + entry.name, f"{self.entries[entry.name]!s} (not allowed)", errors[entry.name]))
+                found.append((name, f"{self.entries[entry.name]!s} (not allowed)", errors[entry.name]))
         return found
 
     def text(self) -> str:
-        """Return what differs from the defaults, as plain text."""
+        """Return the entries that differ from the defaults, as plain text."""
         rows = self.rows()
         width = max((len(name) for name, _, _ in rows), default=0)
         return "\n".join(f"{name:<{width}}  {value}" for name, value, _ in rows) or "defaults"
 
-    def html(self, caption: str) -> str:
-        """Return what differs from the defaults as a table without scripts or style sheets.
+    def html(self, caption: str) -> Markup:
+        """Return the entries that differ from the defaults, as a table without scripts or style sheets.
 
         Args:
             caption: Its caption.
         """
-        rows = self.rows()
+        title, rows = element("strong", caption), self.rows()
         if not rows:
-            return f"<p><strong>{escape(caption)}</strong>: defaults</p>"
-        left = ' style="text-align:left"'  # front ends put the cells of tables to the right
-        body = "".join(
-            f'<tr><th scope="row"{left}>{escape(name)}</th><td{left}><code>{escape(value)}</code></td>'
-            f"<td{left}>{escape(text)}</td></tr>"
-            for name, value, text in rows
-        )
-        head = "".join(f'<th scope="col"{left}>{name}</th>' for name in ("setting", "value", "what it is"))
-        caption = f"<caption{left}><strong>{escape(caption)}</strong></caption>"
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            return element("p", title, ": defaults")
+        cells = [(name, element("code", value), help_text) for name, value, help_text in rows]
+        head, columns = ("setting", "value", "description"), [LEFT] * 3
+        return html_table(head, cells, caption=element("caption", title, **LEFT), columns=columns)
 
 
 CHOICES: dict[str, Mapping[str, Sequence[Any]]] = {}
-"""Allowed values that types do not tell, by class name and field; a panel adds its own rows."""
+"""Allowed values by class name and field, for types that do not list them; panels add their own rows."""
 
 
 def _member(entry: Field, given: Any) -> Any:
-    """Return the choice that equals ``given``: an enum's member for its value."""
+    """Return the choice that equals ``given``, such as an enum's member for its value."""
     return next((choice for choice in entry.choices if choice == given), given)
 
 
-def _blamed(message: str, given: Mapping[str, Any]) -> str:
-    """Return the changed field that a message names first, best as ``name=``; "" where it names none."""
+def _field_in(message: str, given: Mapping[str, Any]) -> str:
+    """Return the changed field that a message names first, preferably as ``name=``; "" if it names none."""
     for pattern in (r"\b{}=", r"\b{}\b"):
-        places = {name: found.start() for name in given if (found := re.search(pattern.format(name), message))}
-        if places:
-            return min(places, key=lambda name: places[name])
+        positions = {name: found.start() for name in given if (found := re.search(pattern.format(name), message))}
+        if positions:
+            return min(positions, key=lambda name: positions[name])
     return next(iter(given)) if len(given) == 1 else ""
 
 
 def code_of(value: Any) -> str:
-    """Return the expression that makes ``value``: dataclasses with what differs from their defaults, enums by value."""
+    """Return the expression of ``value``: dataclasses with the fields that were changed, enums by value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         draft = FormDraft(type(value), value)
         inner = ", ".join(f"{name}={code_of(entry)}" for name, entry in draft.changed().items())
@@ -218,7 +211,7 @@ def code_of(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{code_of(key)}: {code_of(entry)}" for key, entry in value.items()) + "}"
     plain = value.value if isinstance(value, Enum) else value
-    # JSON's escapes are Python's too, and double quotes are what formatters write.
+    # JSON's escapes are Python's too, and formatters prefer double quotes.
     return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else repr(plain)
 
 

@@ -1,4 +1,4 @@
-"""A form over any dataclass, made of its fields with plain ipywidgets, checked by the dataclass as you type."""
+"""Forms over any dataclass, made of plain ipywidgets and checked by the dataclass on each change."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import ipywidgets
 
-from notebook_accelerate.widgets.assets import asset
-from notebook_accelerate.widgets.fields import KINDS, Field, summary, text_of
+from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.widgets.fields import TEXT_FORMATS, Field, summary, text_of
 from notebook_accelerate.widgets.form_draft import Checked, FormDraft
+from notebook_accelerate.widgets.panel_elements import alert, row, style_widget, widget_bundle, with_classes
 
 _LABEL = {"description_width": "17em"}
 _INPUT = "36em"
@@ -24,18 +25,18 @@ class Form:
     """A form for a dataclass.
 
     Args:
-        cls: The dataclass.
-        value: An instance to begin with; None: the defaults.
-        title: What it is about, as the caption of its static form.
-        choices: Allowed values that the fields' types do not tell, by field.
-        groups: Titles and fields; the first group stands open, the others fold. Fields in no group come last.
+        cls: The dataclass, or a draft of one that another form holds.
+        value: The initial instance; None: the defaults.
+        title: The caption of the static form; "": the name of the class.
+        choices: Allowed values by field, for types that do not list them.
+        groups: Titles and fields; the first group is open, the others are folded. Fields without a group come last.
         names: Only these fields; None: all.
-        on_change: Called with what the entries are worth after each change, on whatever thread the change came.
+        on_change: Called with the checked entries after each change, on the thread of the change.
     """
 
     def __init__(
         self,
-        cls: type[Any],
+        cls: type[Any] | FormDraft,
         value: Any = None,
         *,
         title: str = "",
@@ -44,35 +45,20 @@ class Form:
         names: Iterable[str] | None = None,
         on_change: Callable[[Checked], None] | None = None,
     ) -> None:
-        self._begin(FormDraft(cls, value, choices=choices, names=names), title, groups, on_change)
-        self.widget.children = (style_sheet(), *self.widget.children)
-
-    @classmethod
-    def over(cls, draft: FormDraft, on_change: Callable[[Checked], None] | None = None) -> Form:
-        """Return a form over entries that somebody else holds, such as those of a nested dataclass."""
-        form = cls.__new__(cls)
-        form._begin(draft, "", None, on_change)
-        return form
-
-    def _begin(
-        self, draft: FormDraft, title: str, groups: Groups | None, on_change: Callable[[Checked], None] | None
-    ) -> None:
-        self.draft, self.title = draft, title
+        nested = isinstance(cls, FormDraft)
+        self.draft = cls if isinstance(cls, FormDraft) else FormDraft(cls, value, choices=choices, names=names)
+        self.title = title or self.draft.cls.__name__
         self._on_change = on_change
         self._lock = threading.RLock()
         self._loading = False
-        self._groups = _complete(groups or (), [entry.name for entry in draft.fields])
-        self._rows = {entry.name: _ROW.get(entry.kind, _TextRow)(self, entry) for entry in draft.fields}
-        self._folds = ipywidgets.Accordion(
-            children=[self._column(names) for _, names in self._groups[1:]], selected_index=None
-        )
-        parts = [self._column(self._groups[0][1])]
-        parts += [self._folds] if self._groups[1:] else []
-        self.widget = styled(ipywidgets.VBox(parts))
+        self._groups = _complete(groups or (), [entry.name for entry in self.draft.fields])
+        self._rows = {entry.name: _ROW_TYPES.get(entry.kind, _TextRow)(self, entry) for entry in self.draft.fields}
+        columns = [ipywidgets.VBox([self._rows[name].widget for name in names]) for _, names in self._groups]
+        self._folds = ipywidgets.Accordion(children=columns[1:], selected_index=None)
+        parts = [columns[0], *([self._folds] if columns[1:] else [])]
+        sheet = [] if nested else [style_widget("forms.css")]
+        self.widget = with_classes(ipywidgets.VBox([*sheet, *parts]), "na-form")
         self._show(self.draft.check())
-
-    def _column(self, names: Sequence[str]) -> ipywidgets.VBox:
-        return ipywidgets.VBox([self._rows[name].widget for name in names])
 
     # ---- values in and out
 
@@ -81,7 +67,7 @@ class Form:
         """The dataclass's instance.
 
         Raises:
-            ValueError: Entries are wrong; the message has a line for each.
+            ValueError: Entries are not allowed; the message has a line for each.
         """
         checked = self.checked
         if checked.errors:
@@ -93,42 +79,42 @@ class Form:
         with self._lock:
             self.draft.load(value)
             self.reload()
-            self._tell()
+            self.check()
 
     def reload(self) -> None:
-        """Show the draft's entries, which somebody else has changed."""
+        """Show the entries of the draft again, after they were changed elsewhere."""
         with self._lock:
             self._loading = True
             try:
-                for row in self._rows.values():
-                    row.load()
+                for field_row in self._rows.values():
+                    field_row.load()
             finally:
                 self._loading = False
             self._show(self.draft.check())
 
     @property
     def checked(self) -> Checked:
-        """What the entries are worth now, without raising."""
+        """The checked entries; never raises."""
         return self.draft.check()
 
     @property
     def errors(self) -> dict[str, str]:
-        """What is wrong, by field; empty where nothing is."""
+        """Errors by field; empty if there are none."""
         return dict(self.checked.errors)
 
     def input(self, name: str) -> Any:
-        """Return the widget in which a field is entered."""
+        """Return the input widget of a field."""
         return self._rows[name].input
 
     def note(self, name: str) -> str:
-        """Return the HTML beside a field: its help, and what is wrong with it."""
+        """Return the HTML beside a field: its help text and its error."""
         return str(self._rows[name].note.value)
 
     def nested(self, name: str) -> Form:
-        """Return the form of a nested dataclass, which its checkbox has opened.
+        """Return the form of a nested dataclass.
 
         Raises:
-            ValueError: The field is not nested, or stays at its default.
+            ValueError: The field is not nested, or its box is not ticked.
         """
         form = getattr(self._rows[name], "form", None)
         if form is None:
@@ -137,65 +123,65 @@ class Form:
 
     # ---- changes
 
-    def entered(self, name: str, raw: Any) -> None:
-        """Take what was entered in a field, and check everything anew."""
+    def enter(self, name: str, raw: Any) -> None:
+        """Set the entry of a field and check all entries."""
         with self._lock:
             if not self._loading:
                 self.draft.entries[name] = raw
-                self._tell()
+                self.check()
 
-    def _tell(self) -> None:
-        checked = self.draft.check()
-        self._show(checked)
-        if self._on_change is not None:
-            self._on_change(checked)
-
-    def nested_changed(self) -> None:
-        """Check everything anew: an entry of a nested form has changed."""
+    def check(self) -> None:
+        """Check all entries, show the errors, and call ``on_change``."""
         with self._lock:
-            if not self._loading:
-                self._tell()
+            if self._loading:
+                return
+            checked = self.draft.check()
+            self._show(checked)
+            if self._on_change is not None:
+                self._on_change(checked)
 
     def _show(self, checked: Checked) -> None:
         wrong = {name.partition(".")[0] for name in checked.errors}
-        for name, row in self._rows.items():
-            row.show(checked.errors.get(name, ""))
+        for name, field_row in self._rows.items():
+            field_row.show_error(checked.errors.get(name, ""))
         for index, (title, names) in enumerate(self._groups[1:]):
             count = len(wrong.intersection(names))
             self._folds.set_title(index, f"{title} ({count} to correct)" if count else title)
 
-    # ---- how it looks where no widget is shown
+    # ---- without widgets
 
     @property
     def html(self) -> str:
-        """What differs from the defaults, as a table."""
-        return self.draft.html(self.title or self.draft.cls.__name__)
+        """The entries that differ from the defaults, as a table."""
+        return self.draft.html(self.title)
 
     @property
     def text(self) -> str:
-        """What differs from the defaults, as plain text."""
+        """The entries that differ from the defaults, as plain text."""
         return self.draft.text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return bundle(self.widget, self.html, f"{self.title or self.draft.cls.__name__}\n{self.text}")
+        return widget_bundle(self.widget, html=self.html, text=f"{self.title}\n{self.text}")
 
 
 class _Row:
-    """One field: the widget it is entered in, and a note beside it."""
+    """One field: its input widget, and a note beside it."""
 
     def __init__(self, form: Form, field: Field) -> None:
         self.form_of, self.field = form, field
-        self.note = ipywidgets.HTML()
-        self.note.add_class("na-aside")
+        self.note = with_classes(ipywidgets.HTML(), "na-aside")
         self.input = self.make()
         self.load()
         self.input.observe(self._changed, names="value")
-        self.widget = ipywidgets.HBox([self.input, self.note])
-        self.widget.add_class("na-row")
+        self.widget = row([self.input, self.note], "na-row")
 
     def make(self) -> Any:
-        """Return the widget, without its value."""
+        """Return the input widget, without its value."""
         raise NotImplementedError
+
+    def _make(self, widget: Callable[..., Any], **settings: Any) -> Any:
+        layout = ipywidgets.Layout(width=_INPUT)
+        return widget(description=self.field.name, style=_LABEL, layout=layout, **settings)
 
     def shown(self, raw: Any) -> Any:
         """Return the widget's value for an entry."""
@@ -209,63 +195,51 @@ class _Row:
         """Show the entry of the draft."""
         self.input.value = self.shown(self.form_of.draft.entries[self.field.name])
 
-    def show(self, error: str) -> None:
-        """Show what is wrong with the entry; "" for nothing."""
-        alert = f'<span class="na-error" role="alert">{escape(error)}</span>' if error else ""
-        html = f'<span class="na-help">{_rich(self.field.help)}</span>{alert}'
+    def help(self) -> str:
+        """Return the help text."""
+        return self.field.help
+
+    def show_error(self, error: str) -> None:
+        """Show the error of the entry; "" removes it."""
+        html = join([element("span", _with_code(self.help()), class_="na-help"), alert(error) if error else ""])
         if self.note.value != html:
             self.note.value = html
             (self.input.add_class if error else self.input.remove_class)("na-invalid")
 
     def _changed(self, change: Any) -> None:
-        self.form_of.entered(self.field.name, self.read(change["new"]))
+        self.form_of.enter(self.field.name, self.read(change["new"]))
 
 
 class _TextRow(_Row):
     def make(self) -> Any:
-        kind = KINDS[self.field.kind]
-        make = ipywidgets.Textarea if kind.many_lines else ipywidgets.Text
-        box = make(
-            description=self.field.name,
-            placeholder=self._placeholder(kind.hint),
-            continuous_update=True,
-            style=_LABEL,
-            layout=ipywidgets.Layout(width=_INPUT),
-        )
-        if kind.many_lines:
-            box.rows = 2
-        return box
+        text_format = TEXT_FORMATS[self.field.kind]
+        settings = {"placeholder": self._placeholder(text_format.hint), "continuous_update": True}
+        if text_format.many_lines:
+            return self._make(ipywidgets.Textarea, rows=2, **settings)
+        return self._make(ipywidgets.Text, **settings)
 
     def _placeholder(self, hint: str) -> str:
-        default = self.field.default
-        shown = text_of(self.field, default).replace("\n", " ")
-        return f"{shown} (default)" if shown else (f"{_NOT_SET} ({hint})" if hint else _NOT_SET)
+        default = text_of(self.field, self.field.default).replace("\n", " ")
+        return f"{default} (default)" if default else (f"{_NOT_SET} ({hint})" if hint else _NOT_SET)
 
 
 class _FlagRow(_Row):
     def make(self) -> Any:
-        return ipywidgets.Checkbox(
-            description=self.field.name, indent=True, style=_LABEL, layout=ipywidgets.Layout(width=_INPUT)
-        )
+        return self._make(ipywidgets.Checkbox, indent=True)
 
 
 class _ChoiceRow(_Row):
-    """A list to choose from; it is addressed by label, so that None can be among the values."""
+    """A list of choices. It works with labels, so that None can be one of the values."""
 
     def make(self) -> Any:
         flag = self.field.kind == "flag"
         values = [("yes", True), ("no", False)] if flag else [(_label(value), value) for value in self.field.choices]
         self._values = [*([(_NOT_SET, None)] if self.field.optional else []), *values]
-        return ipywidgets.Dropdown(
-            description=self.field.name,
-            options=[label for label, _ in self._values],
-            style=_LABEL,
-            layout=ipywidgets.Layout(width=_INPUT),
-        )
+        return self._make(ipywidgets.Dropdown, options=[label for label, _ in self._values])
 
     def shown(self, raw: Any) -> Any:
         known = [label for label, value in self._values if value == raw and type(value) is type(raw)]
-        if not known and raw is not None:  # set in code: an object, or a value that the list does not have
+        if not known and raw is not None:  # set in code: an object, or a value that is not in the list
             self._values.append((_label(raw), raw))
             self.input.options = [label for label, _ in self._values]
             return _label(raw)
@@ -276,35 +250,27 @@ class _ChoiceRow(_Row):
 
 
 class _CodeRow(_Row):
-    """A value that is only made in code: shown, not entered."""
+    """A value that can only be created in code: shown, but not entered."""
 
     def make(self) -> Any:
-        return ipywidgets.Text(
-            description=self.field.name, disabled=True, style=_LABEL, layout=ipywidgets.Layout(width=_INPUT)
-        )
+        return self._make(ipywidgets.Text, disabled=True)
 
     def shown(self, raw: Any) -> Any:
         return "set in code only" if raw is None else f"set in code: {raw!r}"
 
     def _changed(self, change: Any) -> None:
-        """Its text is no entry."""
+        """The text is not an entry."""
 
 
-class _NestedRow(_Row):
-    """A box that opens the form of another dataclass below it; the form is made when it is first opened."""
+class _NestedRow(_FlagRow):
+    """A box that opens the form of another dataclass below it. The form is created when it is first opened."""
 
     form: Form | None = None
 
     def __init__(self, form: Form, field: Field) -> None:
-        self._below = ipywidgets.VBox()
-        self._below.add_class("na-nested")
+        self._below = with_classes(ipywidgets.VBox(), "na-nested")
         super().__init__(form, field)
         self.widget = ipywidgets.VBox([self.widget, self._below])
-
-    def make(self) -> Any:
-        return ipywidgets.Checkbox(
-            description=self.field.name, indent=True, style=_LABEL, layout=ipywidgets.Layout(width=_INPUT)
-        )
 
     def load(self) -> None:
         super().load()
@@ -317,29 +283,23 @@ class _NestedRow(_Row):
     def _open(self, wanted: bool) -> None:
         if wanted and self.form is None:
             draft = self.form_of.draft.nested(self.field.name)
-            self.form = Form.over(draft, lambda _: self.form_of.nested_changed())
+            self.form = Form(draft, on_change=lambda _: self.form_of.check())
         self._below.children = (self.form.widget,) if wanted and self.form is not None else ()
         self._below.layout.display = "" if wanted else "none"
 
-    def show(self, error: str) -> None:
-        help_text = self.field.help or (summary(self.field.nested) if self.field.nested else "")
-        alert = f'<span class="na-error" role="alert">{escape(error)}</span>' if error else ""
-        self.note.value = f'<span class="na-help">{_rich(help_text)}</span>{alert}'
+    def help(self) -> str:
+        return self.field.help or (summary(self.field.nested) if self.field.nested else "")
 
     def _changed(self, change: Any) -> None:
         self._open(bool(change["new"]))
         super()._changed(change)
 
 
-class _OptionalFlagRow(_ChoiceRow):
-    """Yes, no, or as it is by default."""
-
-
 def _flag_row(form: Form, field: Field) -> _Row:
-    return _OptionalFlagRow(form, field) if field.optional else _FlagRow(form, field)
+    return _ChoiceRow(form, field) if field.optional else _FlagRow(form, field)
 
 
-_ROW: dict[str, Callable[[Form, Field], _Row]] = {
+_ROW_TYPES: dict[str, Callable[[Form, Field], _Row]] = {
     "flag": _flag_row,
     "choice": _ChoiceRow,
     "code": _CodeRow,
@@ -348,37 +308,18 @@ _ROW: dict[str, Callable[[Form, Field], _Row]] = {
 
 
 def _complete(groups: Groups, names: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
-    """Return the groups, with one more for the fields that are in none."""
-    left = [name for name in names if not any(name in placed for _, placed in groups)]
-    return [*groups, *([("More" if groups else "", left)] if left else [])]
+    """Return the groups, and one more with the fields that are in none."""
+    others = [name for name in names if not any(name in group for _, group in groups)]
+    return [*groups, *([("More" if groups else "", others)] if others else [])]
 
 
 def _label(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def _rich(text: str) -> str:
-    return re.sub(r"``?([^`]+)``?", r"<code>\1</code>", escape(text))
+def _with_code(text: str) -> Markup:
+    """Return a text with its `names` in backquotes as code elements."""
+    return Markup(re.sub(r"``?([^`]+)``?", r"<code>\1</code>", escape(text)))
 
 
-def styled(box: Any) -> Any:
-    """Give a box the look of this project's forms, whatever the front end's theme."""
-    box.add_class("na-form")
-    return box
-
-
-def style_sheet() -> Any:
-    """Return a widget that brings the style sheet of forms along."""
-    css = asset("forms.css")
-    sheet = ipywidgets.HTML(f"<style>{css}</style>")
-    sheet.layout.display = "none"
-    return sheet
-
-
-def bundle(widget: Any, html: str, text: str) -> dict[str, Any]:
-    """Return what a front end is given to show a widget: live, else as HTML, else as text (ipywidgets 7 and 8)."""
-    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {"application/vnd.jupyter.widget-view+json": view, "text/html": html, "text/plain": text}
-
-
-__all__ = ["Form", "bundle", "style_sheet", "styled"]
+__all__ = ["Form"]

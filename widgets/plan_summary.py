@@ -1,11 +1,11 @@
-"""What will happen, and on what machine, in words."""
+"""A plan and the machine it runs on as short texts."""
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.launch.report.markup import Markup, element
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _HOSTS = {"jupyter": "Jupyter", "colab": "Colab", "kaggle": "Kaggle", "vscode": "VS Code", "terminal": "terminal"}
 
 
-def sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOptions) -> str:
-    """Return what will happen in a sentence, as "2 processes on cpu, fork, gloo, bf16; effective batch 64".
+def plan_sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOptions) -> str:
+    """Return the plan in a sentence, as "2 processes on cpu, fork, gloo, bf16; effective batch 64".
 
     Args:
         plan: The launch.
-        config: What it was planned from.
+        config: The configuration it was made from.
         training: The training's options.
     """
     processes = "1 process" if plan.num_processes == 1 else f"{plan.num_processes} processes"
@@ -38,8 +38,8 @@ def sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOptions) 
     return f"{', '.join(part for part in parts if part)}; {training.effective_batch(plan.world_size)}"
 
 
-def described(machine: HardwareInfo) -> str:
-    """Return what a machine has, in a line.
+def machine_summary(machine: HardwareInfo) -> str:
+    """Return the hardware of a machine in one line.
 
     Args:
         machine: The hardware.
@@ -53,14 +53,14 @@ def _facts_of(machine: HardwareInfo) -> list[str]:
     return [devices, cores, f"{convert_bytes(machine.memory_bytes)} memory", _HOSTS.get(machine.host, machine.host)]
 
 
-def chips(machine: HardwareInfo) -> str:
-    """Return what a machine has, as a row of short labels in HTML."""
-    items = "".join(f"<li>{escape(fact)}</li>" for fact in _facts_of(machine))
-    return f'<ul class="na-facts" aria-label="This machine">{items}</ul>'
+def chips(machine: HardwareInfo) -> Markup:
+    """Return the hardware of a machine as a row of labels."""
+    items = [element("li", fact) for fact in _facts_of(machine)]
+    return element("ul", *items, class_="na-facts", aria_label="This machine")
 
 
 def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
-    """Return what stands below the sentence: the reason of the start method, the sum of the batch, the threads.
+    """Return the texts below the sentence: the reason for the start method, the batch size, the threads.
 
     Args:
         plan: The launch.
@@ -74,19 +74,4 @@ def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
     return found
 
 
-def alert(text: str) -> str:
-    """Return a text as the HTML of something that is wrong."""
-    return f'<span class="na-error" role="alert">{escape(text)}</span>'
-
-
-def notice(text: str, kind: str = "na-help") -> str:
-    """Return a text as the HTML of something worth knowing.
-
-    Args:
-        text: The text.
-        kind: na-help or na-good.
-    """
-    return f'<span class="{kind}" role="status">{escape(text)}</span>'
-
-
-__all__ = ["alert", "chips", "described", "details", "notice", "sentence"]
+__all__ = ["chips", "details", "machine_summary", "plan_sentence"]

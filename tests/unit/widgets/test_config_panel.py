@@ -54,8 +54,8 @@ def fail() -> None:
 def test_the_sentence_says_what_will_happen() -> None:
     panel = _set(_panel(), num_processes="2", mixed_precision="bf16", batch_size="8", gradient_accumulation_steps="4")
     assert panel.sentence == "2 processes on cpu, fork, gloo, bf16; effective batch 64"
-    assert panel.sentence in panel._outlook.value
-    assert "8 per process × 2 processes × 4 accumulation steps" in panel._outlook.value
+    assert panel.sentence in panel._plan_view.value
+    assert "8 per process × 2 processes × 4 accumulation steps" in panel._plan_view.value
 
 
 def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
@@ -63,7 +63,7 @@ def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
     busy = KernelFacts(environment={}, fork_hazard=lambda: "CUDA is initialised in the kernel")
     panel = _panel(GPUS, busy)
     assert panel.sentence.startswith("4 processes on cuda, zygote, nccl")
-    assert "zygote: CUDA is initialised in the kernel" in panel._outlook.value
+    assert "zygote: CUDA is initialised in the kernel" in panel._plan_view.value
     assert _set(panel, cpu=True).sentence.startswith("1 process on cpu, zygote, fp32")
     assert _set(panel, num_nodes="2", num_processes="3").sentence.startswith("3 processes of 6 on cpu, zygote, gloo")
 
@@ -78,13 +78,13 @@ def test_split_batches_are_not_multiplied_by_the_processes() -> None:
 def test_one_blocking_process_runs_inline() -> None:
     panel = _set(_panel(), block=True)
     assert panel.sentence.startswith("1 process on cpu, inline, fp32")
-    assert "the button starts it without blocking" in panel._outlook.value
+    assert "the button starts it without blocking" in panel._plan_view.value
 
 
 def test_what_does_not_fit_the_machine_is_said_and_cannot_be_launched() -> None:
     panel = _set(_panel(GPUS), num_processes="5")
     assert "this machine has 4 cuda devices" in panel.errors[""]
-    assert 'role="alert"' in panel._outlook.value
+    assert 'role="alert"' in panel._plan_view.value
     assert panel._go.disabled
     assert panel.code.startswith("# num_processes=5")
     _set(panel, num_processes="4")
@@ -326,7 +326,7 @@ def test_saving_over_a_strangers_file_asks_first(tmp_path: Path) -> None:
     assert file.read_text() == "mine: true\n"
     panel._save.click()
     assert "saved" in panel._file_note.value
-    assert "no place for block, timeout" in panel._file_note.value
+    assert "does not include block, timeout" in panel._file_note.value
     assert ClusterConfig.from_yaml_file(file).num_processes == 2
 
 
@@ -415,7 +415,7 @@ def test_the_static_forms_hold_everything_and_no_script() -> None:
 
 def test_a_broken_listener_leaves_the_form_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     panel = _panel()
-    monkeypatch.setattr(ConfigPanel, "_outlook_html", lambda *_: 1 / 0)
+    monkeypatch.setattr(ConfigPanel, "_plan_html", lambda *_: 1 / 0)
     _set(panel, num_processes="2")
     assert "ZeroDivisionError" in panel._run_note.value
     assert panel.config.num_processes == 2

@@ -43,7 +43,7 @@ def test_what_will_not_fit_is_said_in_every_form_and_can_be_launched() -> None:
     assert made.warning.startswith("This will not fit: training needs about ")
     assert "optimizer most of it" in made.warning
     assert "for 2 on this machine" in made.warning
-    assert made.warning in made._outlook.value
+    assert made.warning in made._plan_view.value
     assert made.warning in made.html
     assert made.warning in made.text
     assert not made.errors
