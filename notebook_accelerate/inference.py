@@ -22,7 +22,7 @@ def prepare_pippy(
     model: nn.Module,
     split_points: Literal["auto"] | list[str] | None = "auto",
     no_split_module_classes: list[str] | None = None,
-    example_args: tuple[Any] | None = (),  # type: ignore[assignment]
+    example_args: tuple[Any, ...] | None = (),
     example_kwargs: dict[str, Any] | None = None,
     num_chunks: int | None = None,
     gather_output: bool | None = False,

@@ -1,9 +1,9 @@
-"""`LocalSGD`: ranks train by themselves for some steps, then average their parameters."""
+"""`LocalSGD`: ranks train independently for some steps, then average their parameters."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,10 +28,10 @@ class LocalSGD:
         accelerator: The `Accelerator` that prepared the model.
         model: The prepared model.
         local_sgd_steps: Optimizer steps between two averages.
-        enabled: False does nothing, so that a script need not be written twice.
+        enabled: False makes every method do nothing.
 
     Raises:
-        ValueError: The model is not whole on every rank, or the steps are not at least 1.
+        ValueError: The model is sharded, or `local_sgd_steps` is less than 1.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LocalSGD:
     ) -> None:
         kind = accelerator.distributed_type.value
         if enabled and not kind.startswith(_SUPPORTED):
-            raise ValueError(f"LocalSGD averages whole models; with {kind} they are sharded: pass enabled=False")
+            raise ValueError(f"LocalSGD averages whole models, and {kind} shards them; pass enabled=False")
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} is not allowed; pass a whole number of at least 1")
         self.enabled = enabled and kind != "NO"
@@ -47,27 +47,27 @@ class LocalSGD:
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        self._apart: AbstractContextManager[Any] | None = None
+        self._no_sync: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._apart = self.accelerator.no_sync(self.model)
-            self._apart.__enter__()
+            self._no_sync = self.accelerator.no_sync(self.model)
+            self._no_sync.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._apart is None:
+        if self._no_sync is None:
             return
-        # After an error the other ranks may be anywhere: waiting for them would hide it.
+        # After an error the other ranks may not reach the collective; waiting for them would hide the error.
         if error is None:
             self._average()
-        self._apart.__exit__(kind, error, trace)
-        self._apart = None
+        self._no_sync.__exit__(kind, error, trace)
+        self._no_sync = None
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters when it is time; every rank must call this."""
+        """Count an optimizer step, and average the parameters when due; every rank must call this."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

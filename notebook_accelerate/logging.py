@@ -1,11 +1,11 @@
-"""Loggers that know their rank, and a progress bar that one rank shows."""
+"""Loggers that know their rank, and a progress bar that one rank per machine shows."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from typing import Any
 
@@ -14,20 +14,20 @@ from notebook_accelerate.hardware.feature_checks import is_tqdm_available
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.telemetry.events import ProgressEvent
 
-# Frames between a caller and the logger it means: Python 3.11 leaves its own logging module out of the count.
+# Frames between the caller and the logger: Python 3.11 and later do not count those of the logging module.
 _STACKLEVEL = 2 if sys.version_info >= (3, 11) else 3
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger whose records come from the main process, from all, or from all in order.
+    """A logger that emits records on the main process, on all ranks, or on all ranks in order.
 
-    Every method takes two more keywords: ``main_process_only`` (default True), and ``in_order`` (default False), with
-    which every rank must call it, and they log one after the other.
+    Every method takes two more keywords: ``main_process_only`` (default True) and ``in_order`` (default False), with
+    which ranks log one after the other; every rank must call it then.
     """
 
-    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
         super().__init__(logger, extra or {})
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
@@ -39,17 +39,17 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         Args:
             level: Its level.
             msg: The message.
-            args: What its placeholders stand for.
-            kwargs: ``main_process_only`` and ``in_order``, and what ``logging.Logger.log`` takes.
+            args: The values of its placeholders.
+            kwargs: ``main_process_only``, ``in_order``, and those of ``logging.Logger.log``.
 
         Raises:
-            RuntimeError: There is no state yet to tell the rank.
+            RuntimeError: No Accelerator or PartialState exists yet.
         """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if not PartialState._shared_state:
             raise RuntimeError(
-                f"logger {self.logger.name!r} does not know its rank yet: make an Accelerator() or a PartialState() "
+                f"logger {self.logger.name!r} does not know its rank yet: create an Accelerator() or a PartialState() "
                 "before logging"
             )
         kwargs.setdefault("stacklevel", _STACKLEVEL)
@@ -72,29 +72,29 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         self.logger.log(level, msg, *args, **rest)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Label a message with its rank, where there are several.
+        """Label a message with its rank if there are several.
 
         Args:
             msg: The message.
-            kwargs: The keywords it is logged with.
+            kwargs: The keywords of the call.
 
         Returns:
-            Both.
+            The labelled message, and the keywords.
         """
         msg, rest = super().process(msg, dict(kwargs))
         state = PartialState()
         return (f"[RANK {state.process_index}] {msg}" if state.num_processes > 1 else msg), rest
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Log a warning, unless the same was logged before.
+        """Log a warning, unless this logger has logged the same one before.
 
         Args:
             args: As for ``warning``.
             kwargs: As for ``warning``.
         """
         key = repr((args, sorted(kwargs.items())))
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._warned:
+            self._warned.add(key)
             kwargs["stacklevel"] = kwargs.get("stacklevel", _STACKLEVEL) + 1
             self.warning(*args, **kwargs)
 
@@ -104,10 +104,10 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: Name of the logger, usually ``__name__``.
-        log_level: Level of it and of the root logger, as "INFO"; None: ACCELERATE_LOG_LEVEL, or as it is.
+        log_level: Level for it and for the root logger, as "INFO"; None takes ACCELERATE_LOG_LEVEL, or changes none.
 
     Returns:
-        The logger; it can log once there is an Accelerator or a PartialState.
+        The logger; it can log once an Accelerator or a PartialState exists.
     """
     level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
@@ -118,19 +118,19 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Make a tqdm progress bar that shows on the first rank of each machine.
+    """Create a tqdm progress bar that the first rank of each machine shows.
 
     Args:
         args: As for ``tqdm.tqdm``.
-        main_process_only: Whether the other ranks show none.
+        main_process_only: Whether the bar is disabled on the other ranks.
         kwargs: As for ``tqdm.tqdm``.
 
     Returns:
-        The bar; in a launched run it also feeds the run's panels.
+        The bar; in a launched run it also reports progress to the run's panels.
 
     Raises:
         ImportError: tqdm is not installed.
-        ValueError: The first argument is a truth value (Accelerate's old way to pass main_process_only).
+        ValueError: The first argument is a bool (Accelerate's old way to pass main_process_only).
     """
     if not is_tqdm_available():
         raise ImportError("tqdm is not installed: pip install tqdm")
@@ -144,7 +144,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def _reporting_bar() -> Any:
-    """Return the text bar, made to tell the launch how far it is whenever it draws itself."""
+    """Return a text bar class that reports its progress to the run whenever it is drawn."""
     bar: Any = import_module("tqdm.std").tqdm
 
     class ReportingBar(bar):  # type: ignore[misc]

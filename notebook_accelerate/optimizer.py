@@ -1,4 +1,4 @@
-"""`AcceleratedOptimizer`: an optimizer that steps only where a window of accumulation is complete."""
+"""`AcceleratedOptimizer`: an optimizer that steps only when a gradient accumulation window is complete."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
     Args:
         state: Nested lists, tuples and dicts of tensors.
-        device: Where to.
+        device: The device.
 
     Returns:
-        The state there.
+        The state on that device.
     """
     if isinstance(state, (list, tuple)):
         return type(state)(move_to_device(item, device) for item in state)
@@ -31,10 +31,10 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an optimizer's step so that the wrapper of the optimizer knows it was called.
+    """Wrap an optimizer's step so that it records the call in the optimizer's wrapper.
 
     Args:
-        accelerated_optimizer: The wrapper; its `_accelerate_step_called` becomes True at each call.
+        accelerated_optimizer: The wrapper; each call sets its `_accelerate_step_called`.
         method: The optimizer's step.
 
     Returns:
@@ -49,12 +49,12 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Ca
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps and clears gradients only where a window of accumulation is complete.
+    """An optimizer that steps and clears gradients only when a gradient accumulation window is complete.
 
     Args:
-        optimizer: The optimizer that does the work.
+        optimizer: The wrapped optimizer.
         device_placement: Move its state to the device of this rank.
-        scaler: The scaler of losses; None in precisions that need none.
+        scaler: The loss scaler; None in precisions that need none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        # The base class's constructor would set up parameter groups; they are the wrapped optimizer's.
+        # The base class's constructor is not called: the parameter groups are the wrapped optimizer's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
@@ -83,13 +83,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = True
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step, where this batch completes a window; do nothing elsewhere.
+        """Step if this batch completes a window; otherwise do nothing.
 
         Args:
-            closure: Computes the loss again, for optimizers that ask for it; not together with a scaler.
+            closure: Recomputes the loss, for optimizers that need it; not together with a scaler.
 
         Returns:
-            What the optimizer returned; None where it did not step.
+            The result of the optimizer's step; None if it did not step.
         """
         if not self.gradient_state.sync_gradients:
             return None
@@ -113,12 +113,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         more = () if closure is None else (closure,)
         result = scaler.step(self.optimizer, *more)
         scaler.update()
-        # The scaler leaves the step out where gradients hold infinities.
+        # The scaler skips the step when gradients contain infinities.
         self._is_overflow = not self._accelerate_step_called
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, where this batch completes a window; do nothing elsewhere.
+        """Clear gradients if this batch completes a window; otherwise do nothing.
 
         Args:
             set_to_none: Set gradients to None rather than zero; None means the optimizer's default.
@@ -131,7 +131,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients held infinities."""
+        """Whether the last step was skipped because gradients contained infinities."""
         return self._is_overflow
 
     @property
@@ -144,21 +144,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> Any:
+    def defaults(self) -> dict[str, Any]:
         """The optimizer's defaults."""
         return self.optimizer.defaults
 
     @defaults.setter
-    def defaults(self, defaults: Any) -> None:
+    def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

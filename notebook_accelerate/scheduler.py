@@ -1,4 +1,4 @@
-"""`AcceleratedScheduler`: a schedule that moves only when the optimizers have stepped."""
+"""`AcceleratedScheduler`: a learning rate scheduler that steps only when the optimizers have stepped."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from notebook_accelerate.state import AcceleratorState, GradientState
 
 
 class AcceleratedScheduler:
-    """A learning rate schedule that moves with the optimizers: not inside a window, not after a skipped step.
+    """A scheduler that steps with the optimizers: not inside an accumulation window, not after a skipped step.
 
-    The schedule was written for one process: where ranks read different batches, one step here is as many steps of the
-    schedule as there are such ranks. Ranks that work on the same batch by tensor, context, sequence or pipeline
-    parallelism count as one: the loader is no shorter for them. (Accelerate 1.15 counts all ranks, and is through with
-    the schedule before the data.) Batches that are accumulated are no steps: a schedule that ends with the training is
-    as long as there are windows, whatever the plugin's adjust_scheduler says.
+    Schedules are written for one process: where ranks read different batches, each step here is as many steps of the
+    wrapped scheduler as there are such ranks. Ranks that work on the same batch (tensor, context, sequence or pipeline
+    parallelism) count as one: they do not shorten the loader. (Accelerate 1.15 counts all ranks, and reaches the end of
+    the schedule before the end of the data.) Accumulated batches are not steps: a schedule for the whole training has
+    as many steps as there are windows, whatever the plugin's `adjust_scheduler` is.
 
     Args:
-        scheduler: The schedule that does the work.
-        optimizers: The prepared optimizer, or optimizers, it belongs to.
-        step_with_optimizer: Move only with the optimizers; otherwise at each call, once.
-        split_batches: Whether ranks share each batch: then one step here is one step of the schedule.
+        scheduler: The wrapped scheduler.
+        optimizers: The prepared optimizer or optimizers that it belongs to.
+        step_with_optimizer: Step only with the optimizers; otherwise once at each call.
+        split_batches: Whether ranks share each batch: then one step here is one step of the wrapped scheduler.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
-        # A metric says the same however many ranks computed it: a plateau is not reached sooner with more of them.
-        alone = split_batches or isinstance(scheduler, ReduceLROnPlateau)
-        self._repeats = 1 if alone else _readers(AcceleratorState())
+        # A metric does not depend on the number of ranks: more ranks do not reach a plateau in fewer steps.
+        once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
+        self._repeats = 1 if once else _data_parallel_size(AcceleratorState())
         self._is_accelerate_prepared = False
         self._is_plain = self._repeats == 1 and not hasattr(scheduler, "total_steps")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule, where the optimizers have stepped.
+        """Step the wrapped scheduler if the optimizers have stepped.
 
         Args:
-            args: As for the schedule's step.
-            kwargs: As for the schedule's step.
+            args: As for the wrapped scheduler's step.
+            kwargs: As for the wrapped scheduler's step.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -65,56 +65,47 @@ class AcceleratedScheduler:
     def _step_for_all_ranks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._repeats):
-            # OneCycleLR raises beyond its last step, which the padding of the last batches would reach.
+            # OneCycleLR raises after its last step, which padded last batches would exceed.
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> Any:
-        """Return the learning rates now in use, one per parameter group.
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates in use, one per parameter group."""
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
 
-        Returns:
-            A list of floats.
-        """
-        return self.scheduler.get_last_lr()
-
-    def state_dict(self) -> Any:
-        """Return the schedule's state.
-
-        Returns:
-            A dict.
-        """
-        return self.scheduler.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the schedule's state.
+        """Load the wrapped scheduler's state.
 
         Args:
             state_dict: As from `state_dict`.
         """
         self.scheduler.load_state_dict(state_dict)
 
-    def get_lr(self) -> Any:
-        """Return the learning rates that the schedule computes for its current step.
-
-        Returns:
-            A list of floats.
-        """
-        return self.scheduler.get_lr()
+    def get_lr(self) -> list[float]:
+        """Return the learning rates that the wrapped scheduler computes for its current step."""
+        rates: list[float] = self.scheduler.get_lr()
+        return rates
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """Print the learning rates, where the schedule can.
+        """Print the learning rates, if the wrapped scheduler can.
 
         Args:
-            args: As for the schedule's print_lr.
-            kwargs: As for the schedule's print_lr.
+            args: As for its print_lr.
+            kwargs: As for its print_lr.
 
         Returns:
-            What the schedule returned.
+            The result of its print_lr.
         """
         return self.scheduler.print_lr(*args, **kwargs)
 
 
-def _readers(state: AcceleratorState) -> int:
-    """Return how many ranks read different batches."""
+def _data_parallel_size(state: AcceleratorState) -> int:
+    """Return the number of ranks that read different batches."""
     layout = state.parallelism_config
     return state.num_processes if layout is None else int(layout.data_parallel_size)
