@@ -1,7 +1,7 @@
-"""Checkpoints: complete or absent, in Accelerate's files, written in the background where asked.
+"""Checkpoints that are complete or absent, in Accelerate's file formats, optionally written in the background.
 
-`save_state` and `load_state` keep a whole training, `save_model` one model's weights, `save` and `load` any object.
-The package is loaded on the first save or load: every Accelerator refers to it, many never use it.
+`save_state` and `load_state` handle a complete training state, `save_model` a model's weights, `save` and `load` any
+object. The modules are imported on first use.
 """
 
 from __future__ import annotations

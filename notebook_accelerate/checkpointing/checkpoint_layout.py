@@ -8,32 +8,32 @@ from pathlib import Path
 CUSTOM_OBJECT_NAME = "custom_checkpoint"
 DATALOADER_STATE_NAME = "dl_state_dict"
 CHECKPOINTS_FOLDER = "checkpoints"
-"""Folder of the project that automatically named checkpoints are in."""
+"""Folder of the project that contains the automatically named checkpoints."""
 MANIFEST_NAME = "checkpoint_manifest.json"
-"""Sizes and checksums of all files; a checkpoint is complete when it is there and agrees."""
+"""Sizes and checksums of all files; a checkpoint is complete when the manifest exists and matches."""
 STAGING_SUFFIX = ".incomplete"
-"""End of the hidden name of a folder in which a checkpoint is being written."""
-DOOMED_SUFFIX = ".removed"
-"""End of the hidden name of a checkpoint above the limit while it is being removed."""
+"""Suffix of the hidden folder in which a checkpoint is being written."""
+REMOVED_SUFFIX = ".removed"
+"""Suffix of the hidden name of a checkpoint that is being removed."""
 JOURNAL_NAME = ".committing"
-"""Folder inside a checkpoint that existed before: complete new files that are being moved to their places."""
+"""Folder inside an existing checkpoint: complete new files that are being moved to their final names."""
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 def numbered(name: str, index: int, suffix: str) -> str:
-    """Return the file name of the `index`-th object of a kind: the first one carries no number.
+    """Return the file name of the `index`-th object of a kind; the first one has no number.
 
     Args:
         name: The kind, for instance ``optimizer``.
         index: Position of the object among those of its kind, from 0.
-        suffix: End of the file name with its dot, for instance ``.bin``.
+        suffix: File suffix with its dot, for instance ``.bin``.
     """
     return f"{name}{suffix}" if index == 0 else f"{name}_{index}{suffix}"
 
 
 def is_numbered(name: str) -> bool:
-    """Tell whether a folder's name is that of an automatically named checkpoint."""
+    """Tell whether a folder name is that of an automatically named checkpoint."""
     return _NUMBERED.fullmatch(name) is not None
 
 
@@ -44,11 +44,16 @@ def number_of(name: str) -> int:
     return int(match[1])
 
 
-def staging_folder(target: Path) -> Path:
-    """Return the folder in which the checkpoint `target` is written before it takes its place.
+def removal_name(name: str) -> str:
+    """Return the hidden name under which a checkpoint is removed."""
+    return f".{name}{REMOVED_SUFFIX}"
 
-    It is on the file system of its place. Folders inside ``checkpoints`` are all read as checkpoints by Accelerate, so
-    the staging folder of an automatically named one is a level higher.
+
+def staging_folder(target: Path) -> Path:
+    """Return the folder in which the checkpoint `target` is written before it is renamed.
+
+    The folder is on the file system of `target`. Accelerate reads every folder inside ``checkpoints`` as a checkpoint,
+    so the staging folder of an automatically named one is a level higher.
 
     Args:
         target: Folder of the checkpoint.
@@ -59,8 +64,8 @@ def staging_folder(target: Path) -> Path:
     return (target.parent.parent if automatic else target.parent) / f".{target.name}{STAGING_SUFFIX}"
 
 
-def unfinished(target: Path) -> Path | None:
-    """Return the folder in which a checkpoint was being written when its process ended, or None."""
+def unfinished_staging(target: Path) -> Path | None:
+    """Return the staging folder that an ended process left for a checkpoint, or None."""
     parents = {target: STAGING_SUFFIX, target.parent: f".{target.name}{STAGING_SUFFIX}"}
     if target.parent.name == CHECKPOINTS_FOLDER:
         parents[target.parent.parent] = f".{target.name}{STAGING_SUFFIX}"

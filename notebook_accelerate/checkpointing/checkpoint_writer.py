@@ -1,7 +1,7 @@
-"""One save on its way to the disk: every rank's files, then the manifest, then the place.
+"""Writes one captured checkpoint to its place: the files of every rank, then the manifest, then the commit.
 
 The ranks report through small files in the staging folder rather than through collectives, which a thread must not use
-while training does. Only for states in pieces, which torch's distributed checkpoints write, the threads have a process
+while training does. Only for sharded states, which torch's distributed checkpoints write, the threads have a process
 group of their own. One rank per file system commits: the main one, or the first of a machine with disks of its own.
 """
 
@@ -18,219 +18,220 @@ from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing import tensor_files
-from notebook_accelerate.checkpointing.capture import StateFile
-from notebook_accelerate.checkpointing.checkpoint_stores import Records, Store
-from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, record_of
+from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, Store
+from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, make_record
 from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity
-from notebook_accelerate.checkpointing.rank_agreement import failures_in
+from notebook_accelerate.checkpointing.rank_agreement import gather_failures
 from notebook_accelerate.checkpointing.snapshot import Snapshot
+from notebook_accelerate.checkpointing.state_files import StateFile
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.warn_once import warn_once
 
-_STALL = 600.0
+_SILENCE_LIMIT = 600.0
 """Seconds without any change in the staging folder after which a silent rank counts as dead."""
-_DYING = 2.0
-"""Seconds in which a process whose connections are closed is given up for alive."""
+_EXIT_GRACE = 2.0
+"""Seconds to wait for a process to end after its connections were closed, before it counts as alive."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTarget:
-    """Where a checkpoint goes, as one rank sees it."""
+    """The destination of a checkpoint, as one rank sees it."""
 
-    target: AnyPath
+    folder: AnyPath
     """The checkpoint's folder."""
     store: Store
-    """How it gets there."""
+    """Its store."""
     rank: int
     """This rank."""
     commits: bool
-    """Whether this rank moves the staging folder to its place."""
-    group: dict[int, ProcessIdentity] = field(default_factory=dict)
+    """Whether this rank commits."""
+    peers: dict[int, ProcessIdentity] = field(default_factory=dict)
     """The ranks that write to this file system, and their processes."""
 
     @property
     def staging(self) -> Path:
-        """Where this rank writes its files first."""
+        """The folder that this rank writes its files to first."""
         return self.store.folder
 
 
 @dataclass
-class Writing:
-    """What one rank does for one checkpoint after its state was captured.
+class PendingSave:
+    """One rank's work on one checkpoint after its state was captured.
 
     Attributes:
-        snapshot: The copies it writes; None where it writes the training's own tensors.
-        optimizers: Those whose next step must wait until the snapshot is filled.
-        hooks: What makes them wait.
-        group: The process group of the ranks' threads; None for torch's default one, in the caller's thread.
-        thread: The thread that runs it; None when it runs in the caller.
-        error: Why it failed; None while it has not.
+        after_commit: Called once the checkpoint is committed.
+        snapshot: The copies to write; None if the training's own tensors are written.
+        optimizers: Optimizers whose next step must wait until the snapshot is filled.
+        step_hooks: The hooks that make them wait.
+        process_group: Process group of the ranks' threads; None for torch's default one, in the caller's thread.
+        thread: The thread that runs it; None if it runs in the caller.
+        error: The reason of its failure, or None.
     """
 
-    place: SaveTarget
+    target: SaveTarget
     manifest: Manifest
     state_files: list[StateFile]
-    after: Callable[[], None]
+    after_commit: Callable[[], None]
     snapshot: Snapshot | None = None
     optimizers: list[Any] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)
-    group: Any = None
+    step_hooks: list[Any] = field(default_factory=list)
+    process_group: Any = None
     thread: threading.Thread | None = None
     error: BaseException | None = None
-    _over: threading.Event = field(default_factory=threading.Event)
-    _records: Records = field(default_factory=dict)
-    _known: bool = False
+    _finished: threading.Event = field(default_factory=threading.Event)
+    _records: FileRecords = field(default_factory=dict)
+    _failure_shared: bool = False
 
     def start(self) -> None:
-        """Run in a thread. It is no daemon: the interpreter does not end before the checkpoint is written."""
+        """Run in a thread. It is not a daemon: the interpreter does not exit before the checkpoint is written."""
         if self.snapshot is not None:
             copied = self.snapshot.copied
-            self.hooks = [item.register_step_pre_hook(lambda *_: copied.wait() and None) for item in self.optimizers]
-        self.thread = threading.Thread(target=self.run, name=f"save_state {self.place.target.name}")
+            self.step_hooks = [
+                optimizer.register_step_pre_hook(lambda *_: copied.wait() and None) for optimizer in self.optimizers
+            ]
+        self.thread = threading.Thread(target=self.run, name=f"save_state {self.target.folder.name}")
         try:
             self.thread.start()
-        except RuntimeError as error:  # a limit on threads, or an interpreter that is ending
+        except RuntimeError as error:  # a limit on threads, or the interpreter is shutting down
             self.thread = None
             self.run()
             warn_once(f"save_state(blocking=False) wrote the checkpoint in the foreground: {error}.")
 
     def join(self) -> None:
-        """Wait for the thread, where there is one; an interrupt may come, and whoever calls again waits again."""
+        """Wait for the thread, if there is one; after an interrupt the caller can call this again."""
         if self.thread is not None:
-            self._over.wait()  # Python before 3.13 takes a thread whose join was interrupted for ended (gh-90882)
+            self._finished.wait()  # before Python 3.13 a thread whose join was interrupted counts as ended (gh-90882)
             self.thread.join()
-        for hook in self.hooks:  # here, in the caller's thread: an optimizer may be running its hooks
+        for hook in self.step_hooks:  # in the caller's thread: an optimizer may be running its hooks in another
             hook.remove()
 
     def run(self) -> None:
-        """Write this rank's files, report, and commit where that is this rank's part; errors end up in `error`."""
+        """Write this rank's files, report, and commit if this rank commits; errors are stored in `error`."""
         try:
-            self._fill_copies()
+            self._fill_snapshot()
             self._write_files()
-            brought = self.place.store.deliver(self.place.rank, self._records)
-            self._report({"files": {name: asdict(record) for name, record in brought.items()}})
-            if self.place.commits:
+            delivered = self.target.store.deliver(self.target.rank, self._records)
+            self._report({"files": {name: asdict(record) for name, record in delivered.items()}})
+            if self.target.commits:
                 self._commit()
-        except BaseException as error:  # noqa: BLE001 - whatever a writer raises is this checkpoint's failure
-            self._fail(error)
-            own = getattr(error, "failures", {}).get(self.place.rank, error)
-            if not isinstance(own, Exception):  # an interrupt: where ranks agree on errors, it went the way of these
+        except BaseException as error:  # noqa: BLE001 - any error of a writer is this checkpoint's failure
+            self._record_failure(error)
+            own = getattr(error, "failures", {}).get(self.target.rank, error)
+            if not isinstance(own, Exception):  # an interrupt, wrapped where the ranks agree on errors
                 raise own from None
         finally:
-            self.state_files, self.snapshot = [], None  # a gigabyte of references
-            self._over.set()
+            self.state_files, self.snapshot = [], None  # they may refer to gigabytes
+            self._finished.set()
 
-    def _fill_copies(self) -> None:
-        """Fill the copies; where the ranks write together they all go on, or none."""
+    def _fill_snapshot(self) -> None:
+        """Fill the deferred copies; ranks that write together either all continue or all raise."""
         failure: CheckpointError | None = None
         try:
             if self.snapshot is not None:
                 self.snapshot.finish()
-        except Exception as error:  # noqa: BLE001 - reported to the others first
-            failure = self._explained(error)
-        if self.group is not None:
-            failed = failures_in(self.group, "" if failure is None else str(failure))
-            self._known = bool(failed)
-            if failed and failure is None:
-                raise CheckpointError("; ".join(f"Rank {rank}: {text}" for rank, text in failed.items()))
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks first
+            failure = self._checkpoint_error(error)
+        if self.process_group is not None:
+            failures = gather_failures(self.process_group, "" if failure is None else str(failure))
+            self._failure_shared = bool(failures)
+            if failures and failure is None:
+                raise CheckpointError("; ".join(f"Rank {rank}: {text}" for rank, text in failures.items()))
         if failure is not None:
             raise failure
 
     def _write_files(self) -> None:
         for file in self.state_files:
-            path = self.place.staging / file.name
+            path = self.target.staging / file.name
             if file.write is not None:
-                written = file.write(file.value, path, self.group).items()
-                records = {
-                    f"{file.name}/{name}": FileRecord(size=size, crc32=f"{crc:08x}") for name, (size, crc) in written
-                }
-                self._records.update(records)
+                for name, (size, crc) in file.write(file.value, path, self.process_group).items():
+                    self._records[f"{file.name}/{name}"] = FileRecord(size=size, crc32=f"{crc:08x}")
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 tensor_files.write(file.value, path)
-                self._records[file.name] = record_of(path)
-                self.place.store.flush(path)
+                self._records[file.name] = make_record(path)
+                self.target.store.sync(path)
             file.value = None
 
     def _report(self, content: dict[str, object]) -> None:
-        self.place.store.report(self.place.rank, content)
+        self.target.store.write_report(self.target.rank, content)
 
-    def _fail(self, error: BaseException) -> None:
-        self.error = self._explained(error)
+    def _record_failure(self, error: BaseException) -> None:
+        self.error = self._checkpoint_error(error)
         if self.thread is not None:
-            _log.error("%s", self.error)  # the training goes on: say it now, raise it at the next save or the end
-        known = self._known or hasattr(error, "failures")  # to the committing rank, which may be removing all already
-        if not (known or self.place.commits):
-            with contextlib.suppress(CheckpointError):  # a store that cannot be told: it is given up there too
+            _log.error("%s", self.error)  # training continues: log it now, raise it at the next save or the end
+        # The committing rank may know of the failure already, and be removing the staging folder.
+        shared = self._failure_shared or hasattr(error, "failures")
+        if not (shared or self.target.commits):
+            with contextlib.suppress(CheckpointError):  # if the store cannot be reached, the committing rank fails too
                 self._report({"error": str(self.error)})
-        self.place.store.discard(self.place.commits)
+        self.target.store.discard(self.target.commits)
 
-    def _explained(self, error: BaseException) -> CheckpointError:
+    def _checkpoint_error(self, error: BaseException) -> CheckpointError:
         if isinstance(error, CheckpointError):
             return error
-        explained = self._lost(error) or self._of_another_rank(error)
-        if explained is None and not self.place.commits and not self.place.staging.is_dir():
-            explained = CheckpointError(f"The checkpoint {self.place.target} was not written: another rank gave it up.")
-        explained = explained or self.place.store.explain(error)
+        explained = self._dead_peer_error(error) or self._other_rank_error(error)
+        if explained is None and not self.target.commits and not self.target.staging.is_dir():
+            explained = CheckpointError(f"The checkpoint {self.target.folder} was not written: another rank failed.")
+        explained = explained or self.target.store.write_error(error)
         explained.__cause__ = error
         return explained
 
-    def _lost(self, error: BaseException) -> CheckpointError | None:
-        """Return which rank's end is why a collective of the threads failed, if it did."""
-        if self.group is None or not isinstance(error, RuntimeError) or hasattr(error, "failures"):
+    def _dead_peer_error(self, error: BaseException) -> CheckpointError | None:
+        """Return the error that names the ended rank, if that is why a collective of the threads failed."""
+        if self.process_group is None or not isinstance(error, RuntimeError) or hasattr(error, "failures"):
             return None
-        end = time.monotonic() + _DYING
+        deadline = time.monotonic() + _EXIT_GRACE
         while True:  # a process closes its connections before it has ended
-            for rank, peer in self.place.group.items():
-                if peer.ended():
-                    return self._unfinished(rank, f"its process {peer.pid} has ended")
-            if time.monotonic() > end:
+            for rank, peer in self.target.peers.items():
+                if peer.has_ended():
+                    return self._unfinished_error(rank, f"its process {peer.pid} has ended")
+            if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
 
-    def _unfinished(self, rank: int, reason: str) -> CheckpointError:
+    def _unfinished_error(self, rank: int, reason: str) -> CheckpointError:
         return CheckpointError(
-            f"Checkpoint {self.place.target} was not written: rank {rank} did not finish its part, {reason}."
+            f"Checkpoint {self.target.folder} was not written: rank {rank} did not finish its part, {reason}."
         )
 
-    def _of_another_rank(self, error: BaseException) -> CheckpointError | None:
-        """Return what another rank could not do: where ranks write together, all learn of it, and none goes on."""
+    def _other_rank_error(self, error: BaseException) -> CheckpointError | None:
+        """Return the error of the rank that failed, if ranks write together and therefore all raise."""
         failures = getattr(error, "failures", {})
         if not failures:
             return None
-        rank = self.place.rank if self.place.rank in failures else min(failures)
-        explained = self.place.store.explain(failures[rank])
-        return explained if rank == self.place.rank else CheckpointError(f"Rank {rank}: {explained}")
+        rank = self.target.rank if self.target.rank in failures else min(failures)
+        explained = self.target.store.write_error(failures[rank])
+        return explained if rank == self.target.rank else CheckpointError(f"Rank {rank}: {explained}")
 
     def _commit(self) -> None:
-        parts = [self._await_report(rank, peer) for rank, peer in self.place.group.items()]
-        self.place.store.commit(self.manifest, parts)
+        parts = [self._wait_for_report(rank, peer) for rank, peer in self.target.peers.items()]
+        self.target.store.commit(self.manifest, parts)
         try:
-            self.after()
-        except (CheckpointError, OSError) as error:  # those may be in use, or gone already
-            written = f"{self.place.target} is written"
+            self.after_commit()
+        except (CheckpointError, OSError) as error:  # old checkpoints may be in use, or removed already
+            written = f"{self.target.folder} is written"
             warn_once(f"{written}, but checkpoints above total_limit could not be removed: {error}")
 
-    def _await_report(self, rank: int, peer: ProcessIdentity) -> Records:
-        store = self.place.store
-        watch = _Watch(store, rank, peer)
-        while (content := store.reported(rank)) is None:
-            if reason := watch.lost():
-                if (content := store.reported(rank)) is not None:  # its report may be the last thing it did
+    def _wait_for_report(self, rank: int, peer: ProcessIdentity) -> FileRecords:
+        store = self.target.store
+        watch = _PeerWatch(store, rank, peer)
+        while (content := store.read_report(rank)) is None:
+            if reason := watch.death_reason():
+                if (content := store.read_report(rank)) is not None:  # it may have reported just before it ended
                     break
-                raise self._unfinished(rank, reason)
-            time.sleep(store.pause)
+                raise self._unfinished_error(rank, reason)
+            time.sleep(store.poll_interval)
         if "error" in content:
             raise CheckpointError(f"Rank {rank}: {content['error']}")
         return {name: FileRecord(**record) for name, record in content["files"].items()}
 
 
-class _Watch:
-    """Notices when a rank will not write any more.
+class _PeerWatch:
+    """Detects that a rank will not write any more.
 
     Args:
-        store: Where it writes.
+        store: The store it writes to.
         rank: The rank.
         peer: The rank's process.
     """
@@ -240,21 +241,21 @@ class _Watch:
         self._rank = rank
         self._peer = peer
         self._activity: object = object()
-        self._since = time.monotonic()
-        self._next_look = 0.0
+        self._active_at = time.monotonic()
+        self._next_check = 0.0
 
-    def lost(self) -> str:
-        """Return why there is nothing to wait for, or an empty text; the system is asked once a second."""
+    def death_reason(self) -> str:
+        """Return why the rank will not report, or an empty text; the system is asked at most once a second."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return ""
-        self._next_look = now + 1.0
-        if self._peer.ended():
+        self._next_check = now + 1.0
+        if self._peer.has_ended():
             return f"its process {self._peer.pid} has ended"
         activity = self._store.activity(self._rank)
         if activity is None:
-            return f"and {self._store.folder} is gone"
+            return f"and {self._store.folder} no longer exists"
         if activity != self._activity:
-            self._activity, self._since = activity, now
-        silent = now - self._since > _STALL
-        return f"and nothing was written for {_STALL / 60:.0f} minutes" if silent else ""
+            self._activity, self._active_at = activity, now
+        silent = now - self._active_at > _SILENCE_LIMIT
+        return f"and nothing was written for {_SILENCE_LIMIT / 60:.0f} minutes" if silent else ""

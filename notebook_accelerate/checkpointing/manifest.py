@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what belongs to it, how large each file is, and what its bytes add up to."""
+"""The manifest of a checkpoint: the files that belong to it, with their sizes and checksums."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class FileRecord:
     size: int
     """Bytes."""
     crc32: str
-    """CRC-32 of the content, eight hexadecimal digits: it guards against accidents, at twice the speed of SHA-256."""
+    """CRC-32 of the content, eight hexadecimal digits: detects accidental damage, at twice the speed of SHA-256."""
 
 
 @dataclass(kw_only=True)
 class Manifest:
-    """What a complete checkpoint consists of and what it was made by."""
+    """The files of a complete checkpoint and the training that wrote it."""
 
     world_size: int
     """Number of ranks that wrote it."""
     layout: str = WHOLE
-    """How the strategy lays its state out: "whole" (single process, DDP), or the strategy's own name."""
+    """Layout of models and optimizers: "whole" (single process, DDP), or the strategy's own."""
     strategy: str = ""
     """Name of the strategy, for messages."""
     producer: str = ""
@@ -45,10 +45,10 @@ class Manifest:
     format: int = FORMAT
     """Version of this format."""
     files: dict[str, FileRecord] = field(default_factory=dict)
-    """All files but the manifest, by path relative to the folder."""
+    """All files except the manifest, by path relative to the folder."""
 
 
-def record_of(path: Path) -> FileRecord:
+def make_record(path: Path) -> FileRecord:
     """Read a file and return its size and checksum.
 
     Args:
@@ -67,21 +67,21 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names)
 
 
-def manifest_text(manifest: Manifest) -> str:
+def manifest_json(manifest: Manifest) -> str:
     """Return the text of a manifest's file."""
     return json.dumps(asdict(manifest), indent=1, sort_keys=True)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, to the disk itself: from here on the folder is a complete checkpoint.
+    """Write the manifest and flush it to the disk: from then on the folder is a complete checkpoint.
 
     Args:
-        folder: The folder that holds all its files.
-        manifest: What to write.
+        folder: The folder that contains all its files.
+        manifest: The manifest.
     """
     path = folder / MANIFEST_NAME
     with path.open("w", encoding="utf-8") as file:
-        file.write(manifest_text(manifest))
+        file.write(manifest_json(manifest))
         file.flush()
         os.fsync(file.fileno())
 
@@ -105,7 +105,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] > FORMAT:
             raise BrokenCheckpointError(
-                f"{path} has format {content['format']}, this version reads up to {FORMAT}: "
+                f"{path} has format {content['format']}, this version reads formats up to {FORMAT}: "
                 "pip install -U notebook-accelerate"
             )
         files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
@@ -114,36 +114,36 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         raise BrokenCheckpointError(f"Checkpoint {folder} is broken: {path.name} cannot be read ({error}).") from error
 
 
-def faults(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """Compare files with the manifest.
 
     Args:
         folder: The checkpoint.
         manifest: Its manifest.
-        names: Which files to read.
+        names: The files to read.
 
     Returns:
-        One line per file that is missing, too short, too long or changed; empty when all agree.
+        One line per file that is missing, truncated, too long or changed; empty when all match.
 
     Raises:
         CheckpointError: The manifest names a file outside the folder.
     """
     lines = []
     for name in names:
-        path, want = inside(folder, name), manifest.files[name]
+        path, expected = inside(folder, name), manifest.files[name]
         if not path.is_file():
             lines.append(f"{name} is missing")
-        elif (size := path.stat().st_size) != want.size:
-            lines.append(f"{name} has {size:,} bytes instead of {want.size:,}")
-        elif (found := record_of(path).crc32) != want.crc32:
-            lines.append(f"{name} has other content than was written (checksum {found} instead of {want.crc32})")
+        elif (size := path.stat().st_size) != expected.size:
+            lines.append(f"{name} has {size:,} bytes instead of {expected.size:,}")
+        elif (found := make_record(path).crc32) != expected.crc32:
+            lines.append(f"{name} has other content than was written (checksum {found} instead of {expected.crc32})")
     return lines
 
 
-def broken(folder: AnyPath, lines: Iterable[str]) -> BrokenCheckpointError:
-    """Return the error for a checkpoint whose files are not what its manifest says."""
+def broken_checkpoint(folder: AnyPath, lines: Iterable[str]) -> BrokenCheckpointError:
+    """Return the error for a checkpoint whose files do not match its manifest."""
     text = "\n".join(f"  - {line}" for line in lines)
     return BrokenCheckpointError(
         f"Checkpoint {folder} is broken and was not loaded:\n{text}\n"
-        f"Load an earlier one. (Files that another program changed on purpose load once {MANIFEST_NAME} is removed.)"
+        f"Load an earlier one. (If another program changed files on purpose, remove {MANIFEST_NAME} and load again.)"
     )

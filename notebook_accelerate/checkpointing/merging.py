@@ -1,4 +1,4 @@
-"""Making whole files of a sharded model's folder, in one process."""
+"""Merges the folder of a sharded model into whole files, in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from notebook_accelerate.big_modeling import temporary_folders
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.weight_files import inside, read_torch
-from notebook_accelerate.checkpointing.checkpoint_stores import make_folder
+from notebook_accelerate.checkpointing.atomic_files import make_folder
 from notebook_accelerate.checkpointing.model_weights import write_weights
 from notebook_accelerate.config import constants
 from notebook_accelerate.state import PartialState
@@ -29,14 +29,14 @@ def merge_fsdp_weights(
     """Write the weights of a sharded model as whole files, on the main rank.
 
     Args:
-        checkpoint_dir: The folder or URL of pytorch_model_fsdp_0, or of the checkpoint that it is in.
-        output_path: The folder or URL for model.safetensors, or pytorch_model.bin; made where it does not exist.
+        checkpoint_dir: Folder or URL of pytorch_model_fsdp_0, or of the checkpoint that contains it.
+        output_path: Folder or URL for model.safetensors or pytorch_model.bin; created if missing.
         safe_serialization: Write safetensors rather than torch's format.
         remove_checkpoint_dir: Remove the sharded folder afterwards.
 
     Raises:
-        ValueError: There is no sharded model.
-        CheckpointError: A store could not be read, or the files not be written.
+        ValueError: The folder contains no sharded model, or several.
+        CheckpointError: A store could not be read, or the files could not be written.
     """
     if not PartialState().is_main_process:
         return
@@ -44,17 +44,17 @@ def merge_fsdp_weights(
 
     shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
     make_folder(output)
-    with _on_disk(shards) as folder, _beside(output) as place:
-        dcp_to_torch_save(folder, place / "whole.bin")
-        state = read_torch(place / "whole.bin", map_location="cpu")
+    with _local_folder(shards) as folder, _scratch_beside(output) as scratch:
+        dcp_to_torch_save(folder, scratch / "whole.bin")
+        state = read_torch(scratch / "whole.bin", map_location="cpu")
         write_weights(state.get("model", state), output, "10GB", safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(shards) if isinstance(shards, Path) else shards.remove_tree()
 
 
 @contextmanager
-def _on_disk(shards: AnyPath) -> Iterator[Path]:
-    """Give a folder on the disk with these files, for the time of the context."""
+def _local_folder(shards: AnyPath) -> Iterator[Path]:
+    """Yield a folder on the disk that contains the files: `shards` itself, or a temporary copy of a remote one."""
     if isinstance(shards, Path):
         yield shards
         return
@@ -65,14 +65,14 @@ def _on_disk(shards: AnyPath) -> Iterator[Path]:
 
 
 @contextmanager
-def _beside(output: AnyPath) -> Iterator[Path]:
-    """Give a folder for files that are as large as the result: where that goes, or in temporary files."""
+def _scratch_beside(output: AnyPath) -> Iterator[Path]:
+    """Yield a temporary folder, on the disk of the output where it is local: the files are as large as the result."""
     if isinstance(output, Path):
-        with tempfile.TemporaryDirectory(dir=output) as place:
-            yield Path(place)
+        with tempfile.TemporaryDirectory(dir=output) as folder:
+            yield Path(folder)
         return
-    with temporary_folders.scratch() as folder:
-        yield folder
+    with temporary_folders.scratch() as scratch:
+        yield scratch
 
 
 def _shards_in(folder: AnyPath) -> AnyPath:
@@ -85,6 +85,6 @@ def _shards_in(folder: AnyPath) -> AnyPath:
         return inner[0]
     found = ", ".join(path.name for path in inner) or "no sharded model"
     raise ValueError(
-        f"{folder} holds {found}; pass the folder of one, as save_state writes it for "
-        f'SHARDED_STATE_DICT: merge_fsdp_weights("checkpoint/{constants.FSDP_MODEL_NAME}_0", "merged")'
+        f"{folder} contains {found}; pass the folder of one model, which save_state writes with SHARDED_STATE_DICT: "
+        f'merge_fsdp_weights("checkpoint/{constants.FSDP_MODEL_NAME}_0", "merged")'
     )

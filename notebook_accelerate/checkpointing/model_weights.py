@@ -1,4 +1,4 @@
-"""Single objects and model weights on disk: `save`, `load`, `save_model`."""
+"""Saves and loads single objects and model weights: `save`, `load`, `save_model`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
@@ -14,70 +14,68 @@ from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.weight_files import read_index, read_torch
 from notebook_accelerate.checkpointing import sharded_state_dict, tensor_files
-from notebook_accelerate.checkpointing.checkpoint_stores import make_folder, on_disk, replacing, writes
+from notebook_accelerate.checkpointing.atomic_files import atomic_write, is_writer, local_copy, make_folder
 from notebook_accelerate.checkpointing.tied_tensors import clean_state_dict_for_safetensors
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state import PartialState
 
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+
 
 def save(
     obj: Any, f: str | os.PathLike[str] | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write an object to a file, on the main rank only; in place of `torch.save`.
+    """Write an object to a file, on the main rank only; replaces `torch.save`.
 
-    A path is written under another name first, what goes to a URL (s3://, gs://, ...) on this machine's disk: the file
-    is complete or what it was before.
+    A path is written under another name first, and a URL (s3://, gs://, ...) is uploaded from this machine's disk: the
+    file is complete or unchanged.
 
     Args:
-        obj: The object; named tensors where it goes to safetensors.
+        obj: The object; a dictionary of named tensors for safetensors.
         f: The path or URL, or an open binary file.
-        save_on_each_node: Write on the first rank of every machine; a store, which all see, is the main rank's.
+        save_on_each_node: Write on the first rank of every machine; URLs, which all machines see, on the main rank.
         safe_serialization: Write safetensors rather than torch's format.
 
     Raises:
-        ValueError: safetensors are asked for and `obj` holds more than named tensors.
+        ValueError: `safe_serialization` is set and `obj` contains values other than tensors.
         CheckpointError: The file could not be written.
     """
     path = path_of(f) if isinstance(f, (str, os.PathLike)) else Path()
-    if not writes(path, PartialState(), save_on_each_node):
+    if not is_writer(path, PartialState(), save_on_each_node):
         return
-    if not isinstance(f, (str, os.PathLike)):
-        _save_to_stream(obj, f, safe_serialization)
-        return
-    _write_whole(obj, path, safe_serialization)
+    if isinstance(f, (str, os.PathLike)):
+        _write_file(obj, path, safe_serialization)
+    elif safe_serialization:
+        import safetensors.torch
+
+        f.write(safetensors.torch.save(clean_state_dict_for_safetensors(obj), metadata=tensor_files.METADATA))
+    else:
+        torch.save(obj, f)
 
 
-def _save_to_stream(obj: Any, stream: BinaryIO, safe: bool) -> None:
-    if not safe:
-        torch.save(obj, stream)
-        return
-    import safetensors.torch
-
-    stream.write(safetensors.torch.save(clean_state_dict_for_safetensors(obj), metadata={"format": "pt"}))
-
-
-def _write_whole(obj: Any, path: AnyPath, safe: bool) -> None:
-    with replacing(path) as place:
-        (tensor_files.write_safetensors if safe else tensor_files.write_torch)(obj, place)
+def _write_file(obj: Any, path: AnyPath, safe: bool) -> None:
+    with atomic_write(path) as temporary:
+        (tensor_files.write_safetensors if safe else tensor_files.write_torch)(obj, temporary)
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read a file that `save` or torch.save wrote, with `weights_only=True`; in place of `torch.load`.
+    """Read a file that `save` or torch.save wrote, with `weights_only=True`; replaces `torch.load`.
 
     Args:
-        f: The path or URL (safetensors are known by their suffix), or an open binary file.
-        map_location: Where tensors go; None means where they were.
-        kwargs: More arguments of torch.load, for instance ``weights_only=False`` for a file you trust.
+        f: The path or URL (safetensors files are recognized by their suffix), or an open binary file.
+        map_location: Device of the tensors; None means the device they were saved from.
+        kwargs: Arguments of torch.load, for instance ``weights_only=False`` for a file you trust.
 
     Returns:
         The object.
 
     Raises:
-        CheckpointError: The file holds objects that `weights_only` loading refuses, or is broken.
+        CheckpointError: The file contains objects that `weights_only` loading refuses, or is broken.
     """
     if isinstance(f, (str, os.PathLike)):
-        with on_disk(path_of(f)) as path:
+        with local_copy(path_of(f)) as path:
             if path.suffix == ".safetensors":
                 return tensor_files.read(path)
             return read_torch(path, map_location=map_location, **kwargs)
@@ -85,42 +83,47 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
 
 
 def save_model(
-    accelerator: Any,
+    accelerator: PreparedObjects,
     model: torch.nn.Module,
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Save a model's weights, in shards where they are large; every rank must call this.
+    """Save a model's weights, in several files if they are large; every rank must call this.
 
     Args:
         accelerator: The Accelerator.
         model: The model, prepared or not.
-        save_directory: The folder or URL; made where it does not exist.
+        save_directory: The folder or URL; created if missing.
         max_shard_size: Largest size of a file: bytes, or "10GB".
         safe_serialization: Write safetensors rather than torch's format.
 
     Raises:
-        ValueError: The folder is a file, the size is none, or the model has no weights in memory.
+        ValueError: The folder is a file, the size is invalid, or the model has no weights in memory.
         CheckpointError: The files could not be written.
     """
-    sharded_state_dict.bytes_of(max_shard_size)
+    sharded_state_dict.parse_size(max_shard_size)
     folder = path_of(save_directory)
     if folder.is_file():
-        raise ValueError(f"Provided path ({folder}) should be a directory, not a file")
+        raise ValueError(
+            f'Provided path ({folder}) should be a directory, not a file: accelerator.save_model(model, "my_model")'
+        )
     state = accelerator.get_state_dict(model)
-    if state is None or not writes(folder, accelerator, accelerator.project_configuration.save_on_each_node):
+    if state is None or not is_writer(folder, accelerator, accelerator.project_configuration.save_on_each_node):
         return
     if missing := [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]:
-        raise ValueError(f"The model has no weights for {', '.join(missing[:5])}: load them before save_model.")
+        raise ValueError(
+            f"The model has no weights for {', '.join(missing[:5])}: they are on the meta device. Load them before "
+            "accelerator.save_model: load_checkpoint_in_model(model, folder)"
+        )
     make_folder(folder)
-    # Layers may keep a place for an extra state that they leave empty: nothing to write.
+    # A layer may declare an extra state and leave it empty (None).
     filled = {name: value for name, value in state.items() if value is not None}
     write_weights(filled, folder, max_shard_size, safe_serialization)
 
 
 def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> list[str]:
-    """Write named tensors into a folder; the index last, then files of an earlier save that it does not name go.
+    """Write named tensors into a folder: weights, then the index; then remove the other weights of an earlier save.
 
     Args:
         state: The tensors.
@@ -137,27 +140,28 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
     parts = sharded_state_dict.split_into_shards(state, max_shard_size)
     named = dict(zip(sharded_state_dict.shard_names(pattern, len(parts)), parts, strict=True))
     for name, part in named.items():
-        _write_whole(part, folder / name, safe)
+        _write_file(part, folder / name, safe)
     written = list(named)
     if len(named) > 1:
-        with replacing(folder / index_name) as place:
-            place.write_text(sharded_state_dict.index_text(sharded_state_dict.index_of(named)), encoding="utf-8")
+        with atomic_write(folder / index_name) as temporary:
+            index = sharded_state_dict.build_index(named)
+            temporary.write_text(sharded_state_dict.index_json(index), encoding="utf-8")
         written.append(index_name)
-    _remove_others(folder, pattern, index_name, set(written))
+    _remove_stale(folder, pattern, index_name, set(written))
     return written
 
 
-def _remove_others(folder: AnyPath, pattern: str, index_name: str, keep: set[str]) -> None:
-    """Remove shards of an earlier save: readers take them for parts of this one."""
+def _remove_stale(folder: AnyPath, pattern: str, index_name: str, keep: set[str]) -> None:
+    """Remove shards of an earlier save: readers would treat them as parts of this one."""
     expression = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?")
     for path in folder.iterdir():
-        ours = path.name == index_name or re.fullmatch(expression, path.name)
-        if ours and path.name not in keep:
+        weights = path.name == index_name or re.fullmatch(expression, path.name)
+        if weights and path.name not in keep:
             path.unlink()
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a model's weights from a file, an index, or a folder that holds either.
+    """Read a model's weights from a file, an index, or a folder with either of them.
 
     Args:
         path: The file, the ``.index.json``, or the folder; or its URL.
@@ -166,20 +170,20 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
         The named tensors.
 
     Raises:
-        ValueError: There are no weights.
+        ValueError: The folder contains no weights.
         CheckpointError: A file is broken, or an index names one outside its folder.
     """
-    found = weights_on_disk(_weights_in(path_of(path)))
+    found = weights_on_disk(_find_weights(path_of(path)))
     if not found.name.endswith(".index.json"):
         return dict(tensor_files.read(found))
     weight_map = read_index(found)
     parts: dict[Path, dict[str, Any]] = {file: tensor_files.read(file) for file in sorted(set(weight_map.values()))}
     if missing := [name for name, file in weight_map.items() if name not in parts[file]]:
-        raise CheckpointError(f"{found} names weights that its files do not hold: {', '.join(missing[:5])}")
+        raise CheckpointError(f"{found} names weights that its files do not contain: {', '.join(missing[:5])}")
     return {name: parts[file][name] for name, file in weight_map.items()}
 
 
-def _weights_in(path: AnyPath) -> AnyPath:
+def _find_weights(path: AnyPath) -> AnyPath:
     if path.is_file():
         return path
     names = (
@@ -191,4 +195,4 @@ def _weights_in(path: AnyPath) -> AnyPath:
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise ValueError(f"{path} holds no weights: none of {', '.join(names)} is there")
+    raise ValueError(f"{path} contains no weights: it has none of {', '.join(names)}; pass the folder of save_model")

@@ -1,9 +1,9 @@
-"""A checkpoint in a store that fsspec reaches: the ranks write on their machines' disks and bring their files there.
+"""A checkpoint in a store that fsspec reaches: ranks write on their machines' disks and upload their files.
 
-An object store renames nothing: the manifest, which it takes whole or not at all, makes the checkpoint, and a folder
-without it is none. New files go to their places where there is nothing yet; where there is, they go to a folder inside
-(``.committing``), whose manifest says that they are whole, and are then copied to their places by the store itself.
-``.incomplete`` holds what the ranks tell each other meanwhile, and the names of the files that may have to go.
+An object store cannot rename. The manifest, which is uploaded in one piece or not at all, makes the checkpoint: a
+folder without it is none. New files go to their final names if nothing is there yet. Otherwise they go to a folder
+inside (``.committing``), whose manifest marks them as complete, and the store then copies them to their final names.
+``.incomplete`` contains the messages of the ranks during a save, and the names of the files to remove if it fails.
 """
 
 from __future__ import annotations
@@ -20,22 +20,29 @@ from typing import Any
 from notebook_accelerate.big_modeling import temporary_folders
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
 from notebook_accelerate.big_modeling.weight_files import inside
-from notebook_accelerate.checkpointing import checkpoint_layout
-from notebook_accelerate.checkpointing.checkpoint_stores import Reading, Records, Store
+from notebook_accelerate.checkpointing.checkpoint_layout import (
+    CHECKPOINTS_FOLDER,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    STAGING_SUFFIX,
+    is_numbered,
+    removal_name,
+)
+from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
 from notebook_accelerate.checkpointing.manifest import (
     FileRecord,
     Manifest,
     files_below,
-    manifest_text,
+    make_record,
+    manifest_json,
     read_manifest,
-    record_of,
 )
-from notebook_accelerate.checkpointing.rank_agreement import exchange
+from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.world import world_from_environ
 
-_BEAT = 30.0
-"""Seconds between two signs of life of a rank that is uploading: a store does not show half a file."""
+_HEARTBEAT = 30.0
+"""Seconds between two heartbeats of a rank that is uploading: a store does not show partial files."""
 
 
 class ObjectStore(Store):
@@ -45,42 +52,42 @@ class ObjectStore(Store):
         target: Folder of the checkpoint.
     """
 
-    pause = 0.2
+    poll_interval = 0.2
 
     def __init__(self, target: RemotePath) -> None:
         self.target = target
-        self._marks = target / checkpoint_layout.STAGING_SUFFIX
-        self._journal = target / checkpoint_layout.JOURNAL_NAME
-        self._into = target
+        self._messages = target / STAGING_SUFFIX
+        self._journal = target / JOURNAL_NAME
+        self._destination = target
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- existing checkpoints -----------------------------------------------------------------------------------------
 
     def is_checkpoint(self) -> bool:
-        """Tell whether the folder has a manifest, in its place or about to come there."""
-        return (self.target / checkpoint_layout.MANIFEST_NAME).is_file() or (
-            self._journal / checkpoint_layout.MANIFEST_NAME
-        ).is_file()
+        """See `Store.is_checkpoint`; True if there is a manifest, at its final name or in the journal."""
+        return any((folder / MANIFEST_NAME).is_file() for folder in (self.target, self._journal))
 
-    def is_taken(self) -> bool:
-        """Tell whether there is a checkpoint, or something that is not left of an unfinished save."""
-        ours = {checkpoint_layout.STAGING_SUFFIX, checkpoint_layout.JOURNAL_NAME}
-        return self.is_checkpoint() or (
-            not self.unfinished() and any(p.name not in ours for p in self.target.iterdir())
+    def is_occupied(self) -> bool:
+        """See `Store.is_occupied`; the remains of an unfinished save do not count."""
+        if self.is_checkpoint():
+            return True
+        return not self.unfinished_save() and any(
+            path.name not in {STAGING_SUFFIX, JOURNAL_NAME} for path in self.target.iterdir()
         )
 
-    def unfinished(self) -> str | None:
-        """Return where an unfinished save is, if that is why there is no checkpoint here."""
+    def unfinished_save(self) -> str | None:
+        """See `Store.unfinished_save`."""
         if self.is_checkpoint():
             return None
-        begun = [mark for mark in self._marks.iterdir() if mark.name.startswith("open_")]
-        return str(self._marks) if any(json.loads(mark.read_text())["into"] == "" for mark in begun) else None
+        opened = [path for path in self._messages.iterdir() if path.name.startswith("open_")]
+        return str(self._messages) if any(json.loads(path.read_text())["into"] == "" for path in opened) else None
 
-    def finish(self, main: bool, first: bool) -> None:
-        """Finish copying new files over old ones, on the main rank; repeating it does no harm."""
+    def finish_commit(self, main: bool, local_main: bool) -> None:
+        """See `Store.finish_commit`; the main rank does it."""
         if main:
             self._finish_journal()
 
     def _finish_journal(self) -> None:
+        """Copy the files of a complete journal over the old ones; idempotent."""
         new = read_manifest(self._journal)
         if new is None:
             return
@@ -88,195 +95,182 @@ class ObjectStore(Store):
             old = read_manifest(self.target)
             self.target.remove_files(old.files.keys() - new.files.keys() if old is not None else ())
         self._journal.copy_files(sorted(new.files), self.target)
-        self._journal.copy_files([checkpoint_layout.MANIFEST_NAME], self.target)
-        (self._journal / checkpoint_layout.MANIFEST_NAME).unlink(
-            missing_ok=True
-        )  # first: without it the rest is rubbish
+        self._journal.copy_files([MANIFEST_NAME], self.target)
+        (self._journal / MANIFEST_NAME).unlink(missing_ok=True)  # first: without it the other files are ignored
         self._journal.remove_tree()
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def open(self, token: str) -> None:
-        """Remove what is left of unfinished saves and removals, and note that a save has begun."""
+        """See `Store.open`; records that a save has started."""
         self._finish_journal()
         self._finish_removals()
-        self._sweep()
-        into = checkpoint_layout.JOURNAL_NAME if any(True for _ in self.target.iterdir()) else ""
-        self._mark_of(token).write_text(json.dumps({"into": into}))
+        self._remove_unfinished()
+        into = JOURNAL_NAME if any(True for _ in self.target.iterdir()) else ""
+        self._open_message(token).write_text(json.dumps({"into": into}))
 
-    def _mark_of(self, token: str) -> RemotePath:
-        return self._marks / f"open_{token.strip('.')}.json"
+    def _open_message(self, token: str) -> RemotePath:
+        return self._messages / f"open_{token.strip('.')}.json"
 
-    def _sweep(self) -> None:
-        """Remove the files of an unfinished save by the names it has left; other files here are not ours."""
-        if not any(True for _ in self._marks.iterdir()):
+    def _remove_unfinished(self) -> None:
+        """Remove the files that an unfinished save recorded; other files in this folder are the user's."""
+        messages = list(self._messages.iterdir())
+        if not messages:
             return
         if not self.is_checkpoint():
-            plans = [mark for mark in self._marks.iterdir() if mark.name.startswith("plan_")]
-            names = {name for plan in plans for name in json.loads(plan.read_text())}
-            self.target.remove_files(names)
+            plans = [path for path in messages if path.name.startswith("plan_")]
+            self.target.remove_files({name for plan in plans for name in json.loads(plan.read_text())})
         self._journal.remove_tree()
-        self._marks.remove_tree()
+        self._messages.remove_tree()
 
-    def sees(self, token: str) -> bool:
-        """Learn from the main rank's note where files go."""
+    def can_see(self, token: str) -> bool:
+        """See `Store.can_see`; reads the destination of the files from the main rank's message."""
         try:
-            note = json.loads(self._mark_of(token).read_text())
+            message = json.loads(self._open_message(token).read_text())
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"This rank does not see what the main rank has just written to {self.target}: all ranks must reach "
-                "the same store (the same endpoint, account and region; memory:// is one process's own)."
+                "the same store (the same endpoint, account and region; memory:// is local to one process)."
             ) from error
-        self._into = self.target / note["into"] if note["into"] else self.target
+        self._destination = self.target / message["into"] if message["into"] else self.target
         return True
 
-    def begin(self) -> None:
-        """Write into a folder of this rank's own, in the machine's temporary files."""
+    def prepare_folder(self) -> None:
+        """See `Store.prepare_folder`; creates a folder of this rank's own in the machine's temporary files."""
         self.folder = temporary_folders.make() / self.target.name
         self.folder.mkdir()
 
-    def flush(self, path: Path) -> None:
-        """Do nothing: the disk here only passes files on."""
+    def sync(self, path: Path) -> None:
+        """See `Store.sync`; does nothing, because files are only uploaded from this disk."""
 
-    def deliver(self, rank: int, records: Records) -> Records:
-        """Upload all files in this rank's folder; their names first, for whoever has to tidy up."""
+    def deliver(self, rank: int, records: FileRecords) -> FileRecords:
+        """See `Store.deliver`; uploads all files in this rank's folder, after a list of their names for cleanup."""
         found = {path.relative_to(self.folder).as_posix(): path for path in files_below(self.folder)}
-        brought = {name: records[name] if name in records else record_of(path) for name, path in found.items()}
-        (self._marks / f"plan_{rank}.json").write_text(json.dumps(sorted(brought)))
-        with self._beating(rank):
+        delivered = {name: records[name] if name in records else make_record(path) for name, path in found.items()}
+        (self._messages / f"plan_{rank}.json").write_text(json.dumps(sorted(delivered)))
+        with self._sending_heartbeats(rank):
             for name, path in found.items():
-                (self._into / name).upload(path)
+                (self._destination / name).upload(path)
                 path.unlink()
         temporary_folders.remove(self.folder.parent)
-        return brought
+        return delivered
 
     @contextmanager
-    def _beating(self, rank: int) -> Iterator[None]:
-        """Show from time to time that this rank is alive."""
-        done = threading.Event()
+    def _sending_heartbeats(self, rank: int) -> Iterator[None]:
+        """Show other ranks that this one is alive while the block runs."""
+        finished = threading.Event()
 
-        def beat() -> None:
+        def send_heartbeats() -> None:
             count = 0
-            while not done.wait(_BEAT):
+            while not finished.wait(_HEARTBEAT):
                 count += 1
                 with contextlib.suppress(CheckpointError):
-                    (self._marks / f"beat_{rank}").write_text(str(count))
+                    (self._messages / f"beat_{rank}").write_text(str(count))
 
-        thread = threading.Thread(target=beat, name=f"upload to {self.target.name}", daemon=True)
+        thread = threading.Thread(target=send_heartbeats, name=f"upload to {self.target.name}", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            done.set()
+            finished.set()
             thread.join()
 
-    def report(self, rank: int, content: dict[str, Any]) -> None:
-        """Tell the committing rank how it went."""
-        (self._marks / f"rank_{rank}.json").write_text(json.dumps(content))
+    def write_report(self, rank: int, content: dict[str, Any]) -> None:
+        """See `Store.write_report`."""
+        (self._messages / f"rank_{rank}.json").write_text(json.dumps(content))
 
-    def reported(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's report, or None as long as there is none."""
+    def read_report(self, rank: int) -> dict[str, Any] | None:
+        """See `Store.read_report`."""
         try:
-            content: dict[str, Any] = json.loads((self._marks / f"rank_{rank}.json").read_text())
-        except (FileNotFoundError, ValueError):  # not there, or, where files are no objects, half there
+            content: dict[str, Any] = json.loads((self._messages / f"rank_{rank}.json").read_text())
+        except (FileNotFoundError, ValueError):  # missing, or partial where the store is a file system
             return None
         return content
 
     def activity(self, rank: int) -> Any:
-        """Return the rank's last sign of life."""
+        """See `Store.activity`; returns the rank's last heartbeat."""
         try:
-            return (self._marks / f"beat_{rank}").read_text()
+            return (self._messages / f"beat_{rank}").read_text()
         except FileNotFoundError:
             return ""
 
-    def commit(self, manifest: Manifest, parts: Sequence[Records]) -> None:
-        """Write the manifest; the checkpoint is there from then on."""
-        times = Counter(name for part in parts for name in part)
+    def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:
+        """See `Store.commit`; writing the manifest makes the checkpoint."""
+        writers = Counter(name for part in parts for name in part)
         for part in parts:
             for name, record in part.items():
                 known = manifest.files.setdefault(name, record)
-                if times[name] > 1 and known != record:  # written by hooks on several ranks: what counts is what stays
-                    manifest.files[name] = self._record_there(name)
-        (self._into / checkpoint_layout.MANIFEST_NAME).write_text(manifest_text(manifest))
-        if self._into != self.target:
+                if writers[name] > 1 and known != record:  # hooks on several ranks wrote it: the last upload is stored
+                    manifest.files[name] = self._stored_record(name)
+        (self._destination / MANIFEST_NAME).write_text(manifest_json(manifest))
+        if self._destination != self.target:
             self._finish_journal()
-        with contextlib.suppress(CheckpointError):  # the checkpoint is there; the next save removes this
-            self._marks.remove_tree()
+        with contextlib.suppress(CheckpointError):  # the checkpoint is complete; the next save removes the messages
+            self._messages.remove_tree()
 
-    def _record_there(self, name: str) -> FileRecord:
+    def _stored_record(self, name: str) -> FileRecord:
         with temporary_folders.scratch() as folder:
-            place = folder / "file"
-            (self._into / name).download(place)
-            return record_of(place)
+            (self._destination / name).download(folder / "file")
+            return make_record(folder / "file")
 
-    def discard(self, opened: bool, begun: bool = True) -> None:
-        """Remove this rank's folder; uploaded files stay for the next save, other ranks may still be uploading."""
+    def discard(self, opened: bool, delivering: bool = True) -> None:
+        """See `Store.discard`; uploaded files stay for the next save, because other ranks may still be uploading."""
         if hasattr(self, "folder"):
             temporary_folders.remove(self.folder.parent)
-        if opened and not begun:
+        if opened and not delivering:
             with contextlib.suppress(CheckpointError):
-                self._marks.remove_tree()
+                self._messages.remove_tree()
 
     # -- numbered checkpoints -----------------------------------------------------------------------------------------
 
-    def prune(self, surplus: Sequence[Any]) -> None:
-        """Remove checkpoints, and what is left of saves that never finished.
+    def remove_checkpoints(self, surplus: Sequence[Any]) -> None:
+        """See `Store.remove_checkpoints`; also removes saves that never finished.
 
-        Each is noted in the project before, and its manifest goes first: what an ended process leaves is no checkpoint,
-        and is known to be none of ours.
+        Each removal is recorded in the project first, and the manifest is removed before the other files: what an
+        interrupted removal leaves is not a checkpoint, and the next one finishes it.
         """
         for folder in surplus:
-            self._doom_of(folder).write_text("")
+            (folder.parent.parent / removal_name(folder.name)).write_text("")
         self._finish_removals()
         for folder in self.target.parent.iterdir():
-            if (
-                checkpoint_layout.is_numbered(folder.name)
-                and folder != self.target
-                and ObjectStore(folder).unfinished()
-            ):
-                ObjectStore(folder)._sweep()
-
-    def _doom_of(self, folder: RemotePath) -> RemotePath:
-        return folder.parent.parent / f".{folder.name}{checkpoint_layout.DOOMED_SUFFIX}"
+            if is_numbered(folder.name) and folder != self.target and ObjectStore(folder).unfinished_save():
+                ObjectStore(folder)._remove_unfinished()
 
     def _finish_removals(self) -> None:
         checkpoints = self.target.parent
-        if checkpoints.name != checkpoint_layout.CHECKPOINTS_FOLDER or not checkpoint_layout.is_numbered(
-            self.target.name
-        ):
+        if checkpoints.name != CHECKPOINTS_FOLDER or not is_numbered(self.target.name):
             return
-        for note in checkpoints.parent.iterdir():
-            name = note.name[1:].removesuffix(checkpoint_layout.DOOMED_SUFFIX)
-            if note.name == f".{name}{checkpoint_layout.DOOMED_SUFFIX}" and checkpoint_layout.is_numbered(name):
-                (checkpoints / name / checkpoint_layout.MANIFEST_NAME).unlink(missing_ok=True)
+        for record in checkpoints.parent.iterdir():
+            name = record.name[1:].rpartition(".")[0]
+            if is_numbered(name) and record.name == removal_name(name):
+                (checkpoints / name / MANIFEST_NAME).unlink(missing_ok=True)
                 (checkpoints / name).remove_tree()
-                note.unlink(missing_ok=True)
+                record.unlink(missing_ok=True)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def reading(self, local_rank: int) -> Iterator[Reading]:
-        """Give the ranks of a machine a folder that they fill together; it goes when all have read."""
-        with temporary_folders.scratch() as place:
-            own = place / self.target.name
+    def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
+        """See `Store.open_for_reading`; the ranks of a machine fill one temporary folder together."""
+        with temporary_folders.scratch() as scratch:
+            own = scratch / self.target.name
             own.mkdir()
-            before = exchange((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]
+            before = gather_values((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]
             folder = Path(next((path for first, path in reversed(before) if first), str(own)))
-            shared = folder.is_dir()  # containers of one machine may have temporary files of their own
+            shared = folder.is_dir()  # containers on one machine may have separate temporary files
             share = slice(local_rank, None, world_from_environ().local_size) if shared else slice(None)
-            yield Reading(folder if shared else own, share)
+            yield ReadLocation(folder if shared else own, share)
 
-    def fetch(self, names: Sequence[str] | None, reading: Reading) -> list[str]:
-        """Download this rank's share of the files; those that are not there are left to the check."""
+    def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
+        """See `Store.fetch`; the verification reports files that are missing in the store."""
         if names is None:
-            ours = (checkpoint_layout.STAGING_SUFFIX, checkpoint_layout.JOURNAL_NAME)
-            names = sorted(name for name in self.target.files() if not name.startswith(ours))
-        share = list(names)[reading.share]
+            names = sorted(name for name in self.target.files() if not name.startswith((STAGING_SUFFIX, JOURNAL_NAME)))
+        share = list(names)[location.share]
         for name in share:
-            place = inside(reading.folder, name)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            destination = inside(location.folder, name)
+            destination.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                (self.target / name).download(place)
+                (self.target / name).download(destination)
         return share
 
 

@@ -1,4 +1,4 @@
-"""Which process a rank is, for another one that waits for it: alive, ended, or on a machine that cannot be asked."""
+"""Identifies a rank's process so that another process can find out whether it has ended."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """A process, as other processes find it."""
+    """A process as other processes can find it."""
 
     machine: str
-    """What tells its machine, and its space of process numbers, from others; empty where the system does not say."""
+    """Identifies its machine and PID namespace; empty where the system provides no identifier."""
     pid: int
-    """Its number there."""
+    """Its process ID in that namespace."""
 
-    def ended(self) -> bool:
-        """Tell whether the process is known to have ended; False also where it cannot be asked.
+    def has_ended(self) -> bool:
+        """Tell whether the process is known to have ended; False also where this process cannot look.
 
-        A process that ended counts as such before its parent has fetched its exit status.
+        A zombie, whose parent has not read its exit status yet, has ended.
         """
-        if not self.machine or self.machine != _machine():
+        if not self.machine or self.machine != _machine_identity():
             return False
         try:
             line = (_PROC / str(self.pid) / "stat").read_text(encoding="ascii", errors="replace")
@@ -31,16 +31,16 @@ class ProcessIdentity:
             return True
         except OSError:
             return False
-        return line.rpartition(")")[2].split()[0] in {"Z", "X"}  # the name before may hold anything
+        return line.rpartition(")")[2].split()[0] in {"Z", "X"}  # the name in parentheses may contain anything
 
 
 def this_process() -> ProcessIdentity:
-    """Return what other processes can find this one by."""
-    return ProcessIdentity(machine=_machine(), pid=os.getpid())
+    """Return the identity of this process."""
+    return ProcessIdentity(machine=_machine_identity(), pid=os.getpid())
 
 
-def _machine() -> str:
-    """Return the boot of this machine and its space of process numbers (a container has its own); "" if unknown."""
+def _machine_identity() -> str:
+    """Return the boot ID of this machine and its PID namespace (a container has its own); "" if unknown."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"

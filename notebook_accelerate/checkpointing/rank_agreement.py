@@ -1,4 +1,4 @@
-"""Agreement among ranks: who sees which file system, and whether everybody got through."""
+"""Exchanges values and errors between the ranks of a save or load, so that all of them go on or all raise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -14,31 +14,33 @@ from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.errors import CheckpointError, NotebookAccelerateError
 from notebook_accelerate.state import PartialState
 
-_PATIENCE = 60.0
+T = TypeVar("T")
+_WARN_AFTER = 60.0
+"""Seconds that a rank waits for the others before it logs a warning."""
 _log = logging.getLogger(__name__)
 
 
-def exchange(value: Any, what: str) -> list[Any]:
+def gather_values(value: T, call: str) -> list[T]:
     """Return every rank's value, by rank; every rank must call this.
 
     Args:
-        value: This rank's, picklable.
-        what: The call the user made, for the message when other ranks do not come.
+        value: This rank's value, picklable.
+        call: Name of the user's call, for the warning when the other ranks do not arrive.
     """
     if PartialState().num_processes == 1:
         return [value]
-    with _say_when_alone(what):
+    with _warning_when_stuck(call):
         return list(gather_object([value]))
 
 
 @contextmanager
-def _say_when_alone(what: str) -> Iterator[None]:
-    """Say after a minute which call this rank is stuck in: a guard around it on one rank is a common mistake."""
+def _warning_when_stuck(call: str) -> Iterator[None]:
+    """Log after a minute which call this rank waits in: a condition around it on one rank is a common mistake."""
     text = (
-        f"Rank {PartialState().process_index} has waited {_PATIENCE:.0f} s in {what} for the other ranks. Every rank "
-        f"must call {what}: take it out of `if accelerator.is_main_process:`."
+        f"Rank {PartialState().process_index} has waited {_WARN_AFTER:.0f} s in {call} for the other ranks. Every rank "
+        f"must call {call}: take it out of `if accelerator.is_main_process:`."
     )
-    timer = threading.Timer(_PATIENCE, _log.warning, args=(text,))
+    timer = threading.Timer(_WARN_AFTER, _log.warning, args=(text,))
     timer.daemon = True
     timer.start()
     try:
@@ -47,52 +49,17 @@ def _say_when_alone(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-_own: dict[str, Any] = {}
-
-
-def own_group() -> Any:
-    """Return a process group that a thread may use while training uses the others; every rank must call this.
-
-    It is made once, on the CPU: what the ranks exchange while they write are plans and results.
-
-    Returns:
-        The group; None in a world of one process.
-    """
-    if not dist.is_initialized():
-        return None
-    if _own.get("world") is not dist.group.WORLD:
-        _own.update(world=dist.group.WORLD, group=dist.new_group(backend="gloo"))
-    return _own["group"]
-
-
-def forget_own_group() -> None:
-    """Let go of the group, before all groups are ended."""
-    _own.clear()
-
-
-def failures_in(group: Any, failure: str) -> dict[int, str]:
-    """Return what failed, by rank; every rank's thread must call this.
-
-    Args:
-        group: The process group of the threads.
-        failure: What happened on this rank; "" where nothing did.
-    """
-    found: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(found, failure, group=group)
-    return {rank: text for rank, text in enumerate(found) if text}
-
-
-def agree(error: BaseException | None, what: str) -> None:
+def raise_on_all_ranks(error: BaseException | None, call: str) -> None:
     """Raise on every rank when one failed; every rank must call this.
 
     Args:
-        error: What happened on this rank.
-        what: The call the user made.
+        error: This rank's error, or None.
+        call: Name of the user's call.
 
     Raises:
         CheckpointError: This rank's error, or a copy of the first failed rank's.
     """
-    found = exchange(None if error is None else (type(error), str(error)), what)
+    found = gather_values(None if error is None else (type(error), str(error)), call)
     if error is not None:
         raise error
     for rank, failure in enumerate(found):
@@ -100,3 +67,38 @@ def agree(error: BaseException | None, what: str) -> None:
             kind, text = failure
             kind = kind if issubclass(kind, NotebookAccelerateError) else CheckpointError
             raise kind(f"Rank {rank}: {text}")
+
+
+_background: dict[str, Any] = {}
+
+
+def background_group() -> Any:
+    """Return a process group for the writing threads, beside those that training uses; every rank must call this.
+
+    The group is created once, on the CPU: while they write, the ranks exchange only plans and results.
+
+    Returns:
+        The group; None in a world of one process.
+    """
+    if not dist.is_initialized():
+        return None
+    if _background.get("world") is not dist.group.WORLD:
+        _background.update(world=dist.group.WORLD, group=dist.new_group(backend="gloo"))
+    return _background["group"]
+
+
+def release_background_group() -> None:
+    """Drop the reference to the group, before all groups are destroyed."""
+    _background.clear()
+
+
+def gather_failures(group: Any, failure: str) -> dict[int, str]:
+    """Return the failures of all ranks, by rank; every rank's thread must call this.
+
+    Args:
+        group: Process group of the threads.
+        failure: Message of this rank's failure; "" for success.
+    """
+    found: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(found, failure, group=group)
+    return {rank: text for rank, text in enumerate(found) if text}

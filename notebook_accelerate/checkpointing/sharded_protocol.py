@@ -1,57 +1,21 @@
-"""What a strategy has that keeps its models and optimizers in pieces and writes them itself."""
+"""Protocols of strategies that shard models and optimizers and save the shards themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.sharding.local_shards import StatePart
+    from notebook_accelerate.strategies.strategy import Strategy
 
 WHOLE = "whole"
-"""The layout of strategies whose ranks each hold everything: one rank writes it, in single files."""
+"""Layout of strategies whose ranks each hold the complete state: one rank writes it, in single files."""
 
 
-class Part(Protocol):
-    """What one rank writes of a state in pieces, before it is written; see `strategies.shards.StatePart`."""
-
-    name: str
-    """A file of this rank, or a folder that all ranks write to."""
-    value: Any
-    """Nested dicts and lists of plain tensors, which can be copied."""
-    dresses: Any
-    """None for a file of this rank, which is written by its suffix."""
-    optimizer: Any
-    """The torch optimizer whose steps alone change its tensors; None for everything else."""
-
-    def write(self, value: Any, path: Path, group: Any) -> dict[str, tuple[int, int]]:
-        """Write a folder, in any thread; every rank calls it.
-
-        Args:
-            value: The value, or a copy of it.
-            path: The folder.
-            group: The process group that the ranks agree in; None is torch's default one.
-
-        Returns:
-            Size and CRC-32 of the files that this rank wrote, by path relative to the folder.
-        """
-
-
-class WritesInParts(Protocol):
-    """A strategy whose pieces can be written later, by a thread."""
-
-    def state_parts(self, safe_serialization: bool, **options: Any) -> Sequence[Part]:
-        """Return what this rank writes of models and optimizers; every rank calls it.
-
-        Args:
-            safe_serialization: Prefer safetensors.
-            options: What the user gave `save_state` beyond its own arguments.
-
-        Returns:
-            The parts, folders in the same order on every rank.
-        """
-
-
-class OwnsCheckpoint(Protocol):
-    """A strategy whose `checkpoint_layout` is not "whole"; strategies without the attribute are whole."""
+class SavesOwnState(Protocol):
+    """A strategy whose `checkpoint_layout` is not "whole"."""
 
     name: str
     checkpoint_layout: str
@@ -60,12 +24,12 @@ class OwnsCheckpoint(Protocol):
     def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
         """Write models and optimizers into a folder, in files of any name, at once; every rank calls it.
 
-        A strategy that can leave the writing to a thread has `state_parts` instead.
+        A strategy whose state a thread can write has `state_parts` instead.
 
         Args:
-            folder: A staging folder that exists and that all ranks of a file system share.
+            folder: An existing staging folder that all ranks of a file system share.
             safe_serialization: Prefer safetensors.
-            options: What the user gave `save_state` beyond its own arguments.
+            options: Arguments that the user passed to `save_state` beyond its own.
         """
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
@@ -74,32 +38,39 @@ class OwnsCheckpoint(Protocol):
         Args:
             folder: The checkpoint, verified.
             models: The prepared models that no hook has loaded.
-            options: What the user gave `load_state` beyond its own arguments.
+            options: Arguments that the user passed to `load_state` beyond its own.
         """
 
 
-def layout_of(strategy: Any) -> str:
-    """Return the layout of a strategy's checkpoints."""
-    return str(getattr(strategy, "checkpoint_layout", WHOLE))
+class ReturnsStateParts(Protocol):
+    """A strategy that returns its shards for a thread to write."""
+
+    def state_parts(self, safe_serialization: bool, **options: Any) -> Sequence[StatePart]:
+        """Return the parts of models and optimizers that this rank writes; every rank calls it.
+
+        Args:
+            safe_serialization: Prefer safetensors.
+            options: Arguments that the user passed to `save_state` beyond its own.
+
+        Returns:
+            The parts; folders are in the same order on every rank.
+        """
 
 
-def writes_itself(strategy: Any) -> TypeGuard[OwnsCheckpoint]:
-    """Tell whether a strategy writes models and optimizers itself."""
-    return layout_of(strategy) != WHOLE
+def saves_own_state(strategy: Strategy) -> TypeGuard[SavesOwnState]:
+    """Tell whether a strategy saves models and optimizers itself."""
+    return strategy.checkpoint_layout != WHOLE
 
 
-def writes_in_parts(strategy: Any) -> TypeGuard[WritesInParts]:
-    """Tell whether a strategy that writes models and optimizers itself leaves it to whom and when."""
-    return writes_itself(strategy) and hasattr(strategy, "state_parts")
+def returns_state_parts(strategy: Strategy) -> TypeGuard[ReturnsStateParts]:
+    """Tell whether a strategy returns parts that `save_state` writes, in a thread if asked to."""
+    return saves_own_state(strategy) and hasattr(strategy, "state_parts")
 
 
-def schedules_to_save(schedulers: Sequence[Any]) -> list[Any]:
-    """Leave out the schedules that a strategy saves itself.
+def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
+    """Return the schedulers that the strategy does not save itself (those without `saved_by_strategy`).
 
     Args:
-        schedulers: The prepared schedules; those with `saved_by_strategy` are left out.
-
-    Returns:
-        The others.
+        schedulers: The prepared schedulers.
     """
     return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]

@@ -1,4 +1,4 @@
-"""A copy of a state that a thread can write while training goes on, in buffers that the next copy uses again."""
+"""Copies of states that a thread can write while training continues, in buffers that the next copy reuses."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 from notebook_accelerate.errors import CheckpointError
 
 _ALIGNMENT = 64
-_HUGE = 1 << 21
+_HUGE_PAGE = 1 << 21
 
 
 @dataclass
-class _Copy:
-    """One memory and its place in a buffer."""
+class _CopyJob:
+    """A storage and its place in a buffer."""
 
     source: torch.Tensor
     target: torch.Tensor
     version: int
 
     def run(self) -> None:
-        """Copy the whole memory, eight bytes at a time where it divides so (a sixth faster than single bytes)."""
+        """Copy the whole storage, eight bytes at a time if it divides so (a sixth faster than single bytes)."""
         size = self.target.numel()
         dtype = torch.int64 if size % 8 == 0 and self.source.data_ptr() % 8 == 0 else torch.uint8
         storage = self.source.untyped_storage()
@@ -39,47 +39,48 @@ class Snapshot:
     """Copied states.
 
     Attributes:
-        values: The copies, with CPU tensors. Those that were to be copied later are not filled before `finish`.
+        values: The copies, with CPU tensors. Deferred copies are not filled before `finish`.
         copied: Set when all copies are filled.
     """
 
     values: list[Any]
     copied: threading.Event = field(default_factory=threading.Event)
-    _later: list[_Copy] = field(default_factory=list)
+    _deferred: list[_CopyJob] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Fill the copies that were left for later; called by the thread that writes them.
+        """Fill the deferred copies; called by the thread that writes them.
 
         Raises:
-            CheckpointError: A tensor was changed in place meanwhile.
+            CheckpointError: A tensor was changed in place before it was copied.
         """
         try:
-            if any(job.source.device.type == "cuda" for job in self._later):
-                self._finish_beside_training()
+            if any(job.source.device.type == "cuda" for job in self._deferred):
+                self._run_on_own_stream()
             else:
                 self._run()
-            for job in self._later:
+            for job in self._deferred:
                 _check_unchanged(job)
         finally:
-            self._later = []
+            self._deferred = []
             self.copied.set()
 
-    def _finish_beside_training(self) -> None:
+    def _run_on_own_stream(self) -> None:
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self._run()
         stream.synchronize()
 
     def _run(self) -> None:
-        for job in self._later:
+        for job in self._deferred:
             job.run()
 
 
-def _check_unchanged(job: _Copy) -> None:
+def _check_unchanged(job: _CopyJob) -> None:
     if _version(job.source) != job.version:
         raise CheckpointError(
             "An optimizer's state was changed in place, outside its step(), while save_state(blocking=False) was "
-            "copying it. This checkpoint was not written, the one before is unchanged. Use blocking=True there."
+            "copying it. This checkpoint was not written, the previous one is unchanged. Code that changes optimizer "
+            'states needs accelerator.save_state("my_checkpoint", blocking=True).'
         )
 
 
@@ -87,7 +88,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class Snapshots:
+class SnapshotBuffers:
     """Copies nested states into buffers that stay allocated: fresh memory costs ten times the copying itself.
 
     A snapshot is valid until the next one is taken. Tensors that share memory share it in the copy too.
@@ -97,41 +98,43 @@ class Snapshots:
         self._buffers: dict[bool, memoryview] = {}
         self._owners: dict[bool, Any] = {}
 
-    def take(self, values: Sequence[Any], later: Sequence[Any] = ()) -> Snapshot:
+    def take(self, values: Sequence[Any], deferred: Sequence[Any] = ()) -> Snapshot:
         """Copy nested states.
 
         Args:
             values: Dicts, lists and tuples of tensors and other objects. Other objects are copied deeply.
-            later: Parts of the values (the same objects) whose tensors may be copied by `Snapshot.finish`; whoever
+            deferred: Parts of the values (the same objects) whose tensors `Snapshot.finish` may copy; code that
                 changes them must wait for `Snapshot.copied` first.
 
         Returns:
             The same structures with CPU tensors.
         """
-        now = {_key(tensor): tensor for tensor in tensors_in(list(values), {id(part) for part in later})}
-        rest = {_key(tensor): tensor for tensor in tensors_in(list(later)) if _key(tensor) not in now}
-        jobs = self._places({**now, **rest})
+        now = {_storage_key(tensor): tensor for tensor in tensors_in(list(values), {id(part) for part in deferred})}
+        later = {
+            _storage_key(tensor): tensor for tensor in tensors_in(list(deferred)) if _storage_key(tensor) not in now
+        }
+        jobs = self._plan_copies({**now, **later})
         for key in now:
             jobs[key].run()
-        if any(tensor.device.type == "cuda" for tensor in (*now.values(), *rest.values())):
-            torch.cuda.synchronize()  # also for what is copied later, beside training: nothing older is in the queue
-        copies = {key: job.target.untyped_storage() for key, job in jobs.items()}
-        copied = [rebuild(value, lambda tensor: _view(tensor, copies[_key(tensor)])) for value in values]
-        return Snapshot(copied, _later=[jobs[key] for key in rest])
+        if any(tensor.device.type == "cuda" for tensor in (*now.values(), *later.values())):
+            torch.cuda.synchronize()  # deferred copies run on a stream of their own: queued work must be done by then
+        storages = {key: job.target.untyped_storage() for key, job in jobs.items()}
+        copied = [map_tensors(value, lambda tensor: _view(tensor, storages[_storage_key(tensor)])) for value in values]
+        return Snapshot(copied, _deferred=[jobs[key] for key in later])
 
     def release(self) -> None:
-        """Give the buffers' memory back, once no snapshot refers to it."""
+        """Free the buffers, once no snapshot refers to them."""
         self._buffers.clear()
         self._owners.clear()
 
-    def _places(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _Copy]:
-        """Give every memory its place in a buffer; a storage of its own there: torch.save writes whole storages."""
+    def _plan_copies(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _CopyJob]:
+        """Assign every storage a place in a buffer, as a storage of its own: torch.save writes whole storages."""
         sizes = {True: 0, False: 0}
         offsets = {}
         for key, tensor in tensors.items():
             pinned = tensor.device.type == "cuda"
             offsets[key] = sizes[pinned]
-            sizes[pinned] += _aligned(tensor.untyped_storage().nbytes())
+            sizes[pinned] += _align(tensor.untyped_storage().nbytes())
         for pinned, size in sizes.items():
             self._reserve(pinned, size)
         jobs = {}
@@ -140,7 +143,7 @@ class Snapshots:
             target = torch.empty(0, dtype=torch.uint8)
             if count:
                 target = torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=offsets[key])
-            jobs[key] = _Copy(tensor, target, _version(tensor))
+            jobs[key] = _CopyJob(tensor, target, _version(tensor))
         return jobs
 
     def _reserve(self, pinned: bool, size: int) -> None:
@@ -153,20 +156,20 @@ class Snapshots:
             owner = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             buffer = memoryview(owner.numpy())
         else:
-            # Private: a process forked meanwhile must not write into what a thread here is writing to the disk.
-            owner = mmap.mmap(-1, -(-size // _HUGE) * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # 512 times fewer page faults while the first copy fills it
+            # Private: a process forked during the save must not change what a thread here writes to the disk.
+            owner = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # 512 times fewer page faults during the first copy
                 owner.madvise(mmap.MADV_HUGEPAGE)
             buffer = memoryview(owner)
         self._owners[pinned] = owner
         self._buffers[pinned] = buffer
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _key(tensor: torch.Tensor) -> Any:
+def _storage_key(tensor: torch.Tensor) -> Any:
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
 
 
@@ -175,8 +178,8 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     return copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def is_plain(tensor: Any) -> bool:
-    """Tell whether a tensor is memory with strides that this process or CUDA can copy, and nothing else."""
+def is_plain_tensor(tensor: Any) -> bool:
+    """Tell whether a tensor is only strided memory that this process or CUDA can copy."""
     plain_type = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
     return (
         plain_type
@@ -186,23 +189,23 @@ def is_plain(tensor: Any) -> bool:
     )
 
 
-def tensors_in(value: Any, but: Collection[int] = ()) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, excluded: Collection[int] = ()) -> Iterator[torch.Tensor]:
     """Iterate over the plain tensors of a nested state.
 
     Args:
         value: The state.
-        but: Ids of containers to leave out.
+        excluded: IDs of containers to skip.
     """
     if isinstance(value, torch.Tensor):
-        if is_plain(value):
+        if is_plain_tensor(value):
             yield value
-    elif isinstance(value, (dict, list, tuple)) and id(value) not in but:
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in excluded:
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item, but)
+            yield from tensors_in(item, excluded)
 
 
-def rebuild(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy a nested state with its plain tensors replaced and everything else copied deeply.
+def map_tensors(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Copy a nested state with its plain tensors replaced and all other objects copied deeply.
 
     Args:
         value: The state.
@@ -212,14 +215,14 @@ def rebuild(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         The same structure; a module's state dict keeps its metadata.
     """
     if isinstance(value, torch.Tensor):
-        return replace(value) if is_plain(value) else value.detach().cpu().clone()
+        return replace(value) if is_plain_tensor(value) else value.detach().cpu().clone()
     if isinstance(value, dict):
         copied = copy.copy(value)
         for key, item in value.items():
-            copied[key] = rebuild(item, replace)
+            copied[key] = map_tensors(item, replace)
         return copied
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(rebuild(item, replace) for item in value))
+        return type(value)(*(map_tensors(item, replace) for item in value))
     if type(value) in {list, tuple}:
-        return type(value)(rebuild(item, replace) for item in value)
+        return type(value)(map_tensors(item, replace) for item in value)
     return copy.deepcopy(value)

@@ -1,8 +1,9 @@
-"""Writing a checkpoint beside its place and moving it there when it is complete.
+"""Writes a checkpoint in a staging folder and moves it to its final place when it is complete.
 
-A folder that does not exist yet is written beside its place and renamed. One that exists (its other files stay, and it
-may be a mount point or the working directory, which cannot be renamed) gets the new files in a folder inside it; that
-folder is renamed to say "complete", then its entries are moved up. Whoever finds such a journal finishes the moves.
+A new folder is written under another name and renamed. An existing one (its other files stay, and it may be a mount
+point or the working directory, which cannot be renamed) gets the new files in a folder inside it; that folder is
+renamed to mark it complete (the journal), then its entries are moved up. Any process that finds a journal finishes the
+moves.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from notebook_accelerate.checkpointing import checkpoint_layout
 from notebook_accelerate.checkpointing.manifest import read_manifest
 from notebook_accelerate.errors import CheckpointError
 
+_DISK_FULL = (28, 122)
+"""ENOSPC, and EDQUOT: a quota is used up."""
+_NEARLY_FULL = 1 << 20
 
-def open_staging(target: Path) -> Path:
-    """Make an empty staging folder for a checkpoint, in place of one that an ended process left behind.
+
+def create_staging(target: Path) -> Path:
+    """Create an empty staging folder for a checkpoint; one that an ended process left behind is removed first.
 
     Args:
         target: Folder of the checkpoint.
@@ -29,12 +34,15 @@ def open_staging(target: Path) -> Path:
         The staging folder.
 
     Raises:
-        CheckpointError: The place is a file, or the folder cannot be made.
+        CheckpointError: `target` is a file, or the folder cannot be created.
     """
     if target.exists() and not target.is_dir():
-        raise CheckpointError(f"Cannot write the checkpoint {target}: there is a file of that name.")
+        raise CheckpointError(
+            f"Cannot write the checkpoint {target}: there is a file of that name. Pass another folder: "
+            'accelerator.save_state("my_checkpoint")'
+        )
     finish_journal(target)
-    if (old := checkpoint_layout.unfinished(target)) is not None:
+    if (old := checkpoint_layout.unfinished_staging(target)) is not None:
         shutil.rmtree(old)
     staging = checkpoint_layout.staging_folder(target)
     try:
@@ -45,14 +53,14 @@ def open_staging(target: Path) -> Path:
 
 
 def commit(staging: Path, target: Path) -> None:
-    """Put a complete staging folder (with its manifest) in its place.
+    """Move a complete staging folder (with its manifest) to its final place.
 
     Args:
-        staging: The folder that `open_staging` made.
+        staging: The folder that `create_staging` returned.
         target: Folder of the checkpoint.
     """
     sync_folders(staging)
-    if target.is_dir() and any(target.iterdir()):  # also one that somebody has put files into meanwhile
+    if target.is_dir() and any(target.iterdir()):  # also if files were added while the checkpoint was written
         journal = target / checkpoint_layout.JOURNAL_NAME
         staging.rename(journal)
         sync_folder(target)
@@ -63,33 +71,29 @@ def commit(staging: Path, target: Path) -> None:
         sync_folder(target.parent)
 
 
-def finish_journal(target: Path) -> bool:
-    """Finish moving new files to their places, where a process ended on the way; repeating it does no harm.
+def finish_journal(target: Path) -> None:
+    """Finish moving new files to their final names after a process ended in the middle of it; idempotent.
 
     Args:
         target: Folder of the checkpoint.
-
-    Returns:
-        Whether there was something to finish.
     """
     journal = target / checkpoint_layout.JOURNAL_NAME
     if not journal.is_dir():
-        return False
-    if (new := read_manifest(journal)) is not None:  # it is moved last: where it is gone, the rest was done
+        return
+    if (new := read_manifest(journal)) is not None:  # moved last: without it, stale files were removed already
         _remove_stale(target, keep={Path(name).parts[0] for name in new.files})
     entries = sorted(journal.iterdir(), key=lambda entry: entry.name == checkpoint_layout.MANIFEST_NAME)
     for entry in entries:
-        place = target / entry.name
-        if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)
-        entry.replace(place)
+        destination = target / entry.name
+        if destination.is_dir() and not destination.is_symlink():
+            shutil.rmtree(destination)
+        entry.replace(destination)
     journal.rmdir()
     sync_folder(target)
-    return True
 
 
 def _remove_stale(target: Path, keep: set[str]) -> None:
-    """Remove what the previous checkpoint in this folder had and the new one has not; other files are not ours."""
+    """Remove files of the previous checkpoint in this folder that the new one lacks; the user's own files stay."""
     try:
         old = read_manifest(target)
     except CheckpointError:
@@ -103,37 +107,36 @@ def _remove_stale(target: Path, keep: set[str]) -> None:
 
 
 def discard(staging: Path) -> None:
-    """Remove a staging folder whose writing failed; what cannot be removed stays and is replaced by the next save."""
+    """Remove the staging folder of a failed save; what cannot be removed is replaced by the next save."""
     shutil.rmtree(staging, ignore_errors=True)
 
 
 def remove_numbered(project_dir: Path, surplus: Iterable[Path]) -> None:
     """Remove automatically named checkpoints.
 
-    A folder is renamed before it is removed, so that what an ended process leaves is no checkpoint.
+    A folder is renamed before it is removed, so that a process that ends in the middle leaves no partial checkpoint.
 
     Args:
         project_dir: Folder of the project.
         surplus: Folders of the checkpoints.
     """
-    for left in project_dir.glob(f".*{checkpoint_layout.DOOMED_SUFFIX}"):
+    for left in project_dir.glob(checkpoint_layout.removal_name("*")):
         shutil.rmtree(left)
     for folder in surplus:
-        doomed = folder.rename(project_dir / f".{folder.name}{checkpoint_layout.DOOMED_SUFFIX}")
-        shutil.rmtree(doomed)
+        shutil.rmtree(folder.rename(project_dir / checkpoint_layout.removal_name(folder.name)))
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file's bytes are on the disk."""
+    """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until a folder's entries are on the disk, where the system can say so."""
+    """Flush a folder's entries to the disk, where the system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows, and some network file systems, open no folders
+    except OSError:  # Windows and some network file systems cannot open folders
         return
     try:
         os.fsync(descriptor)
@@ -144,33 +147,30 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Wait until the entries of a folder and of all folders below it are on the disk."""
+    """Flush the entries of a folder and of all folders below it to the disk."""
     for root, _, _ in os.walk(folder):
         sync_folder(Path(root))
 
 
 def write_error(target: Path, error: BaseException) -> CheckpointError:
-    """Explain why a checkpoint could not be written.
+    """Return the error for a checkpoint or file that could not be written.
 
     Args:
         target: Folder of the checkpoint, or the file.
-        error: What the writer raised; torch and safetensors hide a full disk in their own types.
+        error: Error of the writer; torch and safetensors wrap "disk full" in types of their own.
     """
-    free = _free(target)
-    number = getattr(error, "errno", None)
-    full = number in {28, 122} or "os error 28" in str(error) or "os error 122" in str(error) or free < _NEARLY_FULL
+    free = _free_bytes(target)
+    wrapped = any(f"os error {number}" in str(error) for number in _DISK_FULL)
+    full = getattr(error, "errno", None) in _DISK_FULL or wrapped or free < _NEARLY_FULL
     reason = f"the disk is full, {free / 1e6:,.0f} MB are free" if full else f"{type(error).__name__}: {error}"
     return CheckpointError(
         f"The checkpoint {target} was not written: {reason}. What was there before is unchanged."
-        + (" Remove what you no longer need, or set ProjectConfiguration(total_limit=...)." if full else "")
+        + (" Free space, or keep fewer checkpoints: ProjectConfiguration(total_limit=2)." if full else "")
     )
 
 
-_NEARLY_FULL = 1 << 20
-
-
-def _free(target: Path) -> float:
-    """Return the free bytes of the file system that `target` is on; infinite where it does not answer."""
+def _free_bytes(target: Path) -> float:
+    """Return the free bytes of the file system of `target`; infinite where they cannot be read."""
     try:
         return shutil.disk_usage(next(parent for parent in (target, *target.parents) if parent.is_dir())).free
     except OSError:

@@ -1,158 +1,168 @@
-"""`load_state`: go on where a checkpoint was made."""
+"""`load_state`: restores the training state of a checkpoint."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.checkpointing import capture, checkpoint_layout, numbering
-from notebook_accelerate.checkpointing.checkpoint_stores import Reading, store_of
-from notebook_accelerate.checkpointing.manifest import Manifest, broken, faults, read_manifest
-from notebook_accelerate.checkpointing.rank_agreement import agree
+from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, state_files
+from notebook_accelerate.checkpointing.checkpoint_layout import numbered
+from notebook_accelerate.checkpointing.checkpoint_stores import ReadLocation, store_for
+from notebook_accelerate.checkpointing.manifest import Manifest, broken_checkpoint, find_damage, read_manifest
+from notebook_accelerate.checkpointing.rank_agreement import raise_on_all_ranks
 from notebook_accelerate.checkpointing.rng_states import restore_rng_state
-from notebook_accelerate.checkpointing.sharded_protocol import WHOLE, layout_of, schedules_to_save, writes_itself
+from notebook_accelerate.checkpointing.sharded_protocol import WHOLE, saves_own_state, schedulers_to_save
 from notebook_accelerate.checkpointing.state_saving import wait_for_saves
 from notebook_accelerate.checkpointing.tensor_files import read
 from notebook_accelerate.checkpointing.tied_tensors import add_tied_names
-from notebook_accelerate.collectives.collective_watchdog import meet
+from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import world_from_environ
 from notebook_accelerate.strategies import extract_model_from_parallel
 
-_WHAT = "load_state"
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+
+_CALL = "load_state"
 
 
 def load_state(
-    accelerator: Any,
+    accelerator: PreparedObjects,
     input_dir: str | os.PathLike[str] | None = None,
     load_kwargs: dict[str, Any] | None = None,
     elastic: bool = False,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Load what `save_state` saved, here or in Accelerate, into the same prepared objects; every rank must call this.
+    """Load a checkpoint of `save_state` or of Accelerate into the same prepared objects; every rank must call this.
 
     Args:
         accelerator: The Accelerator.
-        input_dir: The folder, or a URL that fsspec knows: its files come to each machine's temporary files first, once
-            per machine. None takes the newest automatically named checkpoint.
-        load_kwargs: More arguments of torch.load, for instance ``{"weights_only": False}`` for a folder you trust.
-        elastic: Take a checkpoint of another number of ranks too; ranks beyond its own keep their random states.
-        load_model_func_kwargs: More arguments of ``model.load_state_dict``, for instance ``strict=False``.
+        input_dir: The folder, or a URL that fsspec knows: its files are downloaded to each machine's temporary files
+            first, once per machine. None loads the newest automatically named checkpoint.
+        load_kwargs: Arguments of torch.load, for instance ``{"weights_only": False}`` for a folder you trust.
+        elastic: Accept a checkpoint of another number of ranks; ranks without a file in it keep their random states.
+        load_model_func_kwargs: Arguments of ``model.load_state_dict``, for instance ``strict=False``.
 
     Raises:
-        ValueError: There is no such folder, or none is named.
-        BrokenCheckpointError: It was never finished, or files are damaged.
+        ValueError: The folder does not exist, or none was passed.
+        BrokenCheckpointError: The checkpoint was never finished, or files are damaged.
         CheckpointMismatchError: It belongs to another world size, strategy or set of registered objects.
     """
-    if writes_itself(accelerator.strategy):
-        meet(_WHAT)
-    wait_for_saves(_WHAT)
-    where = _find(accelerator, None if input_dir is None else path_of(input_dir).absolute())
-    with store_of(where).reading(accelerator.local_process_index) as reading:
-        manifest = _checked(where, reading)
-        folder = reading.folder
-        agree(_mismatch(accelerator, where, manifest, elastic), _WHAT)
+    if saves_own_state(accelerator.strategy):
+        wait_for_all_ranks(_CALL)
+    wait_for_saves(_CALL)
+    checkpoint = _find_checkpoint(accelerator, None if input_dir is None else path_of(input_dir).absolute())
+    with store_for(checkpoint).open_for_reading(accelerator.local_process_index) as location:
+        manifest = _fetch_and_verify(checkpoint, location)
+        folder = location.folder
+        names = state_files.list_files(folder, None if manifest is None else list(manifest.files))
+        raise_on_all_ranks(_find_mismatch(accelerator, checkpoint, names, manifest, elastic), _CALL)
         models = list(accelerator._models)
         for hook in list(accelerator._load_model_state_pre_hook.values()):
             hook(models, str(folder))
         try:
-            _load_all(accelerator, models, folder, manifest, load_kwargs or {}, load_model_func_kwargs)
+            _load_all(accelerator, models, folder, names, load_kwargs or {}, load_model_func_kwargs)
         except Exception as error:
-            agree(error, _WHAT)
+            raise_on_all_ranks(error, _CALL)
             raise
-        agree(None, _WHAT)
-    _continue_numbering(accelerator, where)
+        raise_on_all_ranks(None, _CALL)
+    _continue_numbering(accelerator, checkpoint)
 
 
-def _find(accelerator: Any, input_dir: AnyPath | None) -> AnyPath:
-    """Return the folder to load; unfinished moves in it are finished first."""
+def _find_checkpoint(accelerator: PreparedObjects, input_dir: AnyPath | None) -> AnyPath:
+    """Return the folder to load, after finishing an interrupted commit in it."""
     failure: Exception | None = None
     folder: AnyPath = Path()
     try:
-        folder = _named(input_dir) if input_dir is not None else _newest(accelerator)
-        store_of(folder).finish(accelerator.is_main_process, accelerator.is_local_main_process)
+        folder = _existing_folder(input_dir) if input_dir is not None else _newest_checkpoint(accelerator)
+        store_for(folder).finish_commit(accelerator.is_main_process, accelerator.is_local_main_process)
     except (ValueError, CheckpointError, OSError) as error:
         failure = error
-    agree(failure, _WHAT)
+    raise_on_all_ranks(failure, _CALL)
     return folder
 
 
-def _named(folder: AnyPath) -> AnyPath:
+def _existing_folder(folder: AnyPath) -> AnyPath:
     if folder.is_dir():
         return folder
     _refuse_unfinished(folder)
-    raise ValueError(f"Tried to find {folder} but folder does not exist")
+    raise ValueError(
+        f"Tried to find {folder} but folder does not exist; pass the folder that save_state returned: "
+        'accelerator.load_state("my_checkpoint")'
+    )
 
 
 def _refuse_unfinished(folder: AnyPath) -> None:
-    if (left := store_of(folder).unfinished()) is not None:
+    if (left := store_for(folder).unfinished_save()) is not None:
         raise BrokenCheckpointError(
-            f"Checkpoint {folder} was never finished: its process ended while writing, what is there is in {left}. "
-            "Load an earlier one."
+            f"Checkpoint {folder} was never finished: its process ended while writing; its partial files are in {left}."
+            " Load an earlier one."
         )
 
 
-def _newest(accelerator: Any) -> AnyPath:
+def _newest_checkpoint(accelerator: PreparedObjects) -> AnyPath:
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         raise ValueError(
-            "No input_dir provided and automatic checkpoint naming is disabled. Name the folder: "
-            'load_state("my_checkpoint")'
+            "No input_dir provided and automatic checkpoint naming is disabled. Pass the folder: "
+            'accelerator.load_state("my_checkpoint")'
         )
-    root = numbering.project_directory(project)
-    found = numbering.automatic_checkpoints(root)
+    project_dir = automatic_naming.project_directory(project)
+    found = automatic_naming.automatic_checkpoints(project_dir)
     if not found:
         raise ValueError(
-            f"There is no checkpoint in {root / checkpoint_layout.CHECKPOINTS_FOLDER} yet: call save_state() first"
+            f"There is no checkpoint in {project_dir / checkpoint_layout.CHECKPOINTS_FOLDER} yet: call "
+            "accelerator.save_state() first"
         )
     return found[-1]
 
 
-def _checked(where: AnyPath, reading: Reading) -> Manifest | None:
-    """Read the manifest, and bring this rank's share of the files to its machine and compare it with the manifest."""
+def _fetch_and_verify(checkpoint: AnyPath, location: ReadLocation) -> Manifest | None:
+    """Read the manifest, fetch this rank's share of the files and compare it with the manifest."""
     manifest, failure = None, None
     try:
-        manifest = read_manifest(where)
+        manifest = read_manifest(checkpoint)
         if manifest is None:
-            _refuse_unfinished(where)
-        share = store_of(where).fetch(None if manifest is None else sorted(manifest.files), reading)
-        if manifest is not None and (lines := faults(reading.folder, manifest, share)):
-            raise broken(where, lines)
+            _refuse_unfinished(checkpoint)
+        share = store_for(checkpoint).fetch(None if manifest is None else sorted(manifest.files), location)
+        if manifest is not None and (lines := find_damage(location.folder, manifest, share)):
+            raise broken_checkpoint(checkpoint, lines)
     except (CheckpointError, OSError) as error:
         failure = error
-    agree(failure, _WHAT)
+    raise_on_all_ranks(failure, _CALL)
     return manifest
 
 
-def _mismatch(accelerator: Any, folder: AnyPath, manifest: Manifest | None, elastic: bool) -> CheckpointError | None:
-    """Compare what made the checkpoint with what is here."""
-    here = accelerator.num_processes
-    names = capture.names_in(folder, None if manifest is None else list(manifest.files))
-    want = layout_of(accelerator.strategy)
-    found = manifest.layout if manifest is not None else _guessed_layout(names)
-    if found != want:
+def _find_mismatch(
+    accelerator: PreparedObjects, checkpoint: AnyPath, names: Sequence[str], manifest: Manifest | None, elastic: bool
+) -> CheckpointError | None:
+    """Compare the training that wrote the checkpoint with this one."""
+    here, layout = accelerator.num_processes, accelerator.strategy.checkpoint_layout
+    found = manifest.layout if manifest is not None else _guess_layout(names)
+    if found != layout:
         return CheckpointMismatchError(
-            f"Checkpoint {folder} was written by the strategy {found!r}, this run's layout is {want!r}. "
+            f"Checkpoint {checkpoint} was written by the strategy {found!r}, this run's layout is {layout!r}. "
             "Load it with the strategy that wrote it, or load a model saved by accelerator.save_model."
         )
-    ranks = {manifest.world_size} if manifest is not None else _world_sizes(names)
-    if ranks and here not in ranks and not elastic:
+    sizes = {manifest.world_size} if manifest is not None else _possible_world_sizes(names)
+    if sizes and here not in sizes and not elastic:
         return CheckpointMismatchError(
-            f"Checkpoint {folder} was written by {min(ranks)} ranks, this run has {here}. Start {min(ranks)} ranks, "
-            "or take it as it is: accelerator.load_state(folder, elastic=True); ranks without a file in it then "
+            f"Checkpoint {checkpoint} was written by {min(sizes)} ranks, this run has {here}. Start {min(sizes)} ranks,"
+            " or accept the difference: accelerator.load_state(folder, elastic=True); ranks without a file in it then "
             "keep their random state."
         )
-    return _custom_mismatch(accelerator, folder, names)
+    return _custom_mismatch(accelerator, checkpoint, names)
 
 
-def _guessed_layout(names: list[str]) -> str:
-    """Guess which strategy wrote a folder that has no manifest."""
+def _guess_layout(names: Sequence[str]) -> str:
+    """Return the layout of a folder without a manifest, judged by the names of its files."""
     if any(name.startswith(constants.FSDP_MODEL_NAME) for name in names):
         return "fsdp"
     if any(name in {"latest", "zero_to_fp32.py"} for name in names):
@@ -160,49 +170,49 @@ def _guessed_layout(names: list[str]) -> str:
     return WHOLE
 
 
-def _world_sizes(names: list[str]) -> set[int]:
-    """Return the world sizes that a folder without a manifest may come from.
+def _possible_world_sizes(names: Sequence[str]) -> set[int]:
+    """Return the world sizes that may have written a folder without a manifest.
 
-    On machines with disks of their own a folder holds the random states of its machine's ranks only.
+    On machines with disks of their own a folder contains only the random states of its machine's ranks.
     """
-    count = capture.count_files(names, constants.RNG_STATE_NAME + r"_\d+\.pkl")
+    count = state_files.count_files(names, constants.RNG_STATE_NAME + r"_\d+\.pkl")
     world = world_from_environ()
     return {count, world.size} if count == world.local_size else {count} - {0}
 
 
-def _custom_mismatch(accelerator: Any, folder: AnyPath, names: list[str]) -> CheckpointError | None:
-    count = capture.count_files(names, checkpoint_layout.CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
+def _custom_mismatch(accelerator: PreparedObjects, folder: AnyPath, names: Sequence[str]) -> CheckpointError | None:
+    count = state_files.count_files(names, checkpoint_layout.CUSTOM_OBJECT_NAME + r"_\d+\.pkl")
     registered = len(accelerator._custom_objects)
     if count == registered:
         return None
     return CheckpointMismatchError(
         f"Number of custom checkpoints in folder {folder} does not match the number of registered objects:\n"
         f"  found checkpoints: {count}\n  registered objects: {registered}\n"
-        "Call accelerator.register_for_checkpointing with the same objects as before saving."
+        "Register the same objects as before saving: accelerator.register_for_checkpointing(...)."
     )
 
 
 def _load_all(
-    accelerator: Any,
+    accelerator: PreparedObjects,
     models: list[torch.nn.Module],
     folder: Path,
-    manifest: Manifest | None,
+    names: Sequence[str],
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> None:
-    names = capture.names_in(folder, None if manifest is None else list(manifest.files))
-    if writes_itself(accelerator.strategy):
-        accelerator.strategy.load_state(folder, models=models, **model_options)
+    strategy = accelerator.strategy
+    if saves_own_state(strategy):
+        strategy.load_state(folder, models=models, **model_options)
     else:
         for index, model in enumerate(models):
             load_model(model, _model_path(folder, index, names), model_options)
         _load_each(folder, constants.OPTIMIZER_NAME, accelerator._optimizers, options)
-    _load_each(folder, constants.SCHEDULER_NAME, schedules_to_save(accelerator._schedulers), options)
+    _load_each(folder, constants.SCHEDULER_NAME, schedulers_to_save(accelerator._schedulers), options)
     _load_loaders(accelerator, folder, names, options)
     if accelerator.scaler is not None and constants.SCALER_NAME in names:
         accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))
     for index, custom in enumerate(accelerator._custom_objects):
-        custom.load_state_dict(read(folder / capture.custom_file(index), **options))
+        custom.load_state_dict(read(folder / state_files.custom_file(index), **options))
     _load_rank(accelerator, folder, names, options)
 
 
@@ -211,26 +221,27 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
 
     Args:
         model: The model; a wrapper's inner module is loaded.
-        path: Its file.
-        options: More arguments of ``load_state_dict``.
+        path: The file.
+        options: Arguments of ``load_state_dict``.
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     inner.load_state_dict(add_tied_names(dict(read(path)), inner), **options)
 
 
-def _model_path(folder: Path, index: int, names: list[str]) -> Path:
-    for name in (capture.model_file(index, safe=True), capture.model_file(index, safe=False)):
+def _model_path(folder: Path, index: int, names: Sequence[str]) -> Path:
+    candidates = [state_files.model_file(index, safe) for safe in (True, False)]
+    for name in candidates:
         if name in names:
             return folder / name
     raise CheckpointMismatchError(
-        f"Checkpoint {folder} holds no weights of model number {index}: neither {capture.model_file(index, safe=True)} "
-        f"nor {capture.model_file(index, safe=False)}. Prepare the same models in the same order as before saving."
+        f"Checkpoint {folder} has no weights of model number {index}: neither {candidates[0]} nor {candidates[1]} "
+        "exists. Prepare the same models in the same order as before saving."
     )
 
 
-def _load_each(folder: Path, name: str, objects: list[Any], options: dict[str, Any]) -> None:
+def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[str, Any]) -> None:
     for index, item in enumerate(objects):
-        path = folder / checkpoint_layout.numbered(name, index, ".bin")
+        path = folder / numbered(name, index, ".bin")
         if not path.is_file():
             raise CheckpointMismatchError(
                 f"Checkpoint {folder} has no {path.name}, but {len(objects)} {name}(s) are prepared. Prepare the same "
@@ -239,14 +250,15 @@ def _load_each(folder: Path, name: str, objects: list[Any], options: dict[str, A
         item.load_state_dict(read(path, **options))
 
 
-def _load_loaders(accelerator: Any, folder: Path, names: list[str], options: dict[str, Any]) -> None:
+def _load_loaders(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:
     for index, loader in enumerate(accelerator._dataloaders):
-        sampler = checkpoint_layout.numbered(constants.SAMPLER_NAME, index, ".bin")
+        sampler = numbered(constants.SAMPLER_NAME, index, ".bin")
         if sampler in names:
             _load_sampler(loader, folder / sampler, options)
-        position = checkpoint_layout.numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
-        if position in names and getattr(loader, "use_stateful_dataloader", False):
-            loader.load_state_dict(read(folder / position, **options))
+        position = numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
+        stateful: Any = loader if getattr(loader, "use_stateful_dataloader", False) else None
+        if position in names and stateful is not None:
+            stateful.load_state_dict(read(folder / position, **options))
 
 
 def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> None:
@@ -255,27 +267,27 @@ def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> None:
     except CheckpointError:
         state = None  # Accelerate pickles the sampler object itself, which weights_only loading refuses
     if isinstance(state, dict) and "iteration" in state:
-        capture.restore_sampler(loader, state)
+        state_files.restore_sampler(loader, state)
     else:
         warn_once(
             f"{path} holds a pickled sampler and was left out: the order of samples starts from the first epoch's."
         )
 
 
-def _load_rank(accelerator: Any, folder: Path, names: list[str], options: dict[str, Any]) -> None:
-    name = capture.rng_file(accelerator.process_index)
+def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:
+    name = state_files.rng_file(accelerator.process_index)
     if name not in names:
-        warn_once(f"{folder} has no {name}: the random state of rank {accelerator.process_index} stays as it is.")
+        warn_once(f"{folder} has no {name}: the random state of rank {accelerator.process_index} is unchanged.")
         return
     state = read(folder / name, **options)
     accelerator.step = state.get("step", accelerator.step)
     restore_rng_state(state, accelerator.device.type)
 
 
-def _continue_numbering(accelerator: Any, folder: AnyPath) -> None:
-    """Let automatic names go on after the checkpoint that was loaded."""
+def _continue_numbering(accelerator: PreparedObjects, folder: AnyPath) -> None:
+    """Continue automatic names after the newest checkpoint, if an automatically named one was loaded."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming and folder.parent.name == checkpoint_layout.CHECKPOINTS_FOLDER:
-        found = numbering.automatic_checkpoints(numbering.project_directory(project))
+        found = automatic_naming.automatic_checkpoints(automatic_naming.project_directory(project))
         if folder in found:
             project.iteration = checkpoint_layout.number_of(found[-1].name) + 1

@@ -1,4 +1,4 @@
-"""`save_state`: everything a training needs to go on, in one folder."""
+"""`save_state`: writes a complete training state into one folder."""
 
 from __future__ import annotations
 
@@ -7,102 +7,116 @@ import os
 import uuid
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.checkpointing import checkpoint_layout, numbering
-from notebook_accelerate.checkpointing.capture import StateFile, model_files, rank_file, strategy_files, training_files
-from notebook_accelerate.checkpointing.checkpoint_stores import store_of
-from notebook_accelerate.checkpointing.checkpoint_writer import SaveTarget, Writing
+from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout
+from notebook_accelerate.checkpointing.checkpoint_stores import store_for
+from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity, this_process
-from notebook_accelerate.checkpointing.rank_agreement import agree, exchange, forget_own_group, own_group
-from notebook_accelerate.checkpointing.sharded_protocol import layout_of, writes_in_parts, writes_itself
-from notebook_accelerate.checkpointing.snapshot import Snapshots
-from notebook_accelerate.collectives.collective_watchdog import meet
+from notebook_accelerate.checkpointing.rank_agreement import (
+    background_group,
+    gather_values,
+    raise_on_all_ranks,
+    release_background_group,
+)
+from notebook_accelerate.checkpointing.sharded_protocol import returns_state_parts, saves_own_state
+from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
+from notebook_accelerate.checkpointing.state_files import (
+    StateFile,
+    model_files,
+    rank_file,
+    strategy_files,
+    training_files,
+)
+from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.warn_once import warn_once
 
-_WHAT = "save_state"
-_snapshots = Snapshots()
-_pending: list[Writing] = []
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+
+_CALL = "save_state"
+_buffers = SnapshotBuffers()
+_pending: list[PendingSave] = []
 
 
 def _join_pending() -> None:
-    """Let a process that ends without `end_training`, or by an exception, still finish the checkpoint."""
-    for writing in _pending:
-        writing.join()
+    """Finish the checkpoint in a process that exits without `end_training`, or by an exception."""
+    for save in _pending:
+        save.join()
 
 
-def _forget() -> None:
+def _forget_parents_save() -> None:
     """Leave the parent's checkpoint to the parent, in a process forked from it."""
     _pending.clear()
-    _snapshots.release()
+    _buffers.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_parents_save)
 
 
 def save_state(
-    accelerator: Any,
+    accelerator: PreparedObjects,
     output_dir: str | os.PathLike[str] | None = None,
     safe_serialization: bool = True,
     blocking: bool = True,
     **save_model_func_kwargs: Any,
 ) -> str:
-    """Save all that a training needs to go on; every rank must call this.
+    """Save the complete training state; every rank must call this.
 
-    That is models, optimizers, schedules, loaders, scaler, random states and registered objects. The folder is complete
-    or absent: files are written beside it, a manifest of sizes and checksums last.
+    The state consists of models, optimizers, schedulers, loaders, scaler, random states and registered objects. The
+    folder is complete or absent: files are written under another name, and a manifest of sizes and checksums last.
 
     Args:
         accelerator: The Accelerator.
         output_dir: The folder, or a URL that fsspec knows (s3://, gs://, ...): ranks write to their machines' temporary
-            files (TMPDIR) and upload from there. None with automatic naming, which decides alone.
+            files (TMPDIR) and upload from there. Ignored with automatic naming; None is allowed only then.
         safe_serialization: Write models as safetensors rather than in torch's format.
-        blocking: Return when the checkpoint is in its place. Otherwise copy the state and write it in a thread; the
-            next save, load or `wait_for_saves` waits for it and raises what went wrong.
-        save_model_func_kwargs: More arguments for strategies that write models themselves.
+        blocking: Return when the checkpoint is complete. Otherwise copy the state and write it in a thread; the next
+            save, load or `wait_for_saves` waits for the thread and raises its error.
+        save_model_func_kwargs: Arguments for strategies that write models themselves.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: No folder is named, or the automatic name is taken.
-        CheckpointError: It could not be written, or the background save before it could not.
+        ValueError: No folder was passed, or the automatic name is taken.
+        CheckpointError: The checkpoint, or the one that was being written in the background, could not be written.
     """
-    if writes_itself(accelerator.strategy):
-        meet(_WHAT)
-    wait_for_saves(_WHAT)
+    if saves_own_state(accelerator.strategy):
+        wait_for_all_ranks(_CALL)
+    wait_for_saves(_CALL)
     project = accelerator.project_configuration
-    place = _open_place(accelerator, numbering.next_target(project, output_dir))
-    background = not blocking or accelerator.device.type == "xla"  # XLA's tensors have no memory to write from
-    group = own_group() if background and writes_in_parts(accelerator.strategy) else None
-    writing = _agreed(
-        place, lambda: _captured(accelerator, place, safe_serialization, blocking, background, save_model_func_kwargs)
+    target = _open_target(accelerator, automatic_naming.next_target(project, output_dir))
+    background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from
+    group = background_group() if background and returns_state_parts(accelerator.strategy) else None
+    save = _capture_on_all_ranks(
+        target, lambda: _capture(accelerator, target, safe_serialization, blocking, background, save_model_func_kwargs)
     )
     if project.automatic_checkpoint_naming:
         project.iteration += 1
-    writing.group = group
-    _pending.append(writing)
+    save.process_group = group
+    _pending.append(save)
     if background:
         atexit.unregister(_join_pending)
         atexit.register(_join_pending)
-        writing.start()
+        save.start()
     else:
-        _run_here(writing)
+        _run_in_foreground(save)
     if blocking:
-        wait_for_saves(_WHAT)
-    return _shown(accelerator, output_dir, place)
+        wait_for_saves(_CALL)
+    return _path_for_user(accelerator, output_dir, target)
 
 
-def wait_for_saves(what: str = "wait_for_saves", release: bool = False) -> None:
-    """Wait until a save in the background is in its place; every rank must call this.
+def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
+    """Wait until the checkpoint of a background save is complete; every rank must call this.
 
     Args:
-        what: The call the user made, for messages.
-        release: Also give back the memory that copies of states are made in.
+        call: Name of the user's call, for messages.
+        release: Also free the memory that holds the copies of states.
 
     Raises:
         CheckpointError: The save failed on some rank.
@@ -110,63 +124,64 @@ def wait_for_saves(what: str = "wait_for_saves", release: bool = False) -> None:
     try:
         while _pending:
             _pending[-1].join()  # an interrupt here leaves it pending: the next call waits again
-            agree(_pending.pop().error, what)
+            raise_on_all_ranks(_pending.pop().error, call)
     finally:
         if release:
-            _snapshots.release()
-            forget_own_group()
+            _buffers.release()
+            release_background_group()
 
 
-def _agreed(place: SaveTarget, action: Callable[[], Writing]) -> Writing:
-    """Run what may fail on one rank only; every rank goes on or none, and nothing is left of what none goes on with."""
+def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]) -> PendingSave:
+    """Capture the state; if this fails on one rank, discard the save and raise on all."""
     failure: Exception | None = None
     try:
-        writing = action()
-    except Exception as error:  # noqa: BLE001 - hooks, strategies and objects raise what they like
+        save = capture()
+    except Exception as error:  # noqa: BLE001 - hooks, strategies and objects may raise anything
         failure = error
     try:
-        agree(failure, _WHAT)
+        raise_on_all_ranks(failure, _CALL)
     except Exception:
-        place.store.discard(place.commits, begun=False)
+        target.store.discard(target.commits, delivering=False)
         raise
-    return writing
+    return save
 
 
-def _run_here(writing: Writing) -> None:
-    """Write in the caller's thread; an interrupted save is over, and not reported again by the next one."""
+def _run_in_foreground(save: PendingSave) -> None:
+    """Write in the caller's thread; an interrupted save is over, and the next call does not raise its error."""
     try:
-        writing.run()
+        save.run()
     except BaseException:
-        _pending.remove(writing)
+        _pending.remove(save)
         raise
 
 
-def _shown(accelerator: Any, output_dir: Any, place: SaveTarget) -> str:
-    """Return the folder's path as Accelerate does: relative where the user's was."""
+def _path_for_user(accelerator: PreparedObjects, output_dir: Any, target: SaveTarget) -> str:
+    """Return the folder's path as Accelerate does: relative if the user's path was."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
-        return str(path_of(project.project_dir) / checkpoint_layout.CHECKPOINTS_FOLDER / place.target.name)
+        assert project.project_dir is not None
+        return str(path_of(project.project_dir) / checkpoint_layout.CHECKPOINTS_FOLDER / target.folder.name)
     return str(os.fspath(output_dir))
 
 
-def _open_place(accelerator: Any, target: AnyPath) -> SaveTarget:
-    """Make room for the checkpoint, and find out which ranks share a place with the main one."""
+def _open_target(accelerator: PreparedObjects, folder: AnyPath) -> SaveTarget:
+    """Open the checkpoint's place, and find out which ranks share it with the main one."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
-    store, token = store_of(target), f".{uuid.uuid4().hex}"
-    agree(_failure_of(lambda: store.open(token)) if main else None, _WHAT)
-    token = exchange(token, _WHAT)[0]
-    seen: list[bool] = []
-    failure = _failure_of(lambda: seen.append(store.sees(token)))
-    opens = main or (local_main and seen == [False])
+    store, token = store_for(folder), f".{uuid.uuid4().hex}"
+    raise_on_all_ranks(_store_failure(lambda: store.open(token)) if main else None, _CALL)
+    token = gather_values(token, _CALL)[0]
+    visible: list[bool] = []
+    failure = _store_failure(lambda: visible.append(store.can_see(token)))
+    opens = main or (local_main and visible == [False])
     if opens and not main:
-        failure = _failure_of(lambda: store.open(token))
-    agree(failure, _WHAT)
-    views = exchange((seen == [True], local_main, this_process()), _WHAT)
-    return SaveTarget(target=target, store=store, rank=rank, commits=opens, group=_group_of(rank, views))
+        failure = _store_failure(lambda: store.open(token))
+    raise_on_all_ranks(failure, _CALL)
+    views = gather_values((visible == [True], local_main, this_process()), _CALL)
+    return SaveTarget(folder=folder, store=store, rank=rank, commits=opens, peers=_peers_of(rank, views))
 
 
-def _failure_of(action: Callable[[], Any]) -> Exception | None:
-    """Return what a place raises: where one rank cannot use it, all must know."""
+def _store_failure(action: Callable[[], Any]) -> Exception | None:
+    """Return the error that a store raises: all ranks must know that one of them cannot use it."""
     try:
         action()
     except (CheckpointError, OSError) as error:
@@ -174,12 +189,12 @@ def _failure_of(action: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def _group_of(rank: int, views: list[tuple[bool, bool, ProcessIdentity]]) -> dict[int, ProcessIdentity]:
-    """Return the ranks that write where `rank` does: all that see the main rank's folder, or those of its machine.
+def _peers_of(rank: int, views: list[tuple[bool, bool, ProcessIdentity]]) -> dict[int, ProcessIdentity]:
+    """Return the ranks that write to the same place: all that see the main rank's folder, or those of one machine.
 
     Args:
         rank: This rank.
-        views: Per rank, whether it sees the main rank's folder, whether it is its machine's first, and its process.
+        views: Per rank: whether it sees the main rank's folder, whether it is its machine's first, and its process.
     """
     nodes: list[int] = []
     for _, first, _ in views:
@@ -188,70 +203,73 @@ def _group_of(rank: int, views: list[tuple[bool, bool, ProcessIdentity]]) -> dic
     return {other: view[2] for other, view in enumerate(views) if together[other]}
 
 
-def _collect(
-    accelerator: Any, place: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
+def _collect_files(
+    accelerator: PreparedObjects, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> list[StateFile]:
-    """Run the hooks and capture this rank's part; copied where it is written later."""
-    strategy = accelerator.strategy
-    weights = [] if writes_itself(strategy) else [accelerator.get_state_dict(model) for model in accelerator._models]
+    """Run the hooks and collect the files that this rank writes."""
+    strategy, writes_own = accelerator.strategy, saves_own_state(accelerator.strategy)
+    weights = [] if writes_own else [accelerator.get_state_dict(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
-        hook(accelerator._models, weights, str(place.staging))
+        hook(accelerator._models, weights, str(target.staging))
     files = [rank_file(accelerator)]
-    if writes_in_parts(strategy):
+    if returns_state_parts(strategy):
         files = strategy_files(strategy.state_parts(safe, **options)) + files
-    elif writes_itself(strategy):
+    elif saves_own_state(strategy):
         if not blocking:
             warn_once(
                 f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
                 "the foreground; the rest is written in the background."
             )
-        strategy.save_state(place.staging, safe_serialization=safe, **options)
-    if accelerator.is_main_process or (place.commits and accelerator.project_configuration.save_on_each_node):
+        strategy.save_state(target.staging, safe_serialization=safe, **options)
+    if accelerator.is_main_process or (target.commits and accelerator.project_configuration.save_on_each_node):
         files += model_files(weights, safe)
-        files += training_files(accelerator, with_optimizers=not writes_itself(strategy))
+        files += training_files(accelerator, with_optimizers=not writes_own)
     return files
 
 
-def _captured(
-    accelerator: Any, place: SaveTarget, safe: bool, blocking: bool, background: bool, options: dict[str, Any]
-) -> Writing:
-    """Capture this rank's part of a checkpoint, copied where a thread will write it.
+def _capture(
+    accelerator: PreparedObjects,
+    target: SaveTarget,
+    safe: bool,
+    blocking: bool,
+    background: bool,
+    options: dict[str, Any],
+) -> PendingSave:
+    """Capture this rank's part of a checkpoint, as copies if a thread will write it.
 
-    An optimizer's state, two thirds of what there is with Adam, changes in its step alone: the thread copies it, and
-    the next step waits for that. Weights and everything else, which anybody may change, are copied before this returns.
+    Only its own step changes an optimizer's state, two thirds of all bytes with Adam: the thread copies it, and the
+    next step waits for that. Weights and other values, which any code may change, are copied before this returns.
     """
-    place.store.begin()
-    files = _collect(accelerator, place, safe, blocking, options)
-    writing = Writing(place, _manifest(accelerator), files, _after(accelerator, place))
+    target.store.prepare_folder()
+    files = _collect_files(accelerator, target, safe, blocking, options)
+    save = PendingSave(target, _manifest_of(accelerator), files, _after_commit(accelerator, target))
     if background:
-        writing.optimizers = [file.optimizer for file in files if file.optimizer is not None]
-        later = [file.slow() for file in files if file.optimizer is not None]
-        writing.snapshot = _snapshots.take([file.value for file in files], later)
-        copies = zip(files, writing.snapshot.values, strict=True)
-        writing.state_files = [StateFile(file.name, value, write=file.write) for file, value in copies]
-    return writing
+        save.optimizers = [file.optimizer for file in files if file.optimizer is not None]
+        deferred = [file.optimizer_state() for file in files if file.optimizer is not None]
+        save.snapshot = _buffers.take([file.value for file in files], deferred)
+        copies = zip(files, save.snapshot.values, strict=True)
+        save.state_files = [StateFile(file.name, value, write=file.write) for file, value in copies]
+    return save
 
 
-def _manifest(accelerator: Any) -> Manifest:
-    strategy = accelerator.strategy
+def _manifest_of(accelerator: PreparedObjects) -> Manifest:
+    try:
+        version = metadata.version("notebook-accelerate")
+    except metadata.PackageNotFoundError:  # imported from a folder
+        version = "(not installed)"
     return Manifest(
         world_size=accelerator.num_processes,
-        layout=layout_of(strategy),
-        strategy=getattr(strategy, "name", type(strategy).__name__),
-        producer=f"notebook_accelerate {_version()}",
+        layout=accelerator.strategy.checkpoint_layout,
+        strategy=accelerator.strategy.name,
+        producer=f"notebook_accelerate {version}",
     )
 
 
-def _version() -> str:
-    try:
-        return metadata.version("notebook-accelerate")
-    except metadata.PackageNotFoundError:  # read from a folder, not installed
-        return "(not installed)"
-
-
-def _after(accelerator: Any, place: SaveTarget) -> Callable[[], None]:
-    """Return what follows the commit: removing the checkpoints above the limit."""
+def _after_commit(accelerator: PreparedObjects, target: SaveTarget) -> Callable[[], None]:
+    """Return the function to call after the commit, which removes the checkpoints above the limit."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         return lambda: None
-    return lambda: place.store.prune(numbering.surplus(place.target.parent.parent, project.total_limit))
+    return lambda: target.store.remove_checkpoints(
+        automatic_naming.checkpoints_above_limit(target.folder.parent.parent, project.total_limit)
+    )

@@ -1,4 +1,4 @@
-"""Reading and writing single files: safetensors, and torch's zip format with weights_only loading."""
+"""Reads and writes single files: safetensors, and torch's zip format with `weights_only` loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from notebook_accelerate.big_modeling.weight_files import read_torch
 from notebook_accelerate.checkpointing.tied_tensors import clean_state_dict_for_safetensors
 from notebook_accelerate.errors import BrokenCheckpointError
 
-_METADATA = {"format": "pt"}
+METADATA = {"format": "pt"}
+"""The metadata that Accelerate and transformers expect in a safetensors file."""
 
 
 def write_torch(value: Any, path: Path) -> None:
@@ -23,29 +24,29 @@ def write_torch(value: Any, path: Path) -> None:
 
 
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
-    """Write named tensors as safetensors; of names that share their memory one is written."""
-    safetensors.torch.save_file(clean_state_dict_for_safetensors(dict(value)), path, metadata=_METADATA)
+    """Write named tensors as safetensors; tensors that share memory are written once."""
+    safetensors.torch.save_file(clean_state_dict_for_safetensors(dict(value)), path, metadata=METADATA)
 
 
 WRITERS: dict[str, Callable[[Any, Path], None]] = {".safetensors": write_safetensors}
-"""How a file is written, by its suffix; everything else in torch's format."""
+"""Writers by file suffix; files with another suffix are written in torch's format."""
 
 
 def write(value: Any, path: Path) -> None:
-    """Write `value` in the format that the file's suffix names."""
+    """Write `value` in the format of the file's suffix."""
     WRITERS.get(path.suffix, write_torch)(value, path)
 
 
 def read(path: Path, **options: Any) -> Any:
-    """Read a file in the format that its suffix names, into CPU memory.
+    """Read a file in the format of its suffix, into CPU memory.
 
     Args:
         path: The file.
-        options: More arguments of torch.load; ignored for safetensors, which hold nothing but tensors.
+        options: Arguments of torch.load; ignored for safetensors, which contain only tensors.
 
     Raises:
-        BrokenCheckpointError: The file cannot be read to its end.
-        CheckpointError: The file holds objects that `weights_only` loading refuses.
+        BrokenCheckpointError: The file is truncated or damaged.
+        CheckpointError: The file contains objects that `weights_only` loading refuses.
     """
     if path.suffix == ".safetensors":
         try:

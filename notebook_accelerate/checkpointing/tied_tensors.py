@@ -1,4 +1,4 @@
-"""Tensors that share memory: saved once, tied again when they are loaded."""
+"""Tensors that share memory: saved once, and tied again on loading."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 
-def groups_of_shared(state: Mapping[str, Any]) -> list[list[str]]:
-    """List the names whose tensors are the same view of the same memory, each group in alphabetical order.
+def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
+    """List groups of names whose tensors are the same view of the same memory, each group in alphabetical order.
 
     Args:
         state: Named tensors; other values are ignored.
@@ -20,6 +20,10 @@ def groups_of_shared(state: Mapping[str, Any]) -> list[list[str]]:
         if isinstance(tensor, torch.Tensor) and _has_address(tensor) and tensor.numel():
             view = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             names[view].append(name)
+    return _groups(names)
+
+
+def _groups(names: Mapping[Any, list[str]]) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
@@ -27,56 +31,62 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type not in {"meta", "xla"}
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, int]:
-    """Return what tells the memory of a tensor from that of others."""
+def memory_key(tensor: torch.Tensor) -> tuple[Any, int]:
+    """Return a key that is equal for tensors that share memory."""
     return tensor.device, tensor.untyped_storage().data_ptr() if _has_address(tensor) else id(tensor)
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Make named tensors fit for safetensors: contiguous, and none sharing memory.
 
-    Of several names for one tensor the alphabetically first stays; different views of one memory are copied.
+    Of several names for one tensor the alphabetically first is kept; different views of one memory are copied.
 
     Args:
         state_dict: Named tensors.
 
     Returns:
-        A new dictionary; the tensors are the same objects where they could stay.
+        A new dictionary; tensors that need no change are the same objects.
+
+    Raises:
+        ValueError: A value is not a tensor.
     """
-    dropped = {name for group in groups_of_shared(state_dict) for name in group[1:]}
+    dropped = {name for group in tied_names(state_dict) for name in group[1:]}
     seen: set[tuple[Any, int]] = set()
     clean = {}
     for name, tensor in state_dict.items():
         if name in dropped:
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}")
-        memory = memory_of(tensor)
+            raise ValueError(
+                f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}: safetensors "
+                "files contain tensors only; pass safe_serialization=False"
+            )
+        memory = memory_key(tensor)
         clean[name] = tensor.clone().contiguous() if memory in seen and tensor.numel() else tensor.contiguous()
         seen.add(memory)
     return clean
 
 
 def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Add the names that were left out on saving because they share memory with one that is there.
+    """Add the names that saving left out because their tensors share memory with a saved one.
 
     Args:
         state: Named tensors of a file.
-        model: The model they are for; it knows which of its tensors are one.
+        model: The model to load them into; its own ties are used.
 
     Returns:
         `state` with the names added.
     """
-    for group in (*groups_of_shared(model.state_dict()), *_same_objects(model)):
+    for group in (*tied_names(model.state_dict()), *_names_of_same_object(model)):
         source = next((name for name in group if name in state), None)
         if source is not None:
             state.update({name: state[source] for name in group if name not in state})
     return state
 
 
-def _same_objects(model: torch.nn.Module) -> list[list[str]]:
-    """List the names of parameters that are one object: sharing where memory has no addresses (XLA, meta)."""
+def _names_of_same_object(model: torch.nn.Module) -> list[list[str]]:
+    """List the names of parameters that are one object: ties where memory has no addresses (XLA, meta)."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return _groups(names)

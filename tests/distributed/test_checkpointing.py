@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from notebook_accelerate.checkpointing import checkpoint_writer, rank_agreement, state_saving, wait_for_saves
-from notebook_accelerate.checkpointing.snapshot import Snapshots
+from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
@@ -211,17 +211,17 @@ def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path, e
 def no_memory_on_rank_one(folder: str) -> str:
     training = Training()
     training.epoch()
-    take = Snapshots.take
+    take = SnapshotBuffers.take
 
-    def exhausted(self: Snapshots, *values: Any) -> Any:
+    def exhausted(self: SnapshotBuffers, *values: Any) -> Any:
         if training.accelerator.process_index == 1:
             raise MemoryError("no memory for the copy")
         return take(self, *values)
 
-    Snapshots.take = exhausted  # type: ignore[method-assign]
+    SnapshotBuffers.take = exhausted  # type: ignore[method-assign]
     with pytest.raises((MemoryError, CheckpointError), match="no memory for the copy") as failure:
         training.accelerator.save_state(folder, blocking=False)
-    Snapshots.take = take  # type: ignore[method-assign]
+    SnapshotBuffers.take = take  # type: ignore[method-assign]
     assert not Path(folder).exists()
     training.accelerator.wait_for_everyone()
     training.epoch()  # no optimizer waits
@@ -237,7 +237,7 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 
 def only_main(folder: str) -> str:
-    rank_agreement._PATIENCE = 0.2  # type: ignore[misc]
+    rank_agreement._WARN_AFTER = 0.2  # type: ignore[misc]
     training = Training()
     lines: list[str] = []
     said = Path(f"{folder}_said")

@@ -47,7 +47,7 @@ def save_on_the_main_rank(folder: str, version: int) -> None:
 def test_saving_on_the_main_rank_alone_is_an_error_and_no_hang(version: int, tmp_path: Any) -> None:
     with pytest.raises(  # a hang would be one, too, with other words
         RankError,
-        match=r"Rank 0 is in save_state, and the others will not come: rank 1 is waiting in "
+        match=r"Rank 0 is in save_state, and the other ranks cannot reach it: rank 1 is waiting in "
         r"another collective, at .*test_fsdp\.py.*take it out of `if accelerator.is_main_process:`",
     ) as caught:
         run_ranks(save_on_the_main_rank, str(tmp_path / "checkpoint"), version)

@@ -60,7 +60,7 @@ def waits_for_nothing(folder: str) -> tuple[str, int]:
     groups = []
     for index in range(3):
         training.accelerator.save_state(f"{folder}_{index}", blocking=False)
-        groups.append(state_saving._pending[-1].group)
+        groups.append(state_saving._pending[-1].process_group)
         training.step()
     thread = state_saving._pending[-1].thread
     assert thread is not None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from notebook_accelerate.collectives.collective_watchdog import open_desk
+from notebook_accelerate.collectives.collective_watchdog import start_watchdog
 from notebook_accelerate.config.deepspeed_config import AUTO
 from notebook_accelerate.config.deepspeed_plugin import DummyOptim
 from notebook_accelerate.config.enums import DistributedType
@@ -90,7 +90,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.plugin.set_deepspeed_weakref()
         self._agree_on_steps()
         if setup.state.num_processes > 1:
-            open_desk()  # save_state on some ranks only would otherwise hang: each has a part to write
+            start_watchdog()  # otherwise save_state on some ranks only hangs: every rank writes a part
 
     @property
     def plugin(self) -> Any:

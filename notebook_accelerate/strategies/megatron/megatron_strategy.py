@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from notebook_accelerate.collectives.collective_watchdog import open_desk
+from notebook_accelerate.collectives.collective_watchdog import start_watchdog
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
@@ -166,7 +166,7 @@ class MegatronLMStrategy(EngineStrategy):
         megatron_lm_initialize(setup)
         self._groups = megatron_setup.check_degrees(self.plugin, setup.state.num_processes)
         if setup.state.num_processes > 1:
-            open_desk()  # save_state on some ranks only would otherwise hang: each has a part to write
+            start_watchdog()  # otherwise save_state on some ranks only hangs: every rank writes a part
 
     @property
     def plugin(self) -> Any:

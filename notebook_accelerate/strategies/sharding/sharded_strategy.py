@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from notebook_accelerate.collectives.collective_watchdog import open_desk
+from notebook_accelerate.collectives.collective_watchdog import start_watchdog
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.fsdp import fsdp_checkpoint
@@ -41,7 +41,7 @@ class ShardedStrategy(Strategy):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._pointers = Pointers()
-        open_desk()  # save_state on some ranks only would otherwise hang: each has a part to write
+        start_watchdog()  # otherwise save_state on some ranks only hangs: every rank writes a part
 
     @property
     def state_dict_kind(self) -> str:

@@ -59,7 +59,7 @@ def assert_same(resumed: dict[str, Any], whole: dict[str, Any], first: int, exac
 
 def assert_notices_saving_alone(case: Case, folder: Path) -> None:
     """Save a sharded state on the main rank only: an error that says what to write instead, and no hang."""
-    with pytest.raises(RankError, match="Rank 0 is in save_state, and the others will not come") as caught:
+    with pytest.raises(RankError, match="Rank 0 is in save_state, and the other ranks cannot reach it") as caught:
         run_ranks(saves_alone, case, str(folder / "checkpoint"), timeout=SECONDS)
     assert isinstance(caught.value.__cause__, CheckpointError)
     said = str(caught.value.__cause__)

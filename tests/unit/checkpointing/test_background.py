@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from notebook_accelerate import checkpointing
-from notebook_accelerate.checkpointing import checkpoint_stores, checkpoint_writer, tensor_files
+from notebook_accelerate.checkpointing import checkpoint_writer, disk_store, tensor_files
 from notebook_accelerate.checkpointing.process_liveness import this_process
-from notebook_accelerate.checkpointing.snapshot import Snapshots
+from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.errors import CheckpointError
 from tests.support.gates import Gate
 from tests.support.trainings import Training, same
@@ -165,7 +165,7 @@ def test_copies_keep_structure_sharing_views_and_metadata() -> None:
         "module": module_state,
         "plain": {"list": [1, 2], "none": None, 3: "x"},
     }
-    snapshots = Snapshots()
+    snapshots = SnapshotBuffers()
     copied = snapshots.take([value]).values[0]
     base.zero_()
     value["plain"]["list"].append(3)
@@ -181,7 +181,7 @@ def test_copies_keep_structure_sharing_views_and_metadata() -> None:
 
 
 def test_the_next_copy_uses_the_same_memory() -> None:
-    snapshots, tensor = Snapshots(), torch.ones(1 << 16)
+    snapshots, tensor = SnapshotBuffers(), torch.ones(1 << 16)
     first = snapshots.take([tensor]).values[0].data_ptr()
     assert snapshots.take([tensor]).values[0].data_ptr() == first
 
@@ -250,7 +250,7 @@ def test_a_state_that_cannot_be_copied_is_no_checkpoint(tmp_path: Path, monkeypa
         raise MemoryError("no memory for the copy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshots, "take", exhausted)
+        patch.setattr(SnapshotBuffers, "take", exhausted)
         with pytest.raises(MemoryError, match="no memory for the copy"):
             training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     assert list(tmp_path.iterdir()) == []
@@ -264,8 +264,8 @@ def test_a_file_that_gets_its_name_while_it_is_looked_at_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").write_bytes(b"123")
-    monkeypatch.setattr(checkpoint_stores, "files_below", lambda folder: [folder / "renamed", folder / "there"])
-    assert checkpoint_stores.size_of(tmp_path) == 3
+    monkeypatch.setattr(disk_store, "files_below", lambda folder: [folder / "renamed", folder / "there"])
+    assert disk_store.folder_size(tmp_path) == 3
 
 
 def test_a_process_is_known_to_have_ended() -> None:
@@ -273,13 +273,13 @@ def test_a_process_is_known_to_have_ended() -> None:
         peer = dataclasses.replace(this_process(), pid=process.pid)
         if not peer.machine:
             pytest.skip("this system does not tell machines apart")
-        assert not peer.ended()
+        assert not peer.has_ended()
         process.kill()
         deadline = time.monotonic() + 60
-        while not peer.ended() and time.monotonic() < deadline:  # its status has not been fetched
+        while not peer.has_ended() and time.monotonic() < deadline:  # its status has not been fetched
             time.sleep(0.01)
-        assert peer.ended()
-    assert peer.ended()
-    assert not this_process().ended()
-    assert not dataclasses.replace(peer, machine="another").ended()
-    assert not dataclasses.replace(peer, machine="").ended()
+        assert peer.has_ended()
+    assert peer.has_ended()
+    assert not this_process().has_ended()
+    assert not dataclasses.replace(peer, machine="another").has_ended()
+    assert not dataclasses.replace(peer, machine="").has_ended()

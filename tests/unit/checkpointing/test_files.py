@@ -18,7 +18,7 @@ from torch import nn
 
 from notebook_accelerate import Accelerator, checkpointing
 from notebook_accelerate.checkpointing import sharded_state_dict
-from notebook_accelerate.checkpointing.tied_tensors import groups_of_shared
+from notebook_accelerate.checkpointing.tied_tensors import tied_names
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.support.trainings import Net
 
@@ -30,7 +30,7 @@ def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
     assert set(clean) == {"a", "part", "turned", "none"}
     assert clean["part"].tolist() == [2, 3]
     assert all(tensor.is_contiguous() for tensor in clean.values())
-    assert groups_of_shared(state) == [["a", "b"]]
+    assert tied_names(state) == [["a", "b"]]
     pointers = [tensor.untyped_storage().data_ptr() for tensor in clean.values() if tensor.numel()]
     assert len(set(pointers)) == 3
 
@@ -134,13 +134,13 @@ def test_bad_calls_of_save_model_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "count"), [(5, 5), ("5", 5), ("2KB", 2000), ("1.5MiB", 1572864), ("10gb", 10**10)])
 def test_sizes(text: int | str, count: int) -> None:
-    assert sharded_state_dict.bytes_of(text) == count
+    assert sharded_state_dict.parse_size(text) == count
 
 
 @pytest.mark.parametrize("bad", ["", "GB", "-1MB", 0, -3, True, "1 PB"])
 def test_no_sizes(bad: Any) -> None:
-    with pytest.raises(ValueError, match="no size"):
-        sharded_state_dict.bytes_of(bad)
+    with pytest.raises(ValueError, match="not a size"):
+        sharded_state_dict.parse_size(bad)
 
 
 @pytest.mark.parametrize("name", ["../secret.bin", "/etc/hostname", "link/secret.bin", "a/../../secret.bin"])

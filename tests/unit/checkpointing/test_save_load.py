@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from notebook_accelerate import Accelerator, DataLoaderConfiguration
-from notebook_accelerate.checkpointing import numbering
+from notebook_accelerate.checkpointing import automatic_naming
 from notebook_accelerate.checkpointing.manifest import read_manifest
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
@@ -348,7 +348,9 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     accelerator.save_state()
     gone = tmp_path / "checkpoints" / "checkpoint_7"
     with monkeypatch.context() as patch:
-        patch.setattr(numbering, "surplus", lambda *_: [gone])  # somebody else has removed it since it was listed
+        patch.setattr(
+            automatic_naming, "checkpoints_above_limit", lambda *_: [gone]
+        )  # somebody else has removed it since it was listed
         with pytest.warns(UserWarning, match=r"checkpoint_1 is written, but .* could not be removed: .*checkpoint_7"):
             accelerator.save_state()
     assert names_in(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]

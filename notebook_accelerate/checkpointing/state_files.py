@@ -1,4 +1,4 @@
-"""Which files a checkpoint has and what goes into them."""
+"""The files of a checkpoint and their content."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing import checkpoint_layout
+from notebook_accelerate.checkpointing.checkpoint_layout import numbered
 from notebook_accelerate.checkpointing.rng_states import rng_state
-from notebook_accelerate.checkpointing.sharded_protocol import Part, schedules_to_save
+from notebook_accelerate.checkpointing.sharded_protocol import schedulers_to_save
 from notebook_accelerate.config import constants
 from notebook_accelerate.data_loader import SeedableRandomSampler, get_sampler
+
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
+    from notebook_accelerate.strategies.sharding.local_shards import StatePart
 
 
 @dataclass
@@ -25,16 +30,18 @@ class StateFile:
     name: str
     """Path relative to the checkpoint."""
     value: Any
-    """What goes in; the suffix of the name decides the format."""
-    optimizer: Any = None
-    """The torch optimizer whose steps alone change it; None for everything else."""
+    """The content; the suffix of the name decides the format."""
+    optimizer: torch.optim.Optimizer | None = None
+    """The torch optimizer if only its steps change the content; None otherwise."""
     write: Callable[[Any, Path, Any], dict[str, tuple[int, int]]] | None = None
-    """Writes a folder together with the other ranks (see `contract.Part`); None for a file of this rank."""
+    """Writes a folder together with the other ranks (see `StatePart.write`); None for a file of this rank."""
 
-    def slow(self) -> Any:
-        """Return the part of the value that only the optimizer's steps change; None where there is none."""
+    def optimizer_state(self) -> Any:
+        """Return the part of the value that only the optimizer's steps change; None if there is none."""
+        if self.optimizer is None:
+            return None
         state = self.value if self.write is None else self.value.get("optimizer", {})
-        return state.get("state") if self.optimizer is not None else None
+        return state.get("state")
 
 
 def model_file(index: int, safe: bool) -> str:
@@ -45,7 +52,7 @@ def model_file(index: int, safe: bool) -> str:
         safe: Whether it is written as safetensors.
     """
     name, suffix = (constants.SAFE_MODEL_NAME, ".safetensors") if safe else (constants.MODEL_NAME, ".bin")
-    return checkpoint_layout.numbered(name, index, suffix)
+    return numbered(name, index, suffix)
 
 
 def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
@@ -53,7 +60,7 @@ def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
 
     Args:
         weights: One state dict per model.
-        safe: Whether to write safetensors. A state dict that holds more than tensors is written in torch's format.
+        safe: Whether to write safetensors. A state dict with values other than tensors is written in torch's format.
     """
     files = []
     for index, state in enumerate(weights):
@@ -62,25 +69,22 @@ def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
     return files
 
 
-def training_files(accelerator: Any, with_optimizers: bool) -> list[StateFile]:
-    """Return the files that one rank writes for all: optimizers, schedules, loaders, scaler, custom objects.
+def training_files(accelerator: PreparedObjects, with_optimizers: bool) -> list[StateFile]:
+    """Return the files that one rank writes for all: optimizers, schedulers, loaders, scaler, registered objects.
 
     Args:
         accelerator: The Accelerator.
-        with_optimizers: False where the strategy writes the optimizers itself.
+        with_optimizers: False if the strategy writes the optimizers itself.
     """
-    optimizers = accelerator._optimizers if with_optimizers else []
     files = [
         StateFile(
-            checkpoint_layout.numbered(constants.OPTIMIZER_NAME, index, ".bin"),
-            optimizer.state_dict(),
-            _bare(optimizer),
+            numbered(constants.OPTIMIZER_NAME, index, ".bin"), optimizer.state_dict(), _unwrap_optimizer(optimizer)
         )
-        for index, optimizer in enumerate(optimizers)
+        for index, optimizer in enumerate(accelerator._optimizers if with_optimizers else [])
     ]
     files += [
-        StateFile(checkpoint_layout.numbered(constants.SCHEDULER_NAME, index, ".bin"), scheduler.state_dict())
-        for index, scheduler in enumerate(schedules_to_save(accelerator._schedulers))
+        StateFile(numbered(constants.SCHEDULER_NAME, index, ".bin"), scheduler.state_dict())
+        for index, scheduler in enumerate(schedulers_to_save(accelerator._schedulers))
     ]
     for index, loader in enumerate(accelerator._dataloaders):
         files += loader_files(loader, index)
@@ -92,47 +96,45 @@ def training_files(accelerator: Any, with_optimizers: bool) -> list[StateFile]:
     return files
 
 
-def strategy_files(parts: Sequence[Part]) -> list[StateFile]:
-    """Return the files and folders that a strategy with a state in pieces has.
+def strategy_files(parts: Sequence[StatePart]) -> list[StateFile]:
+    """Return the files and folders of a strategy that shards its state.
 
     Args:
-        parts: What it wants written.
+        parts: The strategy's `state_parts`.
     """
     return [
         StateFile(part.name, part.value, part.optimizer, None if part.dresses is None else part.write) for part in parts
     ]
 
 
-def _bare(optimizer: Any) -> Any:
-    """Return the torch optimizer inside, where it can tell before it steps."""
+def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the torch optimizer inside a wrapper, which can call hooks before its step; None if there is none."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def custom_file(index: int) -> str:
-    """Return the name of the file of the `index`-th object registered for checkpointing."""
+    """Return the file name of the `index`-th object registered for checkpointing."""
     return f"{checkpoint_layout.CUSTOM_OBJECT_NAME}_{index}.pkl"
 
 
 def loader_files(loader: Any, index: int) -> list[StateFile]:
-    """Return the files of one data loader: its epoch and sampler, and its position where it knows that.
+    """Return the files of one data loader: its epoch and sampler, and its position if it records one.
 
     Args:
         loader: The prepared loader.
         index: Its position among the prepared loaders.
     """
-    files = [StateFile(checkpoint_layout.numbered(constants.SAMPLER_NAME, index, ".bin"), sampler_state(loader))]
+    files = [StateFile(numbered(constants.SAMPLER_NAME, index, ".bin"), sampler_state(loader))]
     if getattr(loader, "use_stateful_dataloader", False):
-        state = loader.state_dict()
-        files.append(
-            StateFile(checkpoint_layout.numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin"), state)
-        )
+        name = numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
+        files.append(StateFile(name, loader.state_dict()))
     return files
 
 
 def sampler_state(loader: Any) -> dict[str, Any]:
-    """Return the epoch of a loader and what decides the order of its samples.
+    """Return the epoch of a loader and the state that decides the order of its samples.
 
     Args:
         loader: The prepared loader.
@@ -140,7 +142,7 @@ def sampler_state(loader: Any) -> dict[str, Any]:
     Returns:
         Plain data: `iteration`; for a seedable sampler its `epoch` and `initial_seed`; for another sampler with a
         generator of its own the `generator` state; `state_dict` of a sampler that has one; within an epoch, `order`:
-        the random numbers its order was drawn from; `workers_seeded` where workers persist.
+        the random state from which its order was drawn; `workers_seeded` if workers persist.
     """
     state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
     sampler = get_sampler(loader)
@@ -158,11 +160,11 @@ def sampler_state(loader: Any) -> dict[str, Any]:
 
 
 def restore_sampler(loader: Any, state: Any) -> None:
-    """Put a loader back to the epoch and order of a checkpoint.
+    """Set a loader to the epoch and order of a checkpoint.
 
     Args:
         loader: The prepared loader.
-        state: What `sampler_state` returned.
+        state: State from `sampler_state`.
     """
     sampler = get_sampler(loader)
     if hasattr(loader, "set_epoch"):
@@ -185,7 +187,7 @@ def rng_file(rank: int) -> str:
     return f"{constants.RNG_STATE_NAME}_{rank}.pkl"
 
 
-def rank_file(accelerator: Any) -> StateFile:
+def rank_file(accelerator: PreparedObjects) -> StateFile:
     """Return the file that every rank writes: its step and its random states.
 
     Args:
@@ -195,11 +197,11 @@ def rank_file(accelerator: Any) -> StateFile:
     return StateFile(rng_file(accelerator.process_index), state)
 
 
-def count_files(names: Sequence[str] | list[str], pattern: str) -> int:
-    """Count the names that match a regular expression wholly."""
+def count_files(names: Sequence[str], pattern: str) -> int:
+    """Count the names that match a regular expression completely."""
     return sum(re.fullmatch(pattern, name) is not None for name in names)
 
 
-def names_in(folder: AnyPath, known: Sequence[str] | None) -> list[str]:
-    """List the files of a checkpoint: those of its manifest, or those that are there."""
+def list_files(folder: AnyPath, known: Sequence[str] | None) -> list[str]:
+    """List the files of a checkpoint: those of its manifest, or all that exist if there is no manifest."""
     return list(known) if known is not None else [path.name for path in folder.iterdir()]
