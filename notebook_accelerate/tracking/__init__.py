@@ -1,6 +1,6 @@
-"""Experiment trackers: one adapter per vendor, and the live one that feeds the notebook.
+"""Experiment trackers: one adapter per vendor, and the live tracker that sends numbers to the notebook.
 
-The room is loaded when something is logged or a tracker is asked for.
+The modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ class AimTracker(VendorTracker):
 
     Args:
         run_name: Name of the run.
-        logging_dir: Where the repository is.
-        kwargs: What `aim.Run` takes.
+        logging_dir: Folder of the repository.
+        kwargs: Arguments of `aim.Run`.
     """
 
     name: ClassVar[str] = "aim"
@@ -43,7 +43,7 @@ class AimTracker(VendorTracker):
         """Record the settings under ``hparams``.
 
         Args:
-            values: Anything by name.
+            values: Any objects by name.
         """
         self.tracker["hparams"] = values
 
@@ -52,9 +52,9 @@ class AimTracker(VendorTracker):
         """Record values.
 
         Args:
-            values: Numbers, and Aim's own objects, by name.
+            values: Numbers and Aim's own objects by name.
             step: The step.
-            kwargs: What `Run.track` takes, for instance `context`.
+            kwargs: Arguments of `Run.track`, for instance `context`.
         """
         for name, value in plain_numbers(values).items():
             self.tracker.track(value, name=name, step=step, **kwargs)
@@ -66,7 +66,7 @@ class AimTracker(VendorTracker):
         """Record images.
 
         Args:
-            values: Images (arrays, tensors, PIL images) by name; a pair gives the image its caption.
+            values: Images (arrays, tensors, PIL images) by name; a tuple is an image and its caption.
             step: The step.
             kwargs: Arguments of `aim.Image` under ``aim_image`` and of `Run.track` under ``track``.
         """
@@ -76,9 +76,3 @@ class AimTracker(VendorTracker):
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
             self.tracker.track(aim.Image(image, caption=caption, **for_image), name=name, step=step, **for_track)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Close the run."""
-        if self._run is not None:
-            self._run.close()

@@ -11,30 +11,32 @@ _SPLITS = ("eval", "test", "train")
 
 
 class ClearMLTracker(VendorTracker):
-    """Records a task of ClearML; one that is open already is used and left open.
+    """Records a task of ClearML; a task that is open already is used, and not closed.
 
     Args:
         run_name: Name of the project.
-        kwargs: What `Task.init` takes.
+        kwargs: Arguments of `Task.init`.
     """
 
     name: ClassVar[str] = "clearml"
-    requires_logging_directory: ClassVar[bool] = False
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name or "", **kwargs)
-        self._found_open = False
+        self._opened_elsewhere = False
 
     def _open(self) -> Any:
         from clearml import Task
 
         current = Task.current_task()
         if current is not None:
-            self._found_open = True
+            self._opened_elsewhere = True
             return current
-        return Task.init(
-            **{"project_name": self.run_name or None, "task_name": self.run_name or None, **self.init_kwargs}
-        )
+        name = self.run_name or None
+        return Task.init(**{"project_name": name, "task_name": name, **self.init_kwargs})
+
+    def _close(self) -> None:
+        if not self._opened_elsewhere:
+            self._run.close()
 
     @property
     def task(self) -> Any:
@@ -46,7 +48,7 @@ class ClearMLTracker(VendorTracker):
         """Record the settings.
 
         Args:
-            values: Anything by name.
+            values: Any objects by name.
         """
         self.tracker.connect_configuration(values)
 
@@ -56,8 +58,8 @@ class ClearMLTracker(VendorTracker):
 
         Args:
             values: Numbers by name; ``eval_loss`` becomes the series ``eval`` of the plot ``loss``.
-            step: The step; without one a number is recorded as the run's only value.
-            kwargs: What `report_scalar` or `report_single_value` take.
+            step: The step; without one, a number is recorded as the task's single value of that name.
+            kwargs: Arguments of `report_scalar` or `report_single_value`.
         """
         numbers = numbers_only(values, "ClearML")
         logger = self.tracker.get_logger()
@@ -65,8 +67,7 @@ class ClearMLTracker(VendorTracker):
             if step is None:
                 logger.report_single_value(name=name, value=value, **kwargs)
             else:
-                title, series = _plot_of(name)
-                logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
+                logger.report_scalar(**_plot_and_series(name), value=value, iteration=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -75,12 +76,12 @@ class ClearMLTracker(VendorTracker):
         Args:
             values: Images (arrays, PIL images, paths) by name.
             step: The step.
-            kwargs: What `report_image` takes.
+            kwargs: Arguments of `report_image`.
         """
         logger = self.tracker.get_logger()
         for name, image in values.items():
-            title, series = _plot_of(name)
-            logger.report_image(title=title, series=series, iteration=step, **{_image_argument(image): image}, **kwargs)
+            given = {"local_path" if isinstance(image, str) else "image": image}
+            logger.report_image(**_plot_and_series(name), iteration=step, **given, **kwargs)
 
     @on_main_process
     def log_table(
@@ -92,39 +93,25 @@ class ClearMLTracker(VendorTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table.
-
-        Args:
-            table_name: Its name.
-            columns: Names of the columns.
-            data: The rows.
-            dataframe: A pandas DataFrame, in place of columns and rows.
-            step: The step.
-            kwargs: What `report_table` takes.
+        """Record a table; see `WandBTracker.log_table`.
 
         Raises:
-            ValueError: There are neither rows nor a data frame.
+            ValueError: Neither rows nor a data frame was passed.
         """
         if dataframe is None and data is None:
-            raise ValueError("log_table takes rows or a DataFrame: log_table(name, columns=[...], data=[[...], ...])")
+            raise ValueError(
+                "log_table got neither rows nor a data frame; pass one of them: "
+                "tracker.log_table(name, columns=[...], data=[[...], ...]) or tracker.log_table(name, dataframe=frame)"
+            )
         table = dataframe if dataframe is not None else ([columns, *(data or [])] if columns else data)
-        title, series = _plot_of(table_name)
-        self.tracker.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Close the task, unless it was open before."""
-        if self._run is not None and not self._found_open:
-            self._run.close()
+        self.tracker.get_logger().report_table(
+            **_plot_and_series(table_name), table_plot=table, iteration=step, **kwargs
+        )
 
 
-def _plot_of(name: str) -> tuple[str, str]:
-    """Return the plot and the series that a name stands for."""
+def _plot_and_series(name: str) -> dict[str, str]:
+    """Return the title of the plot and the series for a name."""
     for split in _SPLITS:
         if name.startswith(f"{split}_"):
-            return name.removeprefix(f"{split}_"), split
-    return name, "train"
-
-
-def _image_argument(image: Any) -> str:
-    return "local_path" if isinstance(image, str) else "image"
+            return {"title": name.removeprefix(f"{split}_"), "series": split}
+    return {"title": name, "series": "train"}

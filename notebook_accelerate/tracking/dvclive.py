@@ -12,13 +12,12 @@ class DVCLiveTracker(VendorTracker):
     """Records with DVCLive.
 
     Args:
-        run_name: Not used by DVCLive; the project's name.
-        live: A `dvclive.Live` to use; otherwise one is made.
-        kwargs: What `dvclive.Live` takes.
+        run_name: Name of the project; not used by DVCLive.
+        live: A `dvclive.Live` to use; None creates one.
+        kwargs: Arguments of `dvclive.Live`.
     """
 
     name: ClassVar[str] = "dvclive"
-    requires_logging_directory: ClassVar[bool] = False
 
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
         super().__init__(run_name or "", **kwargs)
@@ -30,6 +29,9 @@ class DVCLiveTracker(VendorTracker):
         from dvclive import Live
 
         return Live(**self.init_kwargs)
+
+    def _close(self) -> None:
+        self._run.end()
 
     @property
     def live(self) -> Any:
@@ -47,12 +49,12 @@ class DVCLiveTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers and go to the next step; texts are left out with one warning.
+        """Record numbers and advance to the next step; texts are left out with one warning.
 
         Args:
             values: The values by name.
-            step: The step; otherwise the one after the last.
-            kwargs: What `log_metric` takes.
+            step: The step; None means the one after the last.
+            kwargs: Arguments of `log_metric`.
         """
         numbers = numbers_only(values, "DVCLive")
         if step is not None:
@@ -60,9 +62,3 @@ class DVCLiveTracker(VendorTracker):
         for name, value in numbers.items():
             self.tracker.log_metric(name, value, **kwargs)
         self.tracker.next_step()
-
-    @on_main_process
-    def finish(self) -> None:
-        """Write the last files."""
-        if self._run is not None:
-            self._run.end()

@@ -1,4 +1,4 @@
-"""The tracker that is always on in a launched run: numbers go to the notebook."""
+"""The tracker that is always active in a launched run: it sends numbers to the notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LiveTracker(GeneralTracker):
     """Sends the numbers of every rank to the notebook that launched it; outside a launched run it does nothing.
 
     Args:
-        run_name: Not used; the run has its name from the launch.
+        run_name: Not used; the launch names the run.
         kwargs: Not used.
     """
 
@@ -28,7 +28,7 @@ class LiveTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The sink that events go to; None outside a launched run."""
+        """The sink that events are sent to; None outside a launched run."""
         return telemetry.current_sink()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What may be logged."""
+"""Checks and converts values that are logged."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Kind = Literal["number", "text", "numbers"]
 
 
 class LogValueError(ValueError):
-    """A value cannot be logged: a mistake of the caller, which is raised and not taken for a tracker's failure."""
+    """A value cannot be logged. The caller's mistake: it is raised, unlike a failure of a tracker."""
 
 
 def number_of(value: Any) -> float | int | None:
-    """Turn a value into a plain number.
+    """Convert a value to a plain number.
 
     Args:
         value: An int, float, bool, numpy number, or a tensor or array of one element.
 
     Returns:
-        The number; None where the value is none.
+        The number; None if the value is not a number.
     """
     if isinstance(value, (int, float)):
         return value
@@ -34,18 +34,18 @@ def number_of(value: Any) -> float | int | None:
     return found if isinstance(found, (int, float)) else None
 
 
-def kind_of(name: str, value: Any) -> tuple[Kind, Any]:
-    """Say what a value is: a number, a text, or a dictionary of numbers.
+def classify(name: str, value: Any) -> tuple[Kind, Any]:
+    """Return whether a value is a number, a text, or a dictionary of numbers.
 
     Args:
-        name: Its name, for the message.
+        name: Its name, for the error.
         value: The value.
 
     Returns:
         The kind, and the value as plain Python.
 
     Raises:
-        LogValueError: It is nothing of that.
+        LogValueError: It is none of them.
     """
     if (number := number_of(value)) is not None:
         return "number", number
@@ -56,9 +56,9 @@ def kind_of(name: str, value: Any) -> tuple[Kind, Any]:
         if None not in numbers.values():
             return "numbers", numbers
     shape = getattr(value, "shape", None)
-    what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+    kind = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
     raise LogValueError(
-        f"log() got {name!r} = {what}. It takes numbers (also tensors of one element), texts, dictionaries of numbers: "
+        f"log() got {name!r} = {kind}. It takes numbers (also tensors of one element), texts, dictionaries of numbers: "
         f'accelerator.log({{"{name}": {name.rpartition("/")[2]}.mean().item()}}).'
     )
 
@@ -67,15 +67,15 @@ def numbers_only(values: Mapping[str, Any], tracker: str) -> dict[str, float | i
     """Return the numbers among values, dictionaries of numbers as ``name/key``; texts are left out with one warning.
 
     Args:
-        values: What was logged.
-        tracker: Who takes numbers only.
+        values: The logged values.
+        tracker: Name of the vendor, for the warning.
 
     Raises:
         LogValueError: A value is neither number nor text.
     """
     found: dict[str, float | int] = {}
     for name, value in values.items():
-        kind, plain = kind_of(name, value)
+        kind, plain = classify(name, value)
         if kind == "number":
             found[name] = plain
         elif kind == "numbers":
@@ -86,9 +86,9 @@ def numbers_only(values: Mapping[str, Any], tracker: str) -> dict[str, float | i
 
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn numpy numbers and tensors of one element into plain numbers, and leave everything else as it is.
+    """Convert numpy numbers and tensors of one element to plain numbers, and keep all other values.
 
     Args:
-        values: What was logged.
+        values: The logged values.
     """
     return {name: value if (number := number_of(value)) is None else number for name, value in values.items()}

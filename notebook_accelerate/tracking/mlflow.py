@@ -11,7 +11,7 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.tracking.loggable_values import numbers_only
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
-# What MLflow's own server accepts: longer values are refused, and more of them in one call too.
+# Limits of MLflow's own server, per value and per call.
 _LONGEST_PARAMETER = 500
 _PARAMETERS_PER_CALL = 100
 
@@ -20,17 +20,16 @@ class MLflowTracker(VendorTracker):
     """Records a run of MLflow.
 
     Args:
-        experiment_name: Name of the experiment; the variable MLFLOW_EXPERIMENT_NAME goes before it.
-        logging_dir: Where MLflow stores, as a tracking URI or folder; None leaves MLflow's own setting.
-        run_id: A run to go on with; the variable MLFLOW_RUN_ID goes before it.
-        tags: Tags of the run, as a dictionary or JSON; the variable MLFLOW_TAGS goes before it.
-        nested_run: Whether the run belongs to an open one; the variable MLFLOW_NESTED_RUN goes before it.
+        experiment_name: Name of the experiment; the variable MLFLOW_EXPERIMENT_NAME takes precedence.
+        logging_dir: Tracking URI or folder; None keeps MLflow's own setting.
+        run_id: A run to continue; the variable MLFLOW_RUN_ID takes precedence.
+        tags: Tags of the run, as a dictionary or JSON; the variable MLFLOW_TAGS takes precedence.
+        nested_run: Whether the run belongs to an open one; the variable MLFLOW_NESTED_RUN takes precedence.
         run_name: Name of the run.
-        description: Text about the run.
+        description: Description of the run.
     """
 
     name: ClassVar[str] = "mlflow"
-    requires_logging_directory: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -66,6 +65,11 @@ class MLflowTracker(VendorTracker):
             description=self.description,
         )
 
+    def _close(self) -> None:
+        import mlflow
+
+        mlflow.end_run()
+
     @property
     def active_run(self) -> Any:
         """The run."""
@@ -76,7 +80,7 @@ class MLflowTracker(VendorTracker):
         """Record the settings; a value whose text is longer than 500 characters is left out with a warning.
 
         Args:
-            values: Anything by name.
+            values: Any objects by name.
         """
         import mlflow
 
@@ -94,7 +98,7 @@ class MLflowTracker(VendorTracker):
         Args:
             values: The values by name.
             step: The step.
-            kwargs: What `mlflow.log_metrics` takes.
+            kwargs: Arguments of `mlflow.log_metrics`.
         """
         import mlflow
 
@@ -106,9 +110,9 @@ class MLflowTracker(VendorTracker):
         """Record a figure.
 
         Args:
-            figure: Of matplotlib or plotly.
+            figure: A figure of matplotlib or plotly.
             artifact_file: Path below the run's artifacts.
-            save_kwargs: What the figure's own save takes.
+            save_kwargs: Arguments of the figure's own save method.
         """
         import mlflow
 
@@ -137,11 +141,3 @@ class MLflowTracker(VendorTracker):
         import mlflow
 
         mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Close the run."""
-        if self._run is not None:
-            import mlflow
-
-            mlflow.end_run()

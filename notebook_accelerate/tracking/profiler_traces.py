@@ -1,4 +1,4 @@
-"""Traces of torch's profiler: written whole or not at all, and told of in the run's report."""
+"""Writes traces of torch's profiler, complete or not at all, and lists them in the run's report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> It
     """Profile the block; every rank must enter it.
 
     Args:
-        settings: What is recorded, and into which folder the trace goes.
+        settings: What to record, and the folder of the traces.
         rank: This rank.
         wait: Waits for all ranks.
 
     Yields:
-        The profiler. With `output_trace_dir`, each rank leaves its trace there at the end, and waits for the others;
-        where the block ends by an exception, it leaves the trace and does not wait.
+        The profiler. With `output_trace_dir`, each rank writes its trace there at the end and waits for the others; if
+        the block raises, it writes the trace and does not wait.
     """
     profiler = settings.build()
     if settings.output_trace_dir is None:
@@ -36,17 +36,17 @@ def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> It
         with profiler:
             yield profiler
     except BaseException:
-        _keep_after_failure(profiler, target)
+        _write_after_failure(profiler, target)
         raise
-    _keep(profiler, target)
+    _write_trace(profiler, target)
     wait()
 
 
-def _keep(profiler: Any, target: Path) -> None:
-    """Write a trace beside its place and move it there: a rank that is killed meanwhile leaves no half of one."""
+def _write_trace(profiler: Any, target: Path) -> None:
+    """Write a trace under another name and rename it: a rank that is killed leaves no partial trace."""
     if getattr(profiler, "profiler", None) is None:
         warn_once(
-            f"profile() has recorded nothing for {target.name}: its schedule never came to an active step. Call "
+            f"profile() has recorded nothing for {target.name}: its schedule never reached an active step. Call "
             "profiler.step() once per step, or leave out schedule_option"
         )
         return
@@ -60,11 +60,11 @@ def _keep(profiler: Any, target: Path) -> None:
     telemetry.emit(telemetry.TraceEvent(str(target), target.stat().st_size))
 
 
-def _keep_after_failure(profiler: Any, target: Path) -> None:
-    """Write what was recorded until the failure, which stays the error of the training."""
+def _write_after_failure(profiler: Any, target: Path) -> None:
+    """Write the trace of a block that raised; an error of its own becomes a warning."""
     try:
-        _keep(profiler, target)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the training's own error matters more
+        _write_trace(profiler, target)
+    except Exception as error:  # noqa: BLE001 - the training's own error must not be replaced
         warn_once(f"the profiler's trace {target} could not be written ({type(error).__name__}: {error})")
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.loggable_values import kind_of
+from notebook_accelerate.tracking.loggable_values import classify
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
@@ -17,8 +17,8 @@ class TensorBoardTracker(VendorTracker):
 
     Args:
         run_name: Name of the project: a folder inside `logging_dir`.
-        logging_dir: Where the folder is made.
-        kwargs: What torch's `SummaryWriter` takes.
+        logging_dir: Parent of that folder.
+        kwargs: Arguments of torch's `SummaryWriter`.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -42,7 +42,7 @@ class TensorBoardTracker(VendorTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings: in TensorBoard's table of hyperparameters and as ``hparams.yml``.
+        """Record the settings, in TensorBoard's table of hyperparameters and as ``hparams.yml``.
 
         Args:
             values: Numbers, texts and flags by name; others are recorded as text.
@@ -54,7 +54,7 @@ class TensorBoardTracker(VendorTracker):
         self.tracker.flush()
         folder = self.logging_dir / str(time.time())
         folder.mkdir(parents=True)
-        import yaml  # a tenth of a second, which only this tracker should cost
+        import yaml  # takes a tenth of a second, which only users of this tracker should pay
 
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
@@ -65,14 +65,14 @@ class TensorBoardTracker(VendorTracker):
         Args:
             values: The values by name.
             step: The step.
-            kwargs: What `add_scalar`, `add_text` or `add_scalars` take.
+            kwargs: Arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
         writers = {
             "number": self.tracker.add_scalar,
             "text": self.tracker.add_text,
             "numbers": self.tracker.add_scalars,
         }
-        for name, (kind, value) in {name: kind_of(name, value) for name, value in values.items()}.items():
+        for name, (kind, value) in {name: classify(name, value) for name, value in values.items()}.items():
             writers[kind](name, value, global_step=step, **kwargs)
         self.tracker.flush()
 
@@ -83,13 +83,7 @@ class TensorBoardTracker(VendorTracker):
         Args:
             values: Arrays or tensors of N images by name.
             step: The step.
-            kwargs: What `add_images` takes, for instance ``dataformats="NHWC"``.
+            kwargs: Arguments of `add_images`, for instance ``dataformats="NHWC"``.
         """
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Write what is left and close the files."""
-        if self._run is not None:
-            self._run.close()

@@ -1,8 +1,8 @@
-"""What a tracker is, and the decorator that keeps its calls on the main rank."""
+"""The base classes of trackers, and the decorator that runs their methods on the main rank only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -12,7 +12,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def on_main_process(function: _Function) -> _Function:
-    """Run a tracker's method on the main rank only, where the tracker's `main_process_only` says so.
+    """Run a tracker's method on the main rank only, if the tracker's `main_process_only` is set.
 
     Args:
         function: A method of a tracker.
@@ -33,20 +33,20 @@ def on_main_process(function: _Function) -> _Function:
 class GeneralTracker:
     """Base class of trackers.
 
-    A subclass has
+    A subclass defines
 
-    - `name` (str): how `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker` call it,
+    - `name` (str): its name in `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker`,
     - `requires_logging_directory` (bool): whether it takes a `logging_dir`,
     - `tracker` (property): the vendor's own run object,
     - `main_process_only` (bool, default True): whether methods under `on_main_process` run on the main rank only.
 
-    Its constructor takes the project's name and keeps it; `start` opens the run, once the process group is there.
+    Its constructor takes the project's name and stores it; `start` opens the run, once the process group exists.
 
     Args:
-        _blank: Check nothing: the tracker that ranks without trackers get, which does nothing.
+        _blank: Check nothing: the tracker that does nothing, for ranks without trackers.
 
     Raises:
-        NotImplementedError: The subclass misses one of them.
+        NotImplementedError: The subclass lacks one of them.
     """
 
     name: ClassVar[str]
@@ -56,8 +56,8 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        wanted = ("name", "requires_logging_directory", "tracker")
-        missing = [name for name in wanted if not hasattr(type(self), name) and name not in vars(self)]
+        required = ("name", "requires_logging_directory", "tracker")
+        missing = [name for name in required if not hasattr(type(self), name) and name not in vars(self)]
         if missing:
             raise NotImplementedError(
                 "The implementation for this tracker class is missing the following required attributes. "
@@ -78,9 +78,9 @@ class GeneralTracker:
         """Record values of one step.
 
         Args:
-            values: Numbers (some trackers take texts and more) by name.
+            values: Numbers (some trackers accept texts and more) by name.
             step: The step.
-            kwargs: What the vendor's own call takes.
+            kwargs: Arguments of the vendor's own call.
         """
 
     def finish(self) -> None:
@@ -88,14 +88,16 @@ class GeneralTracker:
 
 
 class VendorTracker(GeneralTracker):
-    """Base class of the adapters: opens the vendor's run in `start`, or when it is first asked for.
+    """Base class of the adapters: opens the vendor's run in `start`, or on first use.
 
     Args:
         run_name: Name of the project.
-        kwargs: What the vendor's own start takes.
+        kwargs: Arguments of the vendor's own start function.
     """
 
-    def __init__(self, run_name: str = "", **kwargs: Any) -> None:
+    requires_logging_directory: ClassVar[bool] = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
@@ -110,20 +112,20 @@ class VendorTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Open the vendor's run, where it is not open."""
+        """Open the vendor's run if it is not open."""
         if self._run is None:
             self._run = self._open()
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the run, if it was opened."""
+        if self._run is not None:
+            self._close()
 
     def _open(self) -> Any:
         """Open the vendor's run and return it."""
         raise NotImplementedError
 
-
-def pairs(values: Mapping[str, Any], extra: Mapping[str, Any] | None) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Join values with the arguments given for each of them.
-
-    Args:
-        values: The values by name.
-        extra: Arguments by the same names.
-    """
-    return [(name, value, dict((extra or {}).get(name, {}))) for name, value in values.items()]
+    def _close(self) -> None:
+        """Close the vendor's run."""
+        self._run.close()

@@ -1,4 +1,4 @@
-"""The trackers by name: the built-in ones, those of entry points, those registered here."""
+"""The table of trackers by name: built-in ones, registered ones, and those of entry points."""
 
 from __future__ import annotations
 
@@ -27,19 +27,15 @@ ENTRY_POINTS = "notebook_accelerate.trackers"
 """Entry point group in which other packages name their tracker classes."""
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class TrackerRow:
-    """One tracker that can be asked for by name."""
+    """A tracker that can be selected by name."""
 
     tracker_class: type[GeneralTracker]
-    is_available: Callable[[], bool] = _always
+    is_available: Callable[[], bool] = lambda: True
     """Whether its package is installed."""
     package: str = ""
-    """What pip installs."""
+    """The package to install with pip."""
 
 
 TRACKERS: dict[str, TrackerRow] = {
@@ -53,30 +49,36 @@ TRACKERS: dict[str, TrackerRow] = {
     "swanlab": TrackerRow(SwanLabTracker, feature_checks.is_swanlab_available, "swanlab"),
     "trackio": TrackerRow(TrackioTracker, feature_checks.is_trackio_available, "trackio"),
 }
-"""Built-in trackers, and those that were registered, by name."""
+"""Built-in and registered trackers, by name."""
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let a tracker be asked for by its name: ``Accelerator(log_with="name")``.
+    """Make a tracker available by its name: ``Accelerator(log_with="name")``.
 
     Args:
         tracker_class: A subclass of `GeneralTracker` with a `name`. One of the same name is replaced, with a warning.
 
     Raises:
-        ValueError: It is no such class.
+        ValueError: It is not a subclass of `GeneralTracker`, or has no name.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
+        raise ValueError(
+            f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}. Pass the class: "
+            "register_tracker_class(MyTracker)"
+        )
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name or name == LoggerType.ALL.value:
-        raise ValueError(f'{tracker_class.__name__} needs a name of its own: class attribute name = "my_tracker"')
+        raise ValueError(
+            f"{tracker_class.__name__} has name={name!r}; it needs a name of its own: class attribute "
+            'name = "my_tracker"'
+        )
     if name in TRACKERS and TRACKERS[name].tracker_class is not tracker_class:
         warnings.warn(f"Tracker {name!r} is replaced by {tracker_class.__name__}.", stacklevel=2)
     TRACKERS[name] = TrackerRow(tracker_class)
 
 
-def row_of(name: str) -> TrackerRow | None:
-    """Return the row of a tracker; entry points of other packages are looked up when no row has the name.
+def find_row(name: str) -> TrackerRow | None:
+    """Return the row of a tracker, or None; entry points are searched if no row has the name.
 
     Args:
         name: The tracker's name.
@@ -88,7 +90,7 @@ def row_of(name: str) -> TrackerRow | None:
 
 
 def known_trackers() -> list[str]:
-    """List the names that can be asked for."""
+    """List the names that can be selected."""
     return sorted({*TRACKERS, *(point.name for point in metadata.entry_points(group=ENTRY_POINTS))})
 
 
@@ -96,7 +98,7 @@ def get_available_trackers() -> list[LoggerType | str]:
     """List the trackers whose packages are installed.
 
     Returns:
-        Members of `LoggerType`; names of the registered ones.
+        Members of `LoggerType`, and names of registered trackers.
     """
     return [_public_name(name) for name in TRACKERS if TRACKERS[name].is_available()]
 
@@ -109,21 +111,21 @@ def filter_trackers(
     log_with: str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[LoggerType | str | GeneralTracker]:
-    """Check which trackers were asked for.
+    """Check the requested trackers.
 
     Args:
-        log_with: Names, members of `LoggerType`, instances of trackers, or "all" for every one that is installed.
-        logging_dir: Where trackers that need a folder write.
+        log_with: Names, members of `LoggerType`, instances of trackers, or "all" for every installed one.
+        logging_dir: Folder for trackers that need one.
 
     Returns:
-        The trackers, each once. One whose package is not installed is left out, with a warning.
+        The trackers, each once. Trackers whose package is not installed are left out, with a warning.
 
     Raises:
         ValueError: A name is unknown, or a tracker needs a `logging_dir`.
     """
-    wanted = list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
+    requested = list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
     found: list[LoggerType | str | GeneralTracker] = []
-    for item in wanted:
+    for item in requested:
         if item is None:
             continue
         if isinstance(item, GeneralTracker):
@@ -136,13 +138,13 @@ def filter_trackers(
 
 
 def _needs_folder(name: Any) -> bool:
-    row = row_of(str(name))
+    row = find_row(str(name))
     return row is not None and row.tracker_class.requires_logging_directory
 
 
 def _check_name(name: Any, logging_dir: Any) -> bool:
-    """Refuse an unknown name, and say once which package is missing."""
-    row = row_of(str(name)) if isinstance(name, str) else None
+    """Raise for an unknown name; return False, with a warning, if its package is not installed."""
+    row = find_row(str(name)) if isinstance(name, str) else None
     if row is None:
         raise ValueError(
             f"Unsupported logging capability: {name}. Choose between {', '.join(['all', *known_trackers()])}, pass an "

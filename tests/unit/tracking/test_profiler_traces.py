@@ -8,7 +8,7 @@ import torch
 
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 from notebook_accelerate.tracking import profiled
-from notebook_accelerate.tracking.profiler_traces import _keep
+from notebook_accelerate.tracking.profiler_traces import _write_trace
 
 
 def _settings(folder: Path, **more: object) -> ProfileKwargs:
@@ -20,7 +20,7 @@ def _operations(trace: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("end", [ValueError("of the training"), SystemExit(0), KeyboardInterrupt()])
-def test_a_block_that_ends_early_leaves_a_whole_trace(tmp_path: Path, end: BaseException) -> None:
+def test_a_block_that_ends_early_leaves_a_complete_trace(tmp_path: Path, end: BaseException) -> None:
     waited: list[int] = []
 
     def train() -> None:
@@ -33,7 +33,7 @@ def test_a_block_that_ends_early_leaves_a_whole_trace(tmp_path: Path, end: BaseE
     assert caught.value is end
     assert "aten::dot" in _operations(tmp_path / "traces" / "profile_3.json")
     assert [file.name for file in (tmp_path / "traces").iterdir()] == ["profile_3.json"]
-    assert waited == []  # the others may never come
+    assert waited == []  # the other ranks may never arrive
 
 
 def test_ranks_wait_for_each_other_once_their_traces_are_written(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_ranks_wait_for_each_other_once_their_traces_are_written(tmp_path: Path)
     assert waited == [True]
 
 
-def test_a_schedule_that_never_came_to_record_is_told(tmp_path: Path) -> None:
+def test_a_schedule_that_never_records_warns(tmp_path: Path) -> None:
     settings = _settings(tmp_path, schedule_option={"wait": 5, "warmup": 1, "active": 1})
     with (
         pytest.warns(UserWarning, match=r"recorded nothing for profile_0\.json.*profiler\.step\(\)"),
@@ -64,7 +64,7 @@ def test_a_trace_that_cannot_be_written_does_not_hide_the_error_of_the_training(
         raise ValueError("of the training")
 
 
-def test_half_a_trace_is_never_left(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_partial_trace(tmp_path: Path) -> None:
     class Failing:
         profiler = object()
 
@@ -73,5 +73,5 @@ def test_half_a_trace_is_never_left(tmp_path: Path) -> None:
             raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        _keep(Failing(), tmp_path / "profile_0.json")
+        _write_trace(Failing(), tmp_path / "profile_0.json")
     assert list(tmp_path.iterdir()) == []
