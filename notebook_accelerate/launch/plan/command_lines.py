@@ -1,7 +1,7 @@
-"""Command lines and environments of launches from a shell, as ``accelerate launch`` takes its options.
+"""Accelerate's functions that turn the options of ``accelerate launch`` into command lines and environments.
 
-A notebook does not need them; tools that build on Accelerate's launch options do. Options are read from a parsed
-``argparse.Namespace``; one that is missing counts as not given.
+Nothing in this project runs these command lines; tools that build on Accelerate's launch options do. The functions read
+options from a parsed ``argparse.Namespace``, where a missing option counts as not given.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.enums import PrecisionType
 from notebook_accelerate.config.environ import as_text
+from notebook_accelerate.config.plain_values import merge_dicts
 from notebook_accelerate.errors import LaunchError
 
-_PASSED_ON = ("fsdp_", "megatron_lm_", "parallelism_config_", "cp_", "tp_", "fp8_")
-"""Options with these prefixes reach the workers as variables of the same name in capitals."""
+_STRATEGIES = ("fsdp", "megatron_lm", "parallelism_config")
+"""Strategies with a flag ``use_...``; their options reach the workers as variables of the same name in capitals."""
+_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 _DEEPSPEED = {
     "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -35,14 +38,6 @@ _DEEPSPEED = {
     "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
-_DYNAMO = {
-    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
-    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
-    "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-    "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
-    "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-}
-_MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def _option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
@@ -50,48 +45,66 @@ def _option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def _put(env: dict[str, str], args: argparse.Namespace, table: dict[str, str]) -> None:
-    for name, variable in table.items():
-        value = _option(args, name)
-        if value is not None:
-            env[variable] = as_text(value)
+def _variables(args: argparse.Namespace, prefix: str) -> dict[str, str]:
+    """Return the options that begin with ``prefix`` as variables of the same name in capitals."""
+    given = {name: value for name, value in vars(args).items() if name.startswith(prefix) and value is not None}
+    return {name.upper(): as_text(value) for name, value in given.items()}
 
 
-def _common_environment(args: argparse.Namespace) -> dict[str, str]:
-    precision = str(_option(args, "mixed_precision", "no")).lower()
-    if precision not in _MIXED_PRECISIONS:
-        raise ValueError(f"mixed_precision={precision!r} is not allowed; pass one of {', '.join(_MIXED_PRECISIONS)}")
-    env = {**os.environ, "ACCELERATE_MIXED_PRECISION": precision}
+def _training_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of mixed precision and compilation.
+
+    Raises:
+        ValueError: The mixed precision is unknown.
+    """
+    precision, allowed = str(_option(args, "mixed_precision", "no")).lower(), [each.value for each in PrecisionType]
+    if precision not in allowed:
+        raise ValueError(f"mixed_precision={precision!r} is not allowed; pass one of {', '.join(allowed)}")
+    found = _variables(args, "dynamo_")
+    if precision == "fp8":
+        found |= _variables(args, "fp8_")
+        if (formats := _option(args, "fp8_override_linear_precision")) is not None:
+            del found["FP8_OVERRIDE_LINEAR_PRECISION"]
+            names = ("FP8_OVERRIDE_FPROP", "FP8_OVERRIDE_DGRAD", "FP8_OVERRIDE_WGRAD")
+            found |= {name: str(value) for name, value in zip(names, formats, strict=True)}
+    return {f"ACCELERATE_{name}": value for name, value in {"MIXED_PRECISION": precision, **found}.items()}
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return this process's environment with the variables of a launch."""
+    env = {**os.environ, **_training_variables(args)}
     if _option(args, "debug", False):
         env["ACCELERATE_DEBUG_MODE"] = "true"
     if _option(args, "enable_cpu_affinity", False):
         env["ACCELERATE_CPU_AFFINITY"] = "1"
-    gpu_ids = _option(args, "gpu_ids", "all")
-    if gpu_ids != "all":
+    if (gpu_ids := _option(args, "gpu_ids", "all")) != "all":
         env[_visible_devices()] = str(gpu_ids)
-    threads = _option(args, "num_cpu_threads_per_process")
-    if threads is not None:
+    if (threads := _option(args, "num_cpu_threads_per_process")) is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    _put(env, args, _DYNAMO)
-    for name, value in vars(args).items():
-        if name.startswith(_PASSED_ON) and value is not None:
-            env[name.upper()] = as_text(value)
+    for strategy in _STRATEGIES:
+        if _option(args, f"use_{strategy}", False):
+            env[f"ACCELERATE_USE_{strategy.upper()}"] = "true"
+            env |= {_RENAMED.get(name, name): value for name, value in _variables(args, f"{strategy}_").items()}
     return env
 
 
 def _visible_devices() -> str:
     from notebook_accelerate import hardware
+    from notebook_accelerate.hardware import devices
 
-    by_type = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
-    return by_type.get(hardware.detect().accelerator, "CUDA_VISIBLE_DEVICES")
+    return (*devices.row(hardware.detect().accelerator).visible_variables, "CUDA_VISIBLE_DEVICES")[0]
 
 
 def _script(args: argparse.Namespace) -> list[str]:
-    module, no_python = _option(args, "module", False), _option(args, "no_python", False)
+    return [args.training_script, *_option(args, "training_script_args", [])]
+
+
+def _interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
+    """Return whether the script is a module, and whether it runs without Python."""
+    module, no_python = bool(_option(args, "module", False)), bool(_option(args, "no_python", False))
     if module and no_python:
         raise ValueError("module and no_python exclude each other; pass one of them")
-    command = [] if no_python else [sys.executable]
-    return [*command, *(["-m"] if module else []), args.training_script, *_option(args, "training_script_args", [])]
+    return module, no_python
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -101,51 +114,44 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         args: Options of ``accelerate launch``.
 
     Raises:
-        ValueError: Options exclude each other, or the mixed precision is not known.
+        ValueError: Options exclude each other, or the mixed precision is unknown.
     """
-    env = _common_environment(args)
-    env["ACCELERATE_USE_CPU"] = str(bool(_option(args, "cpu", False) or _option(args, "use_cpu", False)))
-    if _option(args, "num_machines", 1) > 1:
-        env["MASTER_ADDR"] = str(args.main_process_ip)
-        env["MASTER_PORT"] = str(args.main_process_port)
-    elif _option(args, "num_processes", 1) > 1:
+    module, no_python = _interpreter_options(args)
+    env = _environment(args)
+    on_cpu = bool(_option(args, "cpu", False) or _option(args, "use_cpu", False))
+    env["ACCELERATE_USE_CPU"] = str(on_cpu)
+    if on_cpu:
+        env |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+    if _option(args, "num_machines", 1) > 1 or _option(args, "num_processes", 1) > 1:
         env["MASTER_ADDR"] = str(_option(args, "main_process_ip", "127.0.0.1"))
         env["MASTER_PORT"] = str(_option(args, "main_process_port", 29500))
-    return _script(args), env
+    interpreter = [] if no_python else [sys.executable, *(["-m"] if module else [])]
+    return [*interpreter, *_script(args)], env
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment for torchrun, and write torchrun's own options into ``args``.
 
     Args:
-        args: Options of ``accelerate launch``; nproc_per_node, nnodes, node_rank, master_addr and master_port, or
-            rdzv_endpoint, are set.
+        args: Options of ``accelerate launch``. Sets nproc_per_node, nnodes and node_rank; and master_addr and
+            master_port, or rdzv_endpoint.
 
     Raises:
-        ValueError: The processes do not divide over the machines.
+        ValueError: The number of processes is not a multiple of the number of machines.
     """
     machines, processes = int(_option(args, "num_machines", 1)), int(_option(args, "num_processes", 1))
     if processes % machines:
         raise ValueError(f"num_processes={processes} does not divide over num_machines={machines}; pass a multiple")
-    address, port = _option(args, "main_process_ip"), _option(args, "main_process_port")
-    backend = _option(args, "rdzv_backend", "static")
+    address, port = _option(args, "main_process_ip"), _option(args, "main_process_port", 29500)
     args.nnodes, args.nproc_per_node = str(machines), str(processes // machines)
     args.node_rank = int(_option(args, "machine_rank", 0))
-    if machines > 1 and backend != "static":
+    if machines > 1 and _option(args, "rdzv_backend", "static") != "static":
         args.rdzv_endpoint = f"{address}:{port}"
-    elif machines > 1:
-        args.master_addr, args.master_port = str(address), str(port)
     else:
-        args.master_port = str(_option(args, "main_process_port", 29500))
-    env = _common_environment(args)
-    for flag, variable in (
-        ("use_fsdp", "ACCELERATE_USE_FSDP"),
-        ("use_megatron_lm", "ACCELERATE_USE_MEGATRON_LM"),
-        ("use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    ):
-        if _option(args, flag, False):
-            env[variable] = "true"
-    return env
+        args.master_port = str(port)
+        if machines > 1:
+            args.master_addr = str(address)
+    return _environment(args)
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
@@ -155,14 +161,16 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         args: Options of ``accelerate launch`` and of its DeepSpeed section.
     """
     env = prepare_multi_gpu_env(args)
-    env["ACCELERATE_USE_DEEPSPEED"] = "true"
-    env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(_option(args, "zero_stage", 2))
-    _put(env, args, _DEEPSPEED)
+    env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    env |= {_DEEPSPEED[name]: as_text(value) for name in _DEEPSPEED if (value := _option(args, name)) is not None}
     launcher = _option(args, "deepspeed_multinode_launcher", "standard")
     if int(_option(args, "num_machines", 1)) < 2 or launcher == "standard":
         return None, env
-    command = ["deepspeed", "--hostfile", str(_option(args, "deepspeed_hostfile")), "--no_local_rank"]
-    command += ["--launcher", launcher]
+    command = ["deepspeed", "--hostfile", str(_option(args, "deepspeed_hostfile"))]
+    if launcher == "nossh":
+        command += ["--node_rank", str(args.node_rank), "--no_ssh"]
+    else:
+        command += ["--no_local_rank", "--launcher", launcher]
     filters = {"--exclude": "deepspeed_exclusion_filter", "--include": "deepspeed_inclusion_filter"}
     chosen = [(flag, str(value)) for flag, name in filters.items() if (value := _option(args, name)) is not None]
     # DeepSpeed refuses a number of devices beside a choice of devices.
@@ -170,7 +178,9 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     if address := _option(args, "main_process_ip"):
         command += ["--master_addr", address]
     command += ["--master_port", str(_option(args, "main_process_port", 29500))]
-    return [*command, args.training_script, *_option(args, "training_script_args", [])], env
+    module, no_python = _interpreter_options(args)
+    command += ["--module"] * module + ["--no_python"] * no_python
+    return [*command, *_script(args)], env
 
 
 def prepare_tpu(
@@ -180,8 +190,8 @@ def prepare_tpu(
 
     Args:
         args: Options of ``accelerate launch``.
-        current_env: The environment to add to.
-        pod: Whether the launch is for a pod of several hosts; ``args.vm`` and ``args.tpu`` are set then.
+        current_env: The environment to extend.
+        pod: Whether the launch is for a pod of several hosts; sets ``args.vm`` and ``args.tpu``.
     """
     if str(_option(args, "mixed_precision", "no")) == "bf16":
         downcast = bool(_option(args, "downcast_bf16", False))
@@ -195,68 +205,61 @@ def prepare_tpu(
 
 # ---- SageMaker
 
+_SAME_IN_SAGEMAKER = ("image_uri", "transformers_version", "pytorch_version", "py_version", "base_job_name")
+
 
 def prepare_sagemager_args_inputs(
     sagemaker_config: Any, args: argparse.Namespace
-) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Return the options and the arguments of a SageMaker estimator for a training script.
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the arguments of a SageMaker estimator for a training script, and the inputs of its ``fit``.
 
     Args:
         sagemaker_config: A ``SageMakerConfig``.
         args: Options of ``accelerate launch``.
 
     Raises:
-        ValueError: The script is not a Python file, or a script argument is a bare flag.
+        ValueError: The script is not a Python file, or a script argument has no value.
     """
     script = Path(args.training_script)
     if script.suffix != ".py":
         raise ValueError(f"training_script={args.training_script!r} is not a Python file; SageMaker needs one")
-    profile = getattr(sagemaker_config, "profile", None)
     os.environ["AWS_DEFAULT_REGION"] = str(sagemaker_config.region)
-    if profile is not None:
+    if (profile := getattr(sagemaker_config, "profile", None)) is not None:
         os.environ["AWS_PROFILE"] = profile
-    environment = {name: value for name, value in _common_environment(args).items() if name.startswith("ACCELERATE_")}
     kind = str(getattr(sagemaker_config.distributed_type, "value", sagemaker_config.distributed_type))
-    if kind == "DATA_PARALLEL":
-        environment["ACCELERATE_USE_SAGEMAKER"] = "true"
-    inputs = {
-        "image_uri": sagemaker_config.image_uri,
+    parallel = {"smdistributed": {"dataparallel": {"enabled": True}}} if kind == "DATA_PARALLEL" else None
+    metrics = _rows(sagemaker_config.sagemaker_metrics_file)
+    inputs = _rows(sagemaker_config.sagemaker_inputs_file)
+    estimator: dict[str, Any] = {
+        **{name: getattr(sagemaker_config, name) for name in _SAME_IN_SAGEMAKER},
         "entry_point": script.name,
-        "source_dir": str(script.parent) if str(script.parent) != "." else ".",
+        "source_dir": str(script.parent),
         "role": sagemaker_config.iam_role_name,
-        "transformers_version": sagemaker_config.transformers_version,
-        "pytorch_version": sagemaker_config.pytorch_version,
-        "py_version": sagemaker_config.py_version,
-        "base_job_name": sagemaker_config.base_job_name,
         "instance_count": sagemaker_config.num_machines,
         "instance_type": sagemaker_config.ec2_instance_type,
         "debugger_hook_config": False,
-        "distribution": _distribution(kind),
+        "distribution": parallel,
         "hyperparameters": _hyperparameters(list(_option(args, "training_script_args", []))),
-        "environment": environment,
-        "metric_definitions": _rows(sagemaker_config.sagemaker_metrics_file, _metric),
+        "environment": {
+            "ACCELERATE_USE_SAGEMAKER": "true",
+            **_training_variables(args),
+            "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind,
+        },
+        "metric_definitions": None if metrics is None else [{"Name": name, "Regex": regex} for name, regex in metrics],
     }
-    if sagemaker_config.additional_args is not None:
-        inputs.update(sagemaker_config.additional_args)
-    channels = _rows(sagemaker_config.sagemaker_inputs_file, _channel)
-    if channels:
-        args.inputs = {name: place for name, place in channels}  # noqa: C416 - typed
-    return args, inputs
+    merge_dicts(sagemaker_config.additional_args or {}, estimator)
+    return estimator, None if inputs is None else dict(inputs)
 
 
-def _distribution(kind: str) -> dict[str, Any] | None:
-    return {"smdistributed": {"dataparallel": {"enabled": True}}} if kind == "DATA_PARALLEL" else None
-
-
-def _hyperparameters(words: list[str]) -> dict[str, Any]:
+def _hyperparameters(arguments: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for position, word in enumerate(words):
-        if not word.startswith("-"):
+    for position, argument in enumerate(arguments):
+        if not argument.startswith("-"):
             continue
-        following = words[position + 1] if position + 1 < len(words) else None
+        following = arguments[position + 1] if position + 1 < len(arguments) else None
         if following is None or following.startswith("--"):
-            raise ValueError(f"{word} has no value; SageMaker passes values only: write {word} True")
-        found[word.lstrip("-").replace("-", "_")] = _number(following)
+            raise ValueError(f"{argument} has no value; SageMaker passes values only: write {argument} True")
+        found[argument.lstrip("-").replace("-", "_")] = _number(following)
     return found
 
 
@@ -269,23 +272,15 @@ def _number(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _rows(path: str | None, make: Callable[[dict[str, str]], Any]) -> list[Any] | None:
-    """Read a tab-separated file with a header line."""
+def _rows(path: str | None) -> list[tuple[str, str]] | None:
+    """Read the first two columns of a tab-separated file with a header line."""
     if path is None:
         return None
     with Path(path).open(newline="") as file:
-        return [make(row) for row in csv.DictReader(file, delimiter="\t")]
+        return [(row[0], row[1]) for row in list(csv.reader(file, delimiter="\t"))[1:] if row]
 
 
-def _metric(row: dict[str, str]) -> dict[str, str]:
-    return {"Name": row["metric_name"], "Regex": row["metric_regex"]}
-
-
-def _channel(row: dict[str, str]) -> tuple[str, str]:
-    return row["channel_name"], row["data_location"]
-
-
-# ---- in a process that something else has started
+# ---- processes that another library starts
 
 
 class PrepareForLaunch:
@@ -294,7 +289,7 @@ class PrepareForLaunch:
     Args:
         launcher: The function to run.
         distributed_type: The kind of distributed setting, or its name.
-        debug: Whether the ranks meet through the file named by ACCELERATE_DEBUG_RDV_FILE, on gloo.
+        debug: Whether the ranks connect over gloo, through the file named by ACCELERATE_DEBUG_RDV_FILE.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
@@ -303,9 +298,12 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Take on rank ``index`` of this machine and run the function."""
+        """Run the function as rank ``index`` of this machine."""
         if self.debug:
-            self._meet(index)
+            import torch.distributed as dist
+
+            size, file = int(os.environ["WORLD_SIZE"]), environ.text("DEBUG_RDV_FILE")
+            dist.init_process_group("gloo", init_method=f"file://{file}", rank=index, world_size=size)
         elif self.distributed_type.startswith("MULTI_"):
             processes = int(os.environ.get("NPROC", "1"))
             os.environ["LOCAL_RANK"] = str(index)
@@ -313,23 +311,15 @@ class PrepareForLaunch:
         os.environ["FORK_LAUNCHED"] = "1"
         self.launcher(*args)
 
-    @staticmethod
-    def _meet(index: int) -> None:
-        import torch.distributed as dist
-
-        size, meeting_place = int(os.environ["WORLD_SIZE"]), environ.text("DEBUG_RDV_FILE")
-        dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=index, world_size=size)
-
 
 def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     """Install torch_xla and the torch it is built against, for this Python.
 
-    Says what it will change, and what to do afterwards: torch itself is replaced, so this kernel, which may have the
-    old one in memory, cannot go on with the new one.
+    Prints what changes. The installation replaces torch, so a kernel that has imported torch must be restarted.
 
     Args:
-        upgrade: Whether an installed torch_xla is replaced by a newer one.
-        dry_run: Only say it.
+        upgrade: Whether to replace an installed torch_xla by a newer one.
+        dry_run: Only print what would change.
 
     Returns:
         The command, for pip.
@@ -348,16 +338,16 @@ def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     wanted = [f"torch=={version}.*", f"torch_xla[tpu]=={version}.*"]
     command = [sys.executable, "-m", "pip", "install", *(["--upgrade"] if upgrade else []), *wanted]
     kept = _installed("torch_xla").startswith(f"{version}.") and not upgrade
-    _say(
+    _print(
         f"Here: Python {_dotted(python)}, torch {_installed('torch')}, torch_xla {_installed('torch_xla')}.",
-        "torch_xla is there already: nothing to do." if kept else f"{shlex.join(command)}",
+        "torch_xla is already installed: nothing to do." if kept else shlex.join(command),
     )
     if kept or dry_run:
         return command
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"pip could not install torch_xla:\n{(done.stdout + done.stderr)[-2000:]}")
-    _say(f"torch is now {_installed('torch')}; start the kernel again, because this one has the old torch in memory.")
+    _print(f"torch is now {_installed('torch')}; restart the kernel, which has the old torch in memory.")
     return command
 
 
@@ -382,5 +372,5 @@ def _installed(name: str) -> str:
         return "not installed"
 
 
-def _say(*lines: str) -> None:
-    print(*lines, sep="\n")  # noqa: T201 - the answer to a command typed in a cell
+def _print(*lines: str) -> None:
+    print(*lines, sep="\n")  # noqa: T201 - the output of a command that a user calls in a cell
