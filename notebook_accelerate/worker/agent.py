@@ -1,4 +1,4 @@
-"""The one thread of this package in a rank: it empties the event queue and hears what the kernel says."""
+"""The thread of this package in a rank: it sends queued events and dispatches events from the kernel."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PERIOD = 0.05
 
 
 class Agent:
-    """Flushes ``sink`` 20 times a second and hands what the kernel sends to who asked for it."""
+    """Flushes ``sink`` 20 times a second, and calls the registered handlers with what the kernel sends."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self._process = os.getpid()
         self._replies: queue.SimpleQueue[InputReply] = queue.SimpleQueue()
-        self._questions = itertools.count(1)
+        self._prompts = itertools.count(1)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {InputReply: self._replies.put}
         self._ticks: list[Callable[[], None]] = []
         self._stopping = threading.Event()
@@ -36,7 +36,7 @@ class Agent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what is left. The thread ends with the process: joining it would cost up to a period."""
+        """Send what is queued. The thread ends with the process: joining it would take up to one period."""
         self._stopping.set()
         self.sink.flush()
 
@@ -49,25 +49,26 @@ class Agent:
         self._ticks.append(callback)
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Have the user answer ``prompt`` in the notebook; blocks until then.
+        """Prompt the user in the notebook and return the answer; blocks until then.
 
         Args:
-            prompt: What stands before the answer.
-            password: Whether the answer must not be seen.
+            prompt: Text before the answer.
+            password: Whether to hide the answer.
             shown: Lines to show before the prompt.
-            kind: "input", or "debugger".
+            kind: "input" or "debugger".
 
         Raises:
-            EOFError: There is nobody to ask; or a process asks that the rank has started, as a worker of a DataLoader.
+            EOFError: The notebook cannot prompt; or the caller is a process that the rank has started, such as a worker
+                of a DataLoader.
         """
-        if os.getpid() != self._process:  # the answer would come to the rank
-            raise EOFError("only the rank itself can ask, and no process that it has started")
-        number = next(self._questions)
+        if os.getpid() != self._process:  # the rank would receive the answer
+            raise EOFError("only the rank itself can prompt the user, not a process that it has started")
+        number = next(self._prompts)
         try:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
-                pass  # a second notebook's answer to an earlier question
-        finally:  # an interrupt, too, ends the question
+                pass  # a second notebook's answer to an earlier prompt
+        finally:  # an interrupt ends the prompt too
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:
             raise EOFError("the notebook gave no answer")
@@ -77,17 +78,17 @@ class Agent:
         try:
             while not self._stopping.is_set():
                 for _, event in self.sink.channel.receive(PERIOD):
-                    self._hear(event)
+                    self._handle(event)
                 for tick in self._ticks:
                     tick()
                 self.sink.flush()
         except ChannelClosedError:
             if not self._stopping.is_set():
-                # The kernel is gone. This rank and what it started have no one left to work for.
+                # The kernel has ended, and with it the run: end this rank and the processes that it started.
                 os.kill(0, signal.SIGKILL)
 
-    def _hear(self, event: Event) -> None:
-        """Hand one event on; a handler that fails must not end the hearing: the rank would never answer again."""
+    def _handle(self, event: Event) -> None:
+        """Call the handler of an event; its failure must not end the thread, or the rank would never reply again."""
         handler = self._handlers.get(type(event))
         if handler is None:
             return

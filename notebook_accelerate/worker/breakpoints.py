@@ -1,10 +1,10 @@
-"""The debugger in a rank: its lines are typed in the notebook."""
+"""The debugger in a rank: the user types its commands in the notebook."""
 
 from __future__ import annotations
 
 import io
 import os
-import pdb  # noqa: T100 - a rank's breakpoints are this module's business
+import pdb  # noqa: T100 - this module opens a rank's debugger
 import sys
 from bdb import BdbQuit
 from types import FrameType, TracebackType
@@ -19,17 +19,17 @@ CONTEXT_LINES = 7
 
 
 class Prompter(Protocol):
-    """Who puts a prompt before the user."""
+    """Prompts the user."""
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Return the user's line; raise EOFError when there is nobody to ask."""
+        """Return the user's line; raise EOFError where no notebook can prompt."""
 
 
 class Terminal(io.TextIOBase):
-    """Both ends of a debugger: what it writes waits for the next line it reads, and travels with that prompt."""
+    """A debugger's input and output: what it writes is sent with the next prompt."""
 
-    def __init__(self, asker: Prompter) -> None:
-        self._asker = asker
+    def __init__(self, prompter: Prompter) -> None:
+        self._prompter = prompter
         self._written = ""
 
     def readable(self) -> bool:  # noqa: D102 - io's interface
@@ -46,7 +46,7 @@ class Terminal(io.TextIOBase):
         shown, newline, prompt = self._written.rpartition("\n")
         self._written = ""
         try:
-            return self._asker.ask(prompt, shown=shown + newline, kind="debugger") + "\n"
+            return self._prompter.ask(prompt, shown=shown + newline, kind="debugger") + "\n"
         except EOFError:
             return ""
 
@@ -58,38 +58,41 @@ class Terminal(io.TextIOBase):
 
 
 class _Session:
-    """What this rank's debugger is doing."""
+    """State of this rank's debugger."""
 
-    asker: Prompter | None = None
+    prompter: Prompter | None = None
     process = 0
     debugger: Any = None
     terminal: Terminal | None = None
     frame: FrameType | None = None
 
 
-def install(asker: Prompter) -> None:
+def install(prompter: Prompter) -> None:
     """Send every breakpoint of this process to the notebook."""
-    _Session.asker, _Session.process = asker, os.getpid()
+    _Session.prompter, _Session.process = prompter, os.getpid()
     sys.breakpointhook = _hook
     pdb.set_trace = _set_trace
 
 
 def stopped_frame() -> FrameType | None:
-    """Return the frame at which the debugger has this rank stopped now."""
+    """Return the frame at which the debugger has stopped this rank; None while it runs."""
     return _Session.frame
 
 
 def stopped_at() -> str:
-    """Return "breakpoint at line 12" while the debugger has this rank stopped; "" otherwise."""
+    """Return "breakpoint at line 12" while the debugger has stopped this rank; "" otherwise."""
     return f"breakpoint at line {_Session.frame.f_lineno}" if _Session.frame is not None else ""
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """Return what an expression in ``frame`` can name, with what was assigned at the debugger's prompt."""
+    """Return the names that an expression in ``frame`` can use, with assignments at the debugger's prompt."""
     debugger = _Session.debugger
     if _Session.frame is not None and getattr(debugger, "curframe", None) is frame:
-        return {**frame.f_globals, **debugger.curframe_locals}  # before Python 3.13 a look at f_locals undoes these
-    return stacks.variables(frame)
+        return {
+            **frame.f_globals,
+            **debugger.curframe_locals,
+        }  # before Python 3.13, reading f_locals undoes them
+    return stacks.frame_variables(frame)
 
 
 def _hook(*_: object, **__: object) -> None:
@@ -104,7 +107,7 @@ def stop_at(frame: FrameType | None, header: str | None = None) -> None:
     """Open the debugger at ``frame``, on the main thread.
 
     Raises:
-        NotebookAccelerateError: This is not the rank's own process: what is typed in the notebook would not come here.
+        NotebookAccelerateError: This is not the rank's own process, which receives what the user types.
     """
     if os.getpid() != _Session.process:
         raise NotebookAccelerateError(
@@ -118,23 +121,23 @@ def stop_at(frame: FrameType | None, header: str | None = None) -> None:
 
 
 def stop_in(frame: FrameType | None) -> None:
-    """Open the debugger at the next line of ``frame``, a function that runs: not in what it has called."""
+    """Open the debugger at the next line of ``frame``, a running function, and not in the functions it calls."""
     _debugger().next_in = frame
     stop_at(frame)
 
 
-def look_at(frame: FrameType | None) -> None:
-    """Open the debugger on a frame that stands still and will go on standing; returns when the user continues."""
+def inspect_frame(frame: FrameType | None) -> None:
+    """Open the debugger on a frame that stays paused; returns when the user continues."""
     debugger = _debugger()
     debugger.reset()
     try:
         debugger.interaction(frame or sys._getframe(1), None)
     finally:
-        _left()
+        _leave()
 
 
 def post_mortem(traceback: TracebackType) -> None:
-    """Open the debugger at the end of ``traceback`` and return when the user quits."""
+    """Open the debugger at the innermost frame of ``traceback``; returns when the user quits."""
     debugger = _debugger()
     debugger.reset()
     try:
@@ -142,14 +145,14 @@ def post_mortem(traceback: TracebackType) -> None:
     except BdbQuit:
         pass
     finally:
-        _left()
+        _leave()
 
 
 def _debugger() -> Any:
-    """Return this rank's debugger: the same one for every breakpoint, so that its own breakpoints stay."""
+    """Return this rank's debugger: one for all breakpoints, so that breakpoints set in it stay."""
     if _Session.debugger is None:
-        assert _Session.asker is not None, "a rank is connected before it runs"
-        _Session.terminal = Terminal(_Session.asker)
+        assert _Session.prompter is not None, "a rank is connected before it runs"
+        _Session.terminal = Terminal(_Session.prompter)
         _Session.debugger = _debugger_class()(stdin=_Session.terminal, stdout=_Session.terminal, nosigint=True)
         _Session.debugger.use_rawinput = False
     return _Session.debugger
@@ -164,18 +167,18 @@ def _debugger_class() -> Any:
         base = debugger.Pdb
 
     class RankDebugger(base):  # type: ignore[misc]
-        """Knows at which frame it has the rank stopped, and shows the function's own frames only."""
+        """Records the frame at which it has stopped the rank, and hides the frames of the launcher."""
 
         next_in: FrameType | None = None
 
         def get_stack(self, frame: Any, traceback: Any) -> tuple[list[tuple[FrameType, int]], int]:
             stack, index = super().get_stack(frame, traceback)
-            below = [place for place, (each, _) in enumerate(stack) if each.f_code.co_filename in stacks.LAUNCHERS]
-            first = below[-1] + 1 if below else 0
+            launcher = [n for n, (each, _) in enumerate(stack) if each.f_code.co_filename in stacks.LAUNCHERS]
+            first = launcher[-1] + 1 if launcher else 0
             return (stack[first:], index - first) if first <= index else (stack, index)
 
         def set_step(self) -> None:
-            # What set_trace calls last before tracing begins: from here on only this frame's lines are of interest.
+            # set_trace calls this last before it starts tracing: stop at this frame's lines only.
             frame, self.next_in = self.next_in, None
             if frame is None:
                 super().set_step()
@@ -183,7 +186,7 @@ def _debugger_class() -> Any:
                 self.set_next(frame)
 
         def interaction(self, frame: Any, traceback: Any, *args: Any, **kwargs: Any) -> None:
-            _Session.frame = frame if frame is not None else stacks.innermost(traceback)
+            _Session.frame = frame if frame is not None else stacks.innermost_frame(traceback)
             try:
                 super().interaction(frame, traceback, *args, **kwargs)
             finally:
@@ -191,16 +194,16 @@ def _debugger_class() -> Any:
 
         def set_quit(self) -> None:
             super().set_quit()
-            _left()
+            _leave()
 
         def set_continue(self) -> None:
             super().set_continue()
-            _left()
+            _leave()
 
     return RankDebugger
 
 
-def _left() -> None:
+def _leave() -> None:
     if _Session.terminal is not None:
         _Session.terminal.finish()
     emit(DebuggerLeftEvent())

@@ -1,4 +1,4 @@
-"""Time limits of collectives: the kernel enforces them, so that they can stand still while a user is being asked."""
+"""Time limits of collectives: the kernel enforces them, so that it can stop the clock while it prompts the user."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-NATIVE = timedelta(days=7)
-"""What torch's own limit is put to. A waiting operation keeps the limit it began with, so that none may be near."""
-_OWN_LIMIT = timedelta(days=1)
-"""A group with a longer limit has been dealt with already."""
+TORCH_LIMIT = timedelta(days=7)
+"""Torch's limit in ranks. A waiting operation keeps the limit it started with, so torch's must always be long."""
+_ALREADY_LONG = timedelta(days=1)
+"""The limit of a group above this has already been replaced."""
 
 
-class Watch:
-    """Finds the process groups that a function makes, by whatever means, and puts their native limits far away.
+class GroupTimeouts:
+    """Finds new process groups, however they are created, and replaces torch's limit by a long one.
 
-    Groups other than the default one are then held to the default group's limit. What a function calls within the 50 ms
-    until a new group is found keeps torch's own limit.
+    The limit of the default group then holds for all groups. Collectives that start within the 50 ms before a new group
+    is found keep torch's own limit.
     """
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
 
-    def look(self) -> float | None:
-        """Return, once for each default group, the limit that was asked for, in seconds; about a microsecond."""
+    def poll(self) -> float | None:
+        """Return, once for each default group, its requested limit in seconds; takes about a microsecond."""
         c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
         world = getattr(c10d, "_world", None)
         groups = getattr(world, "pg_map", None)
@@ -35,23 +35,23 @@ class Watch:
         if len(found) == len(self._seen) and all(map(operator.is_, found, self._seen)):
             return None
         default = c10d.GroupMember.WORLD
-        asked = None
+        requested = None
         for group in found:
             if not any(group is known for known in self._seen):
                 limit = _lengthen(c10d, group)
-                asked = limit if group is default else asked
+                requested = limit if group is default else requested
         self._seen = found
-        return asked
+        return requested
 
 
 def _lengthen(c10d: Any, group: Any) -> float | None:
-    """Put a group's native limit far away and return what it was, in seconds; None where it cannot or need not be."""
+    """Replace a group's limit and return the previous one, in seconds; None where it stays."""
     try:
         limits = {group._get_backend(device).options._timeout for device in group._device_types}
         limit: timedelta = min(limits)
-        if limit > _OWN_LIMIT:
+        if limit > _ALREADY_LONG:
             return None
-        c10d._set_pg_timeout(NATIVE, group)
-    except Exception:  # noqa: BLE001 - no such option in this backend, or not this rank's group: its own limit stays
+        c10d._set_pg_timeout(TORCH_LIMIT, group)
+    except Exception:  # noqa: BLE001 - not an option of this backend, or not this rank's group: torch's limit stays
         return None
     return limit.total_seconds()

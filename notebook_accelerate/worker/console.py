@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class Console:
-    """Puts a rank's streams, ``input``, ``breakpoint`` and ``display`` on the way to the notebook."""
+    """Connects a rank's streams, ``input``, ``breakpoint`` and ``display`` to the notebook."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def install(self) -> None:
-        """Replace what the interpreter, and IPython where it is loaded, would use."""
+        """Replace those of the interpreter, and of IPython where it is loaded."""
         streams = {"stdin": StandardInput(self._agent), "stdout": _stream(1), "stderr": _stream(2)}
         for name, stream in streams.items():
-            _divert(getattr(sys, name), stream)
+            _redirect(getattr(sys, name), stream)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
         builtins.input = self._input
@@ -37,7 +37,7 @@ class Console:
         plain_progress_bars()
 
     def flush(self) -> None:
-        """Hand everything written so far to the pipes."""
+        """Write all buffered output to the pipes."""
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -53,10 +53,10 @@ class Console:
         return self._agent.ask(prompt, password=True)
 
 
-def _divert(old: Any, new: Any) -> None:
-    """Let whoever kept the kernel's stream (a logging handler, a default argument) write to the rank's.
+def _redirect(old: Any, new: Any) -> None:
+    """Redirect the kernel's stream, which a logging handler or a default argument may hold, to the rank's.
 
-    In a forked rank ipykernel's own would open a socket for each write and publish it without a label.
+    In a forked rank ipykernel's stream would open a socket for each write and publish the text without a label.
     """
     if type(old).__module__.startswith("ipykernel") and hasattr(old, "write"):
         old.write, old.flush = new.write, new.flush
@@ -70,7 +70,7 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 class StandardInput(io.TextIOBase):
-    """Standard input whose lines the user types in the notebook."""
+    """Standard input: the user types its lines in the notebook."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -90,10 +90,10 @@ class StandardInput(io.TextIOBase):
 
 
 def install_display() -> None:
-    """Send what ``IPython.display.display`` shows to the kernel, which owns the front end.
+    """Send the output of ``IPython.display.display`` to the kernel, which owns the front end.
 
-    In a forked kernel IPython's publisher is there and would write to a session that refuses messages from a fork;
-    elsewhere there is no shell at all and ``display`` would only print.
+    In a forked rank IPython's publisher would write to a session that refuses messages from a fork; in other ranks
+    there is no shell, and ``display`` would only print.
     """
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
@@ -116,7 +116,7 @@ def publish(
     update: bool = False,
     **__: object,
 ) -> None:
-    """Take the place of IPython's ``DisplayPublisher.publish``."""
+    """Replace IPython's ``DisplayPublisher.publish``."""
     clean = {kind: _text(value) for kind, value in data.items()}
     emit(DisplayEvent(clean, metadata or {}, (transient or {}).get("display_id"), update))
 
@@ -127,7 +127,7 @@ def _text(value: object) -> object:
 
 @functools.cache
 def _bare_formatter() -> Any:
-    """Return what turns an object into MIME bundles; made at the first display, for it takes longer than a fork."""
+    """Return the formatter of MIME bundles; created at the first display, because that takes longer than a fork."""
     from IPython.core.formatters import DisplayFormatter
 
     formatter: Any = DisplayFormatter()
@@ -163,7 +163,7 @@ def _figure_png(figure: Any) -> bytes:
 
 
 def plain_progress_bars() -> None:
-    """Make an already imported ``tqdm.notebook`` write text: its widgets would need a front end of their own."""
+    """Make an imported ``tqdm.notebook`` write text: a rank has no front end for widgets."""
     notebook: Any = sys.modules.get("tqdm.notebook")
     standard: Any = sys.modules.get("tqdm.std")
     if notebook is None or standard is None:

@@ -1,8 +1,8 @@
-"""The debugging half of a rank's agent: answers what the kernel asks, without help of the function that runs.
+"""The debugging part of a rank's agent: serves the kernel's requests without help from the running function.
 
-Requests that need the main thread are served where it is safe: at a step boundary (an optimizer step, ``log``), or,
-when none comes, at the main thread's next bytecode (a signal handler), or, when that does not come either because
-the thread waits in C, from the agent's thread, which can look at its frames.
+Requests that need the main thread are served where that is safe: at a step boundary (an optimizer step, ``log``); if
+there is none, at the main thread's next bytecode (a signal handler); and if the thread waits in C, from the agent's
+thread, which reads its frames.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
 BYTECODE_SECONDS = 0.5
-"""How long it waits for the next bytecode then, before it is served from the agent's thread."""
+"""How long the request then waits for the next bytecode, before the agent's thread serves it."""
 STUCK_SECONDS = 2.0
-"""A main thread that has not moved for so long has its open collectives looked up for the heartbeat."""
+"""The heartbeat names the open collective of a main thread that has not moved for this long."""
 
 
 class AgentApi(Protocol):
-    """What the debugging half needs of the rank's agent."""
+    """The interface of the rank's agent."""
 
     sink: Sink
 
     def on(self, kind: type[Event], handler: Callable[[Any], None]) -> None:
-        """Call ``handler(event)`` on the agent's thread for every event of ``kind`` from the kernel."""
+        """See ``Agent.on``."""
 
     def every_tick(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` on the agent's thread, about 20 times a second."""
+        """See ``Agent.every_tick``."""
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Have the user answer."""
+        """See ``Agent.ask``."""
 
 
 cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
-"""Cells for a warm rank; the first may come before it looks for one, as soon as it has said that it runs."""
+"""Cells for a warm rank; the first may arrive before the rank waits for one, once it has reported that it runs."""
 
 
 class _Pending:
-    """A request on its way to the main thread."""
+    """A request that waits for the main thread."""
 
     def __init__(self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool) -> None:
         self.serve = serve
@@ -79,27 +79,27 @@ class _Pending:
 
 
 class DebugAgent:
-    """Installed once per rank.
+    """Serves debugging requests; one per rank.
 
     Args:
-        host: The rank's agent.
+        agent: The rank's agent.
     """
 
-    def __init__(self, host: AgentApi) -> None:
-        self._host = host
+    def __init__(self, agent: AgentApi) -> None:
+        self._agent = agent
         self._code: CodeType | None = None
-        # Re-entrant: the signal handler may find the main thread inside it. For the same reason replies from the main
-        # thread are queued, never sent: the handler may find it in the middle of a frame.
+        # Re-entrant: the signal handler may interrupt the main thread while it holds the lock. For the same reason the
+        # main thread queues replies and never sends them: the handler may interrupt it in the middle of a frame.
         self._lock = threading.RLock()
         self._pending: list[_Pending] = []
-        self._interruptible = math.inf  # from when on; until there is a handler, the signal would end the process
+        self._interruptible = math.inf  # from this time on: without a handler, the signal would end the process
         self._traceback: TracebackType | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._quit = False
         self._resumes = 0
         self._resume = threading.Event()
         self._paused = ""
-        self._timeouts: collective_timeouts.Watch | None = None
+        self._timeouts: collective_timeouts.GroupTimeouts | None = None
         self._main = threading.main_thread()
         self._position: tuple[object, int] | None = None
         self._cpu_clock = time.pthread_getcpuclockid(self._main.ident) if self._main.ident is not None else None
@@ -117,32 +117,32 @@ class DebugAgent:
             CellRequest: cell_requests.put,
         }
         for kind, handler in handlers.items():
-            host.on(kind, handler)
-        host.every_tick(self._tick)
+            agent.on(kind, handler)
+        agent.every_tick(self._tick)
 
     def install(self, function: Callable[..., Any]) -> None:
-        """Take the signals; call on the main thread, before the function runs."""
-        self._code = stacks.code_of(function)
-        self._timeouts = collective_timeouts.Watch()
+        """Install the signal handlers; call on the main thread, before the function runs."""
+        self._code = stacks.function_code(function)
+        self._timeouts = collective_timeouts.GroupTimeouts()
         signal.signal(signal.SIGUSR2, self._on_signal)
         self._interruptible = time.monotonic() + BOUNDARY_SECONDS
         descriptor = _memory_file()
         if descriptor is not None:
             faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
-            self._host.sink.emit(DumpReadyEvent(f"/proc/{os.getpid()}/fd/{descriptor}"))
+            self._agent.sink.emit(DumpReadyEvent(f"/proc/{os.getpid()}/fd/{descriptor}"))
 
     # ---- the main thread
 
     def hold(self, traceback: TracebackType) -> None:
-        """Keep the frames of a failure until the user has quit its debugger, or the kernel ends this process."""
+        """Keep the frames of a failure until the user quits its debugger, or the kernel ends this process."""
         self._traceback = traceback
         self._paused = "failed; its frames are kept"
-        with suppress(KeyboardInterrupt):  # the kernel lets go
+        with suppress(KeyboardInterrupt):  # from the kernel, to release the rank
             while not self._quit:
                 self._commands.get()()
 
     def _post_mortem(self, request: Request) -> None:
-        self._host.sink.emit(DoneReply(request.number, "stopped"))
+        self._agent.sink.emit(DoneReply(request.number, "stopped"))
         if self._traceback is not None:
             breakpoints.post_mortem(self._traceback)
         self._quit = True
@@ -157,30 +157,30 @@ class DebugAgent:
         while True:
             with self._lock:
                 if not self._pending:
-                    self._host.sink.on_step = None
+                    self._agent.sink.on_step = None
                     return
                 pending = self._pending.pop(0)
             resumes = self._resumes
             pending.serve(frame, note)
-            if self._resumes != resumes:  # it was held here: the next pause is for the next boundary
+            if self._resumes != resumes:  # the request paused the rank here: the next pause is for the next boundary
                 return
 
     def _wait(self, why: str, frame: FrameType | None, resumes: int) -> None:
-        """Hold the main thread until it has been resumed once more than ``resumes`` times."""
+        """Pause the main thread until it has been resumed more than ``resumes`` times."""
         self._paused = why
         try:
             while self._resumes == resumes:
                 self._serve(frame, "")
-                self._resume.wait(0.2)  # short waits let KeyboardInterrupt in, and the debugger
+                self._resume.wait(0.2)  # short, for KeyboardInterrupt and the debugger
         finally:
             self._paused = ""
 
     # ---- the agent's thread
 
     def _tick(self) -> None:
-        self._watch_main_thread()
-        if self._timeouts is not None and (asked := self._timeouts.look()) is not None:
-            self._host.sink.emit(GroupTimeoutEvent(asked))
+        self._record_movement()
+        if self._timeouts is not None and (limit := self._timeouts.poll()) is not None:
+            self._agent.sink.emit(GroupTimeoutEvent(limit))
         now = time.monotonic()
         with self._lock:
             due = [pending for pending in self._pending if now >= max(pending.deadline, self._interruptible)]
@@ -193,13 +193,13 @@ class DebugAgent:
                 if self._main.ident is not None:
                     signal.pthread_kill(self._main.ident, signal.SIGUSR2)
             elif pending.from_agent:
-                pending.serve(stacks.main_frame(), "looked at from outside: the main thread waits in C")
+                pending.serve(stacks.main_frame(), "read by another thread: the main thread waits in C")
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
-            self._beat()
+            self._send_heartbeat()
 
-    def _watch_main_thread(self) -> None:
-        """Note when the main thread moves: another bytecode, or processor time it has used."""
+    def _record_movement(self) -> None:
+        """Record when the main thread moves: it is at another bytecode, or has used processor time."""
         frame = stacks.main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
         cpu = time.clock_gettime(self._cpu_clock) if self._cpu_clock is not None else 0.0
@@ -207,26 +207,26 @@ class DebugAgent:
             self._moved = time.time()
         self._position, self._cpu = position, cpu
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         waiting = None
         if time.time() - self._moved > STUCK_SECONDS:
-            with suppress(Exception):  # the recorder's format is torch's own affair
+            with suppress(Exception):  # the recorder's format is internal to torch
                 open_ones, _ = flight_recorder.read()
                 waiting = min(open_ones, key=lambda collective: collective.since, default=None)
-        self._host.sink.emit(HeartbeatEvent(self._moved, waiting))
+        self._agent.sink.emit(HeartbeatEvent(self._moved, waiting))
 
     def _queue(self, serve: Callable[[FrameType | None, str], None], *, from_agent: bool = False) -> None:
         with self._lock:
             self._pending.append(_Pending(serve, from_agent=from_agent))
-        self._host.sink.on_step = self._at_boundary
+        self._agent.sink.on_step = self._at_boundary
 
     def _on_stacks(self, request: Request) -> None:
         waiting, last = flight_recorder.read()
         threads = stacks.all_stacks()
         if self._traceback is not None:
-            threads["MainThread"] = stacks.of_traceback(self._traceback)
+            threads["MainThread"] = stacks.traceback_stack(self._traceback)
         reply = StacksReply(request.number, threads, self._moved, waiting, last, self._paused_text())
-        self._host.sink.send(reply)
+        self._agent.sink.send(reply)
 
     def _paused_text(self) -> str:
         return self._paused or breakpoints.stopped_at()
@@ -241,41 +241,40 @@ class DebugAgent:
         found: list[str] = []
         with suppress(Exception):  # attributes are looked up: properties may raise anything
             found = stacks.completions(breakpoints.variables(frame), request.text) if frame is not None else []
-        self._host.sink.emit(CompleteReply(request.number, found))
+        self._agent.sink.emit(CompleteReply(request.number, found))
 
     def _in_frame(self, serve: Callable[[FrameType | None, str], None]) -> None:
-        """Serve at once where the main thread stands still for the user; else at a step boundary."""
+        """Serve now if the main thread is paused for the user, else at a step boundary."""
         if breakpoints.stopped_frame() is not None or self._traceback is not None or self._paused:
             serve(stacks.main_frame(), "")
         else:
             self._queue(serve, from_agent=True)
 
     def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
-        """Return the frame that is meant: by name, else of the debugger or failure, else the function's."""
+        """Return the requested frame: by name, else that of the debugger or the failure, else the function's."""
         stopped = breakpoints.stopped_frame()
         if stopped is not None:
-            return stopped if not name else stacks.find(stopped, name, self._code)
+            return stopped if not name else stacks.find_frame(stopped, name, self._code)
         if self._traceback is not None:
-            return stacks.in_traceback(self._traceback, name)
-        return stacks.find(frame, name, self._code)
+            return stacks.frame_in_traceback(self._traceback, name)
+        return stacks.find_frame(frame, name, self._code)
 
     def _answer(self, request: AskRequest, frame: FrameType | None, note: str) -> None:
         found = self._find(request.frame, frame)
         if found is None:
-            stack = ", ".join(dict.fromkeys(stacks.names(frame)))
-            self._host.sink.emit(
-                AskReply(request.number, f"no function {request.frame!r} runs now; there are: {stack}")
-            )
+            running = ", ".join(dict.fromkeys(stacks.function_names(frame)))
+            error = f"frame={request.frame!r} is not a running function; these are: {running}"
+            self._agent.sink.emit(AskReply(request.number, error))
             return
-        self._host.sink.emit(evaluate(request, found, note))
+        self._agent.sink.emit(evaluate(request, found, note))
 
     def _on_pause(self, request: Request) -> None:
         self._resume.clear()
-        resumes = self._resumes  # as of now: whoever hears that it is paused may resume it before it waits
+        resumes = self._resumes  # read now: the reply that it is paused may bring a resume before it waits
 
         def pause(frame: FrameType | None, _note: str) -> None:
-            place = stacks.stack(stacks.find(frame, "", self._code))
-            self._host.sink.emit(DoneReply(request.number, "paused"))
+            place = stacks.stack(stacks.find_frame(frame, "", self._code))
+            self._agent.sink.emit(DoneReply(request.number, "paused"))
             self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame, resumes)
 
         self._queue(pause)
@@ -285,7 +284,7 @@ class DebugAgent:
         self._resume.set()
         with self._lock:
             self._pending = [pending for pending in self._pending if pending.from_agent]
-        self._host.sink.send(DoneReply(request.number, "resumed"))
+        self._agent.sink.send(DoneReply(request.number, "resumed"))
 
     def _on_break(self, request: Request) -> None:
         if self._traceback is not None:
@@ -293,9 +292,9 @@ class DebugAgent:
             return
 
         def stop_here(frame: FrameType | None, _note: str) -> None:
-            self._host.sink.emit(DoneReply(request.number, "stopped"))
-            where = stacks.users(frame, self._code)
-            breakpoints.look_at(where) if self._paused else breakpoints.stop_in(where)
+            self._agent.sink.emit(DoneReply(request.number, "stopped"))
+            where = stacks.user_frame(frame, self._code)
+            breakpoints.inspect_frame(where) if self._paused else breakpoints.stop_in(where)
 
         self._queue(stop_here)
 
@@ -303,20 +302,20 @@ class DebugAgent:
         try:
             import debugpy  # noqa: T100 - the user asked for it
         except ImportError:
-            self._host.sink.send(DoneReply(request.number, error="debugpy is not installed; run: pip install debugpy"))
+            self._agent.sink.send(DoneReply(request.number, error="debugpy is not installed; run: pip install debugpy"))
             return
         try:
             host, port = debugpy.listen(("127.0.0.1", 0))  # noqa: T100 - the same
-            self._host.sink.send(DoneReply(request.number, f"{host}:{port}"))
-        except Exception as error:  # noqa: BLE001 - whatever debugpy says, the kernel shows it
-            self._host.sink.send(DoneReply(request.number, error=f"{type(error).__name__}: {error}"))
+            self._agent.sink.send(DoneReply(request.number, f"{host}:{port}"))
+        except Exception as error:  # noqa: BLE001 - the kernel shows debugpy's error
+            self._agent.sink.send(DoneReply(request.number, error=f"{type(error).__name__}: {error}"))
 
 
 def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
-    """Return the value of the request's expression in ``frame``, as the kernel will see it."""
+    """Evaluate the request's expression in ``frame`` and return the reply."""
     try:
         value = eval(request.expression, breakpoints.variables(frame))  # noqa: S307 - the user's own expression
-    except BaseException as error:  # noqa: BLE001 - it must not reach the function that is being watched
+    except BaseException as error:  # noqa: BLE001 - it must not reach the running function
         return AskReply(request.number, f"{type(error).__name__}: {error}")
     text = short_repr(value)
     payload = dump_answer(value)
@@ -324,7 +323,7 @@ def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
 
 
 def short_repr(value: object) -> str:
-    """Return what a value looks like, at most 2,000 characters of it."""
+    """Return the ``repr`` of a value, at most 2,000 characters."""
     try:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - a broken __repr__

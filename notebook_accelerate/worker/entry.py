@@ -1,7 +1,7 @@
-"""The life of one rank, from its process's first line to its last.
+"""The main function of a rank's process: every start method calls it.
 
-``main`` reads as five paragraphs: cut the ties to the process this one was forked from, connect to the kernel, take
-on the rank's environment, run the function, report. Every process start method ends here.
+``main`` has five steps: detach from the parent process, connect to the kernel, apply the order, run the function, and
+report the outcome.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Wiring:
-    """The descriptors a rank keeps, and the process whose end must be its own."""
+    """The descriptors that a rank keeps, and its parent process, with which it ends."""
 
     channel: int
     stdout: int
@@ -58,23 +58,23 @@ class Wiring:
 
 
 def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] | None) -> NoReturn:
-    """Be a rank; never returns.
+    """Run a rank; never returns.
 
     Args:
-        order: What to be.
-        wiring: Descriptors for the channel and the two output streams.
+        order: What the rank runs with.
+        wiring: Descriptors of the channel and the two output streams.
         load: Returns the function and its arguments.
-        inherited: The kernel's own descriptors, in a process that was forked from the kernel itself; None elsewhere.
+        inherited: The kernel's own descriptors, in a process forked from the kernel; None elsewhere.
     """
     code = 1
     try:
-        isolate(wiring, inherited)
+        detach(wiring, inherited)
         agent, console, debugging = connect(wiring)
-        outcome = run(order, load, debugging)
+        outcome = run_function(order, load, debugging)
         code = report(outcome, agent, console)
-    except KeyboardInterrupt:  # by whoever stops the run, after the function
+    except KeyboardInterrupt:  # the run is being stopped, after the function returned
         pass
-    except BaseException:  # noqa: BLE001 - the last line of a process: nothing above it could handle anything
+    except BaseException:  # noqa: BLE001 - nothing above could handle it
         with contextlib.suppress(Exception):
             os.write(2, ("notebook_accelerate: a worker failed outside the function\n" + _traceback()).encode())
     finally:
@@ -87,53 +87,53 @@ def _traceback() -> str:
     return traceback.format_exc()
 
 
-# ---- 1. cut the ties
+# ---- 1. detach
 
 
-def isolate(wiring: Wiring, inherited: set[int] | None) -> None:
-    """Leave the parent's process group, handlers, event loop and sockets behind.
+def detach(wiring: Wiring, inherited: set[int] | None) -> None:
+    """Leave the parent's process group, and drop its handlers, event loop and sockets.
 
-    From here until the function begins, an interrupt waits.
+    SIGINT stays blocked until the order is applied.
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     if inherited is not None:
-        forget_interrupt(wiring.parent)
+        discard_interrupt(wiring.parent)
     die_with_parent(wiring.parent)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
-    threading.current_thread().name = "MainThread"  # a rank forked from a run's thread has that thread's name
+    threading.current_thread().name = "MainThread"  # a rank forked from the run's thread inherits its name
     asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
     atexit._clear()
-    # A fork from the run's daemon thread: threads that the function starts would be daemons too, and not waited for.
+    # The run's thread is a daemon; threads that the function starts would inherit that, and nothing would join them.
     threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
     if inherited is not None:
-        silence_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=inherited)
+        redirect_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=inherited)
 
 
-def forget_interrupt(kernel: int) -> None:
-    """Drop a pending interrupt that was for the kernel, in whose process group this process was forked (Linux)."""
+def discard_interrupt(kernel: int) -> None:
+    """Discard a pending interrupt for the kernel, in whose process group this process was forked (Linux)."""
     if sys.platform == "linux":
         pending = signal.sigtimedwait([signal.SIGINT], 0)
-        if pending is not None and pending.si_pid == kernel:  # for this rank: the run is being stopped
+        if pending is not None and pending.si_pid == kernel:  # the kernel sent it to stop this rank
             signal.raise_signal(signal.SIGINT)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when the thread that forked it ends (Linux); elsewhere the agent notices."""
+    """Let Linux kill this process when the thread that forked it ends; on other systems the agent ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
 
-def silence_descriptors(keep: set[int], known: set[int]) -> None:
-    """Point the kernel's sockets, event queues, history file and ``known`` pipes at /dev/null in this process.
+def redirect_descriptors(keep: set[int], known: set[int]) -> None:
+    """Redirect the kernel's sockets, event queues, history file and ``known`` pipes to /dev/null in this process.
 
-    Closing them would free their numbers for new files, which the inherited objects' destructors would then close.
+    Closed descriptors would be reused for new files, which the destructors of inherited objects would then close.
     """
     null = os.open(os.devnull, os.O_RDWR)
     folder = "/proc/self/fd"
@@ -154,12 +154,12 @@ def silence_descriptors(keep: set[int], known: set[int]) -> None:
 
 
 def connect(wiring: Wiring) -> tuple[Agent, Console, DebugAgent]:
-    """Send what is written to the kernel through pipes, and everything else through the channel."""
+    """Connect the output streams to the kernel's pipes, and everything else to the channel."""
     import socket
 
     os.dup2(wiring.stdout, 1)
     os.dup2(wiring.stderr, 2)
-    faulthandler.enable(2)  # a crash in native code leaves the Python stack; ipykernel's own default is not this file
+    faulthandler.enable(2)  # for crashes in native code; ipykernel's default is another file
     for descriptor in {wiring.stdout, wiring.stderr} - {1, 2}:
         os.close(descriptor)
     sink = Sink(Channel(socket.socket(fileno=wiring.channel)))
@@ -172,14 +172,14 @@ def connect(wiring: Wiring) -> tuple[Agent, Console, DebugAgent]:
     return agent, console, debugging
 
 
-# ---- 3. and 4. become the rank, run
+# ---- 3. apply the order, and 4. run
 
 
-def run(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
-    """Run the function as this rank and return what became of it."""
+def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
+    """Run the function as this rank and return its outcome."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        take_on(order)
+        apply_order(order)
         function, arguments = load()
         debugging.install(function)
         sink = shared_state.require_sink()
@@ -187,23 +187,23 @@ def run(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
         value = function(*arguments)
     except SystemExit as stop:
         if stop.code in (None, 0):
-            return result(None)
-        return failure(stop, "exit")
+            return result_event(None)
+        return failure_event(stop, "exit")
     except BdbQuit as stop:
-        return failure(stop, "quit")
+        return failure_event(stop, "quit")
     except KeyboardInterrupt as stop:
-        return failure(stop, "interrupted")
-    except BaseException as error:  # noqa: BLE001 - whatever the user's function raises belongs to the kernel
-        event = failure(error, "exception")
+        return failure_event(stop, "interrupted")
+    except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
+        event = failure_event(error, "exception")
         if order.hold and error.__traceback__ is not None:
             shared_state.require_sink().send(event)
             debugging.hold(error.__traceback__)
         return event
-    return result(value)
+    return result_event(value)
 
 
-def take_on(order: WorkerOrder) -> None:
-    """Make environment, paths, threads and random numbers those of the rank."""
+def apply_order(order: WorkerOrder) -> None:
+    """Set the rank's environment, paths, threads and inherited state."""
     if order.base_environment is not None:
         os.environ.clear()
         os.environ.update(order.base_environment)
@@ -211,7 +211,7 @@ def take_on(order: WorkerOrder) -> None:
     for name in KERNEL_ONLY:
         os.environ.pop(name, None)
     if order.cwd is not None:
-        with contextlib.suppress(OSError):  # a folder deleted under the kernel is the kernel's state too
+        with contextlib.suppress(OSError):  # the kernel's folder may have been deleted
             os.chdir(order.cwd)
     if order.sys_path is not None:
         sys.path[:] = order.sys_path
@@ -222,20 +222,20 @@ def take_on(order: WorkerOrder) -> None:
     inherited_state.apply(order.state)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):
-        # OMP_NUM_THREADS has no effect on a torch that is already imported.
+        # OMP_NUM_THREADS has no effect once torch is imported.
         torch.set_num_threads(order.threads)
 
 
-def result(value: Any) -> Event:
-    """Return the event that carries ``value``, or the failure to pickle it."""
+def result_event(value: Any) -> Event:
+    """Return the event with ``value``, or the failure to pickle it."""
     try:
         return ResultEvent(dump_bytes(value, f"the return value (a {type(value).__name__})"))
     except Exception as error:  # noqa: BLE001 - a __reduce__ may raise anything
-        return failure(error, "unpicklable")
+        return failure_event(error, "unpicklable")
 
 
-def failure(error: BaseException, kind: str) -> FailureEvent:
-    """Return the event that tells the kernel of ``error``."""
+def failure_event(error: BaseException, kind: str) -> FailureEvent:
+    """Return the event that reports ``error``."""
     now = time.time()
     chain = tracebacks.chain_of(error)
     note, payload = "", b""
@@ -250,11 +250,11 @@ def failure(error: BaseException, kind: str) -> FailureEvent:
 
 
 def report(outcome: Event, agent: Agent, console: Console) -> int:
-    """Wind down as an interpreter does at its end, send the outcome, and return the exit code."""
+    """Finalise as an interpreter does at exit, send the outcome, and return the exit code."""
     failed = isinstance(outcome, FailureEvent)
     if failed:
-        # First of all: that this rank failed, before its closing sockets make others fail.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the function is over: nothing is left to interrupt
+        # Report the failure first: when this rank closes its sockets, others fail too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the function has ended: there is nothing to interrupt
         console.flush()
         agent.sink.send(outcome)
     else:
@@ -271,8 +271,8 @@ def report(outcome: Event, agent: Agent, console: Console) -> int:
 
 
 def join_threads() -> None:
-    """Wait for the function's own non-daemon threads, and for those that these start, as the interpreter does."""
-    for call in reversed(getattr(threading, "_threading_atexits", ())):  # ends the idle threads of executors
+    """Join the non-daemon threads of the function, and those that they start, as the interpreter does."""
+    for call in reversed(getattr(threading, "_threading_atexits", ())):  # these end the idle threads of executors
         with contextlib.suppress(Exception):
             call()
     while threads := [
@@ -283,10 +283,10 @@ def join_threads() -> None:
 
 
 def leave_process_group() -> None:
-    """Close a process group that the function left open; at exit NCCL warns of it.
+    """Destroy a process group that the function left open, of which NCCL would warn at exit.
 
-    gloo says nothing, and closing its group can wait for ever: the destructor holds the interpreter while it joins a
-    thread that may need it. The end of the process closes its sockets as well.
+    gloo does not warn, and destroying its group can hang: the destructor holds the GIL while it joins a thread that may
+    need it. The end of the process closes its sockets too.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -1,6 +1,6 @@
-"""Reads torch's flight recorder in a rank: which collectives it has entered and not left.
+"""Reads torch's flight recorder: the collectives that this rank has entered and not left.
 
-gloo and NCCL both fill it once TORCH_FR_BUFFER_SIZE is set before the first operation.
+gloo and NCCL fill the recorder if TORCH_FR_BUFFER_SIZE is set before the first operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read() -> tuple[tuple[Collective, ...], dict[str, int]]:
 
 def _has_group() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
-    # A rank may be asked while it imports torch: the module is there then, and its functions are not.
+    # A request may arrive while the rank imports torch: the module then exists without its functions.
     initialised = getattr(distributed, "is_initialized", None)
     return bool(initialised is not None and distributed.is_available() and initialised())
 

@@ -1,11 +1,11 @@
-"""A rank's half of the checks for the usual mistakes: it tells small facts, which the kernel compares over ranks.
+"""The rank's part of the checks for common mistakes: it sends small facts, which the kernel compares over ranks.
 
-No check adds a collective or waits for an accelerator, so that none can change, hang or slow what it watches. Facts are
-told at prepare, for the first two batches, at optimizer steps 1, 10, 100, ... and when a number stops being finite.
-Outside a launched worker, and alone, nothing is installed at all.
+No check adds a collective or waits for an accelerator, so no check can change, hang or slow training. Facts are sent at
+prepare, for the first two batches, at optimizer steps 1, 10, 100, ... and when a number is not finite. Without other
+ranks, or outside a launched rank, no check is installed.
 
 Cost of the checks in a step, on one busy CPU core: 2 to 4 microseconds (`make bench`, area debugging), and 7 more for
-the look at a gradient in each backward of a model under DDP.
+the check of a gradient in each backward of a model under DDP.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 BATCHES = 2
-"""Batches that are told of; two, because one batch may well be the same everywhere on purpose."""
+"""Batches that are compared; two, because one batch may be the same on all ranks on purpose."""
 UNPREPARED_STEPS = 100
-"""After so many optimizer steps nobody looks for an unprepared optimizer any longer."""
+"""Optimizer steps after which the search for an unprepared optimizer ends."""
 _SAMPLES = 64
 _MAX_TENSORS = 512
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return up to 64 values spread over tensors, and how many elements there are; one transfer from the device."""
+    """Return the number of elements of tensors, and up to 64 values spread over them; one transfer from the device."""
     try:
         chosen = [tensor.detach() for tensor in islice(tensors, _MAX_TENSORS) if tensor.numel()]
         if not chosen:
@@ -42,14 +42,14 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
         parts = [tensor.reshape(-1)[:: max(1, tensor.numel() // each)][:each].double() for tensor in chosen]
         return [float(sum(tensor.numel() for tensor in chosen)), *torch.cat(parts)[:_SAMPLES].tolist()]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return []  # meta, lazy, sparse or quantised tensors: a check must never be what fails
+        return []  # meta, lazy, sparse or quantised tensors: a check must never fail
 
 
 class SanityFacts:
     """The checks of one ``Accelerator``.
 
     Args:
-        several: Whether there are other ranks, each of which has the whole model.
+        several: Whether there are other ranks, each with the complete model.
         compiled: Whether models are compiled.
     """
 
@@ -65,19 +65,19 @@ class SanityFacts:
         self._any_steps = 0
         self._backwards = 0
         self._norms = 0
-        self._told: set[str] = set()
-        self._ring: _Ring | None = None
+        self._reported: set[str] = set()
+        self._readings: _DeviceReadings | None = None
         self._scaled = False
 
     # ---- prepare
 
     def prepared(self, models: Iterable[Any], optimizers: Iterable[Any], results: Iterable[Any]) -> None:
-        """Look at what has been prepared so far.
+        """Install the checks on what has been prepared so far.
 
         Args:
-            models: The models of all calls of prepare, without what was put around them.
+            models: The models of all calls of prepare, unwrapped.
             optimizers: The prepared optimizers of all calls.
-            results: What this call of prepare returns.
+            results: The return values of this call of prepare.
         """
         if not self.active:
             return
@@ -93,16 +93,16 @@ class SanityFacts:
         if self._unprepared is None and self._parameters:
             self._unprepared = register_optimizer_step_post_hook(self._on_any_step)
 
-    def _once(self, item: Any, look: Callable[[Any], None]) -> None:
+    def _once(self, item: Any, install: Callable[[Any], None]) -> None:
         if id(item) not in self._seen:
             self._seen.add(id(item))
-            look(item)
+            install(item)
 
     def _prepared_model(self, model: torch.nn.Module) -> None:
         self._parameters.update(map(id, model.parameters()))
-        self._tell("parameters", 0, fingerprint(model.parameters()))
+        _send("parameters", 0, fingerprint(model.parameters()))
         if not self._compiled and not isinstance(model, torch.jit.ScriptModule):  # a hook would be compiled with it
-            counter = _BatchCounter(self)
+            counter = _BatchCounter()
             counter.handle = model.register_forward_pre_hook(counter, with_kwargs=True)
 
     def _prepared_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -114,12 +114,12 @@ class SanityFacts:
 
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._steps += 1
-        # Ranks that exchange no gradients now (local SGD) may differ.
+        # Ranks that do not exchange gradients now (local SGD) may differ.
         if self._steps in _POWERS_OF_TEN and all(model.require_backward_grad_sync for model in self._wrappers):
-            self._tell("parameters", self._steps, fingerprint(_parameters(optimizer)))
+            _send("parameters", self._steps, fingerprint(_parameters(optimizer)))
 
     def _on_any_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Look at a step of any optimizer of this process."""
+        """Check whether the optimizer of a step should have been prepared."""
         if self._any_steps >= UNPREPARED_STEPS:
             return
         self._any_steps += 1
@@ -128,35 +128,36 @@ class SanityFacts:
             name = type(optimizer).__name__
             fix = f"{name} steps parameters of a prepared model but was not prepared itself: "
             fix += "optimizer = accelerator.prepare(optimizer)"
-            _emit("mistake", 0, [], fix)
+            _send("mistake", 0, [], fix)
             self._any_steps = UNPREPARED_STEPS
 
-    def _look_no_longer(self) -> None:
-        """Take the hook of all optimizers off; not from inside it, as torch is then going through its hooks."""
+    def _remove_step_hook(self) -> None:
+        """Remove the hook of all optimizers; not from inside the hook, while torch iterates over its hooks."""
         if self._unprepared is not None and self._any_steps >= UNPREPARED_STEPS:
             self._unprepared.remove()
 
     # ---- numbers
 
     def loss(self, loss: Any) -> None:
-        """Look at a loss on its way to backward."""
+        """Check a loss before its backward."""
         if self.active:
             self._backwards += 1
             if self._backwards % UNPREPARED_STEPS == 1:
-                self._look_no_longer()
-            self._look("loss", self._backwards, loss)
+                self._remove_step_hook()
+            self._check_finite("loss", self._backwards, loss)
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Look at the norm of gradients and return it."""
+        """Check the norm of gradients and return it."""
         if self.active:
             self._norms += 1
-            self._look("gradients", self._norms, norm)
+            self._check_finite("gradients", self._norms, norm)
         return norm
 
     def _watch_gradient(self, wrapper: torch.nn.Module) -> None:
-        """Look at a gradient before it is averaged: afterwards, what is wrong on one rank is wrong on all.
+        """Check a gradient before it is averaged: afterwards, a wrong value of one rank is wrong on all.
 
-        One small parameter near the beginning of the model tells of all that went wrong on the way back to it.
+        One small parameter near the beginning of the model is enough: its gradient shows every error of the backward
+        pass before it.
         """
         trained = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
         early = trained[: max(1, len(trained) // 3)]
@@ -164,34 +165,32 @@ class SanityFacts:
             self._once(min(early, key=torch.Tensor.numel), lambda one: one.register_hook(self._local_gradient))
 
     def _local_gradient(self, gradient: torch.Tensor) -> None:
-        # A scaler of losses is looking for the largest scale: gradients that overflow are how it finds it.
-        if "local gradients" in self._told or self._scaled or gradient.layout is not torch.strided:
+        # A gradient scaler searches for the largest scale by letting gradients overflow.
+        if "local gradients" in self._reported or self._scaled or gradient.layout is not torch.strided:
             return
         values = gradient.detach().reshape(-1)
         values = values[:: max(1, values.numel() // _SAMPLES)].sum(dtype=torch.float32)
-        self._look("local gradients", self._backwards, values)
+        self._check_finite("local gradients", self._backwards, values)
 
-    def _look(self, check: str, number: int, value: Any) -> None:
-        if check in self._told or not isinstance(value, torch.Tensor) or value.numel() != 1:
+    def _check_finite(self, check: str, number: int, value: Any) -> None:
+        if check in self._reported or not isinstance(value, torch.Tensor) or value.numel() != 1:
             return
         if value.device.type == "cpu":
             if not math.isfinite(got := value.item()):
-                self._told.add(check)
-                self._tell(check, number, [got])
+                self._reported.add(check)
+                _send(check, number, [got])
         elif value.device.type == "cuda":
-            self._ring = self._ring or _Ring()
-            for found in self._ring.add(check, number, value):
-                if found[0] not in self._told:
-                    self._told.add(found[0])
-                    self._tell(*found)
-
-    def _tell(self, check: str, key: int, values: list[float]) -> None:
-        if values:
-            _emit(check, key, values)
+            self._readings = self._readings or _DeviceReadings()
+            for found in self._readings.add(check, number, value):
+                if found[0] not in self._reported:
+                    self._reported.add(found[0])
+                    _send(*found)
 
 
-def _emit(check: str, key: int, values: list[float], *text: str) -> None:
-    # Loaded in every launched worker; elsewhere nobody is told, and importing it would cost an Accelerator 5 ms.
+def _send(check: str, key: int, values: list[float], *text: str) -> None:
+    if not (values or text):
+        return
+    # Loaded in every launched rank; elsewhere nothing is sent, and the import would cost an Accelerator 5 ms.
     from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 
     telemetry.emit(CheckEvent(check, key, values, *text))
@@ -204,24 +203,24 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class _Ring:
-    """Numbers on their way from an accelerator: read a few steps later, when the copy has long ended.
+class _DeviceReadings:
+    """Copies of numbers from an accelerator, read a few steps later, when the copy has ended.
 
-    Reading them at once would have the host wait for the device in every step.
+    Reading them at once would make the host wait for the device in every step.
     """
 
     SIZE = 8
 
     def __init__(self) -> None:
         self._host = torch.zeros(self.SIZE, dtype=torch.float64, pin_memory=True)
-        self._under_way: deque[tuple[str, int, int, Any]] = deque()
+        self._pending: deque[tuple[str, int, int, Any]] = deque()
         self._count = 0
 
     def add(self, check: str, number: int, value: torch.Tensor) -> list[tuple[str, int, list[float]]]:
-        """Begin to fetch a number; return those that have come and are not finite."""
+        """Start the copy of a number; return the copied numbers that are not finite."""
         found = []
-        while self._under_way and (len(self._under_way) == self.SIZE or self._under_way[0][3].query()):
-            name, key, slot, event = self._under_way.popleft()
+        while self._pending and (len(self._pending) == self.SIZE or self._pending[0][3].query()):
+            name, key, slot, event = self._pending.popleft()
             event.synchronize()
             if not math.isfinite(got := self._host[slot].item()):
                 found.append((name, key, [got]))
@@ -230,24 +229,23 @@ class _Ring:
         arrival: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._host[slot].copy_(value.detach().reshape(()), non_blocking=True)
         arrival.record()
-        self._under_way.append((check, number, slot, arrival))
+        self._pending.append((check, number, slot, arrival))
         return found
 
 
 class _BatchCounter:
-    """A hook on a prepared model that tells of its first batches in training and then removes itself."""
+    """A hook on a prepared model that sends its first batches in training and then removes itself."""
 
-    def __init__(self, checks: SanityFacts) -> None:
-        self._checks = checks
+    def __init__(self) -> None:
         self._count = 0
         self.handle: Any = None
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell of a batch before the model sees it."""
+        """Send the fingerprint of a batch."""
         if not (module.training and torch.is_grad_enabled()):
             return
         self._count += 1
         given = (*args, *kwargs.values())
-        self._checks._tell("batch", self._count, fingerprint(item for item in given if isinstance(item, torch.Tensor)))
+        _send("batch", self._count, fingerprint(item for item in given if isinstance(item, torch.Tensor)))
         if self._count == BATCHES:
             self.handle.remove()

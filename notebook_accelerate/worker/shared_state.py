@@ -1,4 +1,4 @@
-"""The worker-side state that a new rank must not inherit, by dotted name: this room imports none of it."""
+"""Shared state that a new rank must not inherit, by dotted name: this package does not import it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import AbstractContextManager, ExitStack
 from notebook_accelerate.telemetry import Sink, current_sink
 
 RESETS: list[str] = ["notebook_accelerate.state:reset_shared_state"]
-"""Functions that forget a process's shared state; each runs in every new worker whose process has loaded its module."""
+"""Functions that reset shared state; each runs in every new rank whose process has loaded its module."""
 
 SCOPES: list[tuple[str, str, str]] = [
     ("notebook_accelerate.state", "isolated_shared_state", "start_afresh"),
 ]
-"""Per module: a context manager that puts the shared state aside for an inline run and brings it back afterwards, and
-the function that starts afresh where the run itself was the first to load the module."""
+"""Per module: a context manager that replaces the shared state during an inline run and restores it afterwards, and
+the function that resets the state where the run itself was the first to load the module."""
 
 
 def reset() -> None:
-    """Forget what the process that this one was forked from had set up."""
+    """Reset the shared state that the parent process had set up."""
     for dotted in RESETS:
         module, name = dotted.split(":")
         if module in sys.modules:
@@ -26,7 +26,7 @@ def reset() -> None:
 
 
 def isolated() -> AbstractContextManager[object]:
-    """Put the kernel's shared state aside while an inline run has its own."""
+    """Give an inline run its own shared state, and restore the kernel's afterwards."""
     stack = ExitStack()
     for module, scope, fresh in SCOPES:
         if module in sys.modules:
@@ -42,7 +42,7 @@ def _call_if_loaded(module: str, name: str) -> None:
 
 
 def require_sink() -> Sink:
-    """Return this worker's sink."""
+    """Return this rank's sink."""
     sink = current_sink()
-    assert sink is not None, "a worker is connected before it runs"
+    assert sink is not None, "a rank is connected before it runs"
     return sink

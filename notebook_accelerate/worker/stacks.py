@@ -1,4 +1,4 @@
-"""Frames of a rank's threads: as data, and as places to evaluate in."""
+"""Frames of a rank's threads, to send and to evaluate expressions in."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "
 
 
 def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread, from whichever thread this is."""
+    """Return the innermost frame of the main thread; callable from any thread."""
     identity = threading.main_thread().ident
     return sys._current_frames().get(identity) if identity is not None else None
 
 
 def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
-    """Return ``frame`` and its callers, the outermost first, without those that launched the function."""
+    """Return ``frame`` and its callers up to the launched function, outermost first."""
     found: list[FrameInfo] = []
     while frame is not None and len(found) < MAX_FRAMES and frame.f_code.co_filename not in LAUNCHERS:
-        name, line = frame.f_code.co_filename, frame.f_lineno or 0
-        found.append(FrameInfo(name, line, frame.f_code.co_name, linecache.getline(name, line).strip()))
+        found.append(_frame_info(frame, frame.f_lineno or 0))
         frame = frame.f_back
     return tuple(reversed(found))
+
+
+def _frame_info(frame: FrameType, line: int) -> FrameInfo:
+    name = frame.f_code.co_filename
+    return FrameInfo(name, line, frame.f_code.co_name, linecache.getline(name, line).strip())
 
 
 def all_stacks() -> dict[str, tuple[FrameInfo, ...]]:
@@ -45,12 +49,10 @@ def all_stacks() -> dict[str, tuple[FrameInfo, ...]]:
     return {names.get(identity, f"thread {identity}"): stack(frames[identity]) for identity in order}
 
 
-def code_of(function: Callable[..., Any]) -> CodeType | None:
-    """Return the code of a function behind partials, wrappers and methods; None for other callables."""
-    seen = 0
+def function_code(function: Callable[..., Any]) -> CodeType | None:
+    """Return the code of a function inside partials, wrappers and methods; None for other callables."""
     target: Any = function
-    while seen < 20:
-        seen += 1
+    for _ in range(20):
         inner = getattr(target, "__wrapped__", None) or getattr(target, "func", None)
         if inner is None:
             break
@@ -60,8 +62,8 @@ def code_of(function: Callable[..., Any]) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def find(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
-    """Return the innermost frame of the function ``name``, or of ``default`` when no name is given."""
+def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
+    """Return the innermost frame of the function ``name``; without a name, of ``default``, or else ``frame``."""
     current = frame
     while current is not None:
         if current.f_code.co_name == name if name else current.f_code is default:
@@ -70,23 +72,23 @@ def find(frame: FrameType | None, name: str, default: CodeType | None) -> FrameT
     return frame if not name else None
 
 
-def users(frame: FrameType | None, default: CodeType | None) -> FrameType | None:
-    """Return the innermost frame of the user's own code; the launched function's where there is none."""
+def user_frame(frame: FrameType | None, default: CodeType | None) -> FrameType | None:
+    """Return the innermost frame of the user's own code; the launched function's frame where there is none."""
     current = frame
     while current is not None and current.f_code.co_filename not in LAUNCHERS:
         if is_user_code(current.f_code.co_filename):
             return current
         current = current.f_back
-    return find(frame, "", default)
+    return find_frame(frame, "", default)
 
 
-def variables(frame: FrameType) -> dict[str, Any]:
-    """Return what an expression in ``frame`` can name; in one dictionary, so that comprehensions see the locals."""
+def frame_variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of ``frame``, in one dictionary, so that comprehensions see the locals."""
     return {**frame.f_globals, **frame.f_locals}
 
 
 def completions(names: dict[str, Any], text: str) -> list[str]:
-    """Return ``text`` with each of ``names`` that completes its last dotted part, as "model.head.weight"."""
+    """Return ``text``, completed by each of ``names`` that fits its last dotted part: "model.head.weight"."""
     found = re.search(r"[A-Za-z_][\w.]*$", text)
     part = found.group() if found else ""
     if not part:
@@ -96,8 +98,8 @@ def completions(names: dict[str, Any], text: str) -> list[str]:
     return [text[: len(text) - len(part)] + name.rstrip("() :") for name in dict.fromkeys(matches)]
 
 
-def names(frame: FrameType | None) -> list[str]:
-    """Return the names of the functions on the stack, the innermost first."""
+def function_names(frame: FrameType | None) -> list[str]:
+    """Return the names of the functions on the stack, innermost first."""
     found: list[str] = []
     while frame is not None:
         found.append(frame.f_code.co_name)
@@ -105,15 +107,15 @@ def names(frame: FrameType | None) -> list[str]:
     return found
 
 
-def innermost(traceback: TracebackType | None) -> FrameType | None:
-    """Return the frame in which an exception was raised."""
+def innermost_frame(traceback: TracebackType | None) -> FrameType | None:
+    """Return the frame that raised the exception."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback.tb_frame if traceback is not None else None
 
 
-def in_traceback(traceback: TracebackType | None, name: str) -> FrameType | None:
-    """Return the innermost frame of the function ``name`` that an exception passed; of any where no name is given."""
+def frame_in_traceback(traceback: TracebackType | None, name: str) -> FrameType | None:
+    """Return the innermost frame of a traceback; with a name, the innermost frame of that function."""
     found = None
     while traceback is not None:
         if not name or traceback.tb_frame.f_code.co_name == name:
@@ -122,13 +124,12 @@ def in_traceback(traceback: TracebackType | None, name: str) -> FrameType | None
     return found
 
 
-def of_traceback(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
-    """Return where an exception passed, the outermost frame first."""
+def traceback_stack(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
+    """Return the frames of a traceback from the launched function on, outermost first."""
     found: list[FrameInfo] = []
     while traceback is not None and traceback.tb_frame.f_code.co_filename in LAUNCHERS:
         traceback = traceback.tb_next
     while traceback is not None:
-        name, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        found.append(FrameInfo(name, line, traceback.tb_frame.f_code.co_name, linecache.getline(name, line).strip()))
+        found.append(_frame_info(traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     return tuple(found)

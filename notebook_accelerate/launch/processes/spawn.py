@@ -1,4 +1,4 @@
-"""Ranks as fresh interpreters, for platforms where nothing can be forked: slow to start, safe everywhere."""
+"""Ranks as fresh interpreters, for platforms that cannot fork: slow to start, safe everywhere."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class SpawnBackend(PickledBackend):
             ends.close_kernel_side()
             raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # the end of one that has died already is told by the supervisor
+        with suppress(BrokenPipeError), process.stdin:  # the supervisor reports the end of a rank that has died already
             process.stdin.write(pickle.dumps(self.complete(order)))
-        process.returncode = 0  # reaped by the supervisor, which also wants its resource usage
+        process.returncode = 0  # the supervisor reaps it, to read its resource usage
         ends.close_rank_side()
         return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
 
 
 def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int) -> NoReturn:
-    """Be a rank in a fresh interpreter: the order comes on standard input."""
+    """Run a rank in a fresh interpreter; reads the order from standard input."""
     from notebook_accelerate.telemetry.payload import loader
     from notebook_accelerate.worker import entry
 
-    entry.forget_interrupt(parent)
-    order = pickle.load(sys.stdin.buffer)  # not to the end: a rank forked meanwhile may hold the other end open
+    entry.discard_interrupt(parent)
+    order = pickle.load(sys.stdin.buffer)  # not until its end: a rank forked meanwhile may hold the other end open
     entry.main(order, entry.Wiring(channel, stdout, stderr, parent), loader(payload), inherited=None)

@@ -11,35 +11,35 @@ from notebook_accelerate.telemetry import AnsweredEvent, Channel, InputReply, In
 from notebook_accelerate.worker.agent import Agent
 
 
-def test_a_handler_that_fails_does_not_end_the_hearing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_handler_that_fails_does_not_end_the_thread(capsys: pytest.CaptureFixture[str]) -> None:
     kernel, theirs = Channel.pair()
     agent = Agent(Sink(Channel(theirs)))
-    heard: list[InputReply] = []
+    received: list[InputReply] = []
 
     def fails(event: StatusEvent) -> None:
         raise AttributeError("half imported")
 
     agent.on(StatusEvent, fails)
-    agent.on(InputReply, heard.append)
+    agent.on(InputReply, received.append)
     kernel.send(StatusEvent("running"), InputReply("still there"))
     for _, event in agent.sink.channel.receive(10.0):
-        agent._hear(event)
-    assert [reply.text for reply in heard] == ["still there"]
+        agent._handle(event)
+    assert [reply.text for reply in received] == ["still there"]
     assert "AttributeError: half imported" in capsys.readouterr().err
     kernel.close()
     agent.sink.channel.close()
 
 
-def test_the_answer_to_an_earlier_question_is_not_taken_for_that_to_a_later_one() -> None:
+def test_an_answer_to_an_earlier_prompt_is_skipped() -> None:
     kernel, theirs = Channel.pair()
     agent = Agent(Sink(Channel(theirs)))
     agent.start()
     kernel.send(InputReply("late", 0), InputReply("yes", 1))
     assert agent.ask("> ") == "yes"
-    heard: list[object] = []
-    while len(heard) < 2:
-        heard += [event for _, event in kernel.receive(10.0)]
-    request, answered = heard
+    received: list[object] = []
+    while len(received) < 2:
+        received += [event for _, event in kernel.receive(10.0)]
+    request, answered = received
     assert isinstance(request, InputRequest)
     assert (request.number, answered) == (1, AnsweredEvent(1))
     agent.stop()
@@ -48,7 +48,7 @@ def test_the_answer_to_an_earlier_question_is_not_taken_for_that_to_a_later_one(
     agent.sink.channel.close()
 
 
-def test_a_process_that_a_rank_has_started_has_nobody_to_ask() -> None:
+def test_a_process_that_a_rank_has_started_cannot_prompt() -> None:
     kernel, theirs = Channel.pair()
     agent = Agent(Sink(Channel(theirs)))
     pid = os.fork()
@@ -66,7 +66,7 @@ def test_a_process_that_a_rank_has_started_has_nobody_to_ask() -> None:
     agent.sink.channel.close()
 
 
-def test_an_interrupt_as_soon_as_a_question_is_asked_ends_it() -> None:
+def test_an_interrupt_right_after_a_prompt_is_sent_ends_it() -> None:
     kernel, theirs = Channel.pair()
     agent = Agent(Sink(Channel(theirs)))
 

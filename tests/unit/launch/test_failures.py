@@ -10,7 +10,7 @@ from notebook_accelerate.launch.state import error_messages, failures
 from notebook_accelerate.telemetry import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import chain_of, format_chain
-from notebook_accelerate.worker.entry import failure as tell
+from notebook_accelerate.worker.entry import failure_event
 
 
 def _failed(rank: int, time: float, kind: str = "KeyError", message: str = "'x'", line: int = 3) -> RankFailure:
@@ -137,7 +137,7 @@ def _event(error: BaseException, kind: str = "exception") -> FailureEvent:
     try:
         raise error
     except BaseException as caught:  # noqa: BLE001 - SystemExit too
-        return tell(caught, kind)
+        return failure_event(caught, kind)
 
 
 class OddError(Exception):

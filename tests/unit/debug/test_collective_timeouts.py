@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from notebook_accelerate.worker.collective_timeouts import Watch
+from notebook_accelerate.worker.collective_timeouts import GroupTimeouts
 
 
 def begin(seconds: int) -> None:
@@ -30,14 +30,14 @@ def _no_group_left() -> Iterator[None]:
 
 
 def test_a_group_in_the_place_of_another_has_its_own_limit() -> None:
-    watch = Watch()
-    assert watch.look() is None
+    timeouts = GroupTimeouts()
+    assert timeouts.poll() is None
     begin(7)
-    assert watch.look() == 7
-    assert watch.look() is None
+    assert timeouts.poll() == 7
+    assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
     dist.destroy_process_group()
     begin(9)  # before anybody has looked
-    assert watch.look() == 9
-    assert watch.look() is None
+    assert timeouts.poll() == 9
+    assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)

@@ -1,4 +1,4 @@
-"""Facts that ranks tell, and the warnings that follow from them."""
+"""Facts that ranks send, and the warnings that the kernel derives from them."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ def clock() -> Clock:
     return Clock()
 
 
-def _tell(found: SanityChecks, check: str, key: int, *rows: list[float]) -> list[str]:
+def _send(found: SanityChecks, check: str, key: int, *rows: list[float]) -> list[str]:
     return [text for rank, row in enumerate(rows) for text in found.note(rank, CheckEvent(check, key, row))]
 
 
-# ---- the kernel's half
+# ---- the kernel's part
 
 
 def test_equal_parameters_bring_no_warning() -> None:
     found = SanityChecks(2)
-    assert _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
-    assert _tell(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0 + 1e-6]) == []
-    assert _tell(found, "parameters", 10, [3.0, math.nan], [3.0, math.nan]) == []
+    assert _send(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
+    assert _send(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0 + 1e-6]) == []
+    assert _send(found, "parameters", 10, [3.0, math.nan], [3.0, math.nan]) == []
 
 
 def test_unequal_parameters_are_named_once() -> None:
     found = SanityChecks(3)
-    [text] = _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5])
+    [text] = _send(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5])
     assert text.startswith("parameters of rank 2 differ from those of rank 0 after prepare; ")
     assert "set_seed(42)" in text
-    assert _tell(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5]) == []
+    assert _send(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5]) == []
 
 
 def test_parameters_that_drift_apart() -> None:
-    [text] = _tell(SanityChecks(2), "parameters", 10, [3.0, 1.0], [3.0, 2.0])
+    [text] = _send(SanityChecks(2), "parameters", 10, [3.0, 1.0], [3.0, 2.0])
     assert "after optimizer step 10; ranks train apart: model = accelerator.prepare(model)" in text
 
 
 def test_a_second_model_is_compared_by_itself() -> None:
     found = SanityChecks(2)
-    assert _tell(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
-    assert _tell(found, "parameters", 0, [9.0, 5.0], [9.0, 5.0]) == []
+    assert _send(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
+    assert _send(found, "parameters", 0, [9.0, 5.0], [9.0, 5.0]) == []
 
 
 def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None:
@@ -78,10 +78,10 @@ def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None
     assert warning.startswith("parameters of rank 1 differ from those of rank 0 after prepare; ")
 
 
-def test_the_same_data_is_told_after_two_batches() -> None:
+def test_equal_data_is_reported_after_two_batches() -> None:
     found = SanityChecks(2)
-    assert _tell(found, "batch", 1, [2.0, 1.0, 2.0], [2.0, 1.0, 2.0]) == []
-    [text] = _tell(found, "batch", 2, [2.0, 3.0, 4.0], [2.0, 3.0, 4.0])
+    assert _send(found, "batch", 1, [2.0, 1.0, 2.0], [2.0, 1.0, 2.0]) == []
+    [text] = _send(found, "batch", 2, [2.0, 3.0, 4.0], [2.0, 3.0, 4.0])
     assert text.startswith("every rank trains on the same data")
     assert "accelerator.prepare(loader)" in text
 
@@ -97,7 +97,7 @@ def test_the_same_data_is_told_after_two_batches() -> None:
 )
 def test_data_that_is_no_mistake(first: Any, second: Any) -> None:
     found = SanityChecks(2)
-    assert _tell(found, "batch", 1, *first) + _tell(found, "batch", 2, *second) == []
+    assert _send(found, "batch", 1, *first) + _send(found, "batch", 2, *second) == []
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_first(clock: Clock) -> None:
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_first(clock: Clock) -> None:
     assert found.beat({}) + found.finish() == []
 
 
-def test_numbers_that_are_not_finite_everywhere_are_no_matter_of_ranks() -> None:
+def test_numbers_that_are_not_finite_on_all_ranks_are_not_reported() -> None:
     found = SanityChecks(2)
     for rank in range(2):
         found.note(rank, CheckEvent("gradients", 4, [math.inf]))
@@ -126,7 +126,7 @@ def test_gradients_at_the_end_of_the_run() -> None:
     assert text.startswith("the gradients' norm of rank 0 became inf at clip_grad_norm_ #4")
 
 
-def test_a_rank_far_behind_is_told_when_it_stays_so(clock: Clock) -> None:
+def test_a_rank_that_stays_far_behind_is_reported(clock: Clock) -> None:
     found = SanityChecks(2, clock)
     assert found.beat({0: 100, 1: 85}) == []
     assert found.beat({0: 130, 1: 90}) == []
@@ -141,17 +141,17 @@ def test_a_rank_far_behind_is_told_when_it_stays_so(clock: Clock) -> None:
     assert SanityChecks(2, clock).beat({0: 500}) == []  # the other one has told of no step
 
 
-def test_what_a_rank_alone_can_tell_is_said_once() -> None:
+def test_a_mistake_that_a_rank_finds_is_reported_once() -> None:
     found = SanityChecks(2)
     event = CheckEvent("mistake", 0, [], "forgotten")
     assert [found.note(rank, event) for rank in range(2)] == [["forgotten"], []]
 
 
-# ---- the rank's half
+# ---- the rank's part
 
 
-class Ear:
-    """Stands where a launched rank has its sink."""
+class RecordingSink:
+    """Replaces the sink of a launched rank."""
 
     on_step = None
 
@@ -162,15 +162,15 @@ class Ear:
         """Keep an event."""
         self.events.append(event)
 
-    def of(self, check: str) -> list[tuple[int, list[float]]]:
+    def facts(self, check: str) -> list[tuple[int, list[float]]]:
         """Return the facts of one kind."""
         return [(event.key, event.values) for event in self.events if event.check == check]
 
 
 @pytest.fixture
-def ear() -> Iterator[Ear]:
-    """Return what hears this process's facts."""
-    listener = Ear()
+def sink() -> Iterator[RecordingSink]:
+    """Return a sink that records this process's facts."""
+    listener = RecordingSink()
     telemetry.install_sink(listener)  # type: ignore[arg-type]
     yield listener
     telemetry.install_sink(None)
@@ -193,43 +193,43 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_nothing_is_installed_without_a_kernel_or_alone(ear: Ear) -> None:
+def test_nothing_is_installed_without_a_kernel_or_alone(sink: RecordingSink) -> None:
     model, optimizer = _training()
     alone = SanityFacts(several=False)
     alone.prepared([model], [_Prepared(optimizer)], [])
     telemetry.install_sink(None)
-    unheard = SanityFacts(several=True)
-    unheard.prepared([model], [_Prepared(optimizer)], [])
+    disconnected = SanityFacts(several=True)
+    disconnected.prepared([model], [_Prepared(optimizer)], [])
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-    assert (alone.active, unheard.active) == (False, False)
-    unheard.loss(torch.tensor(math.nan))
-    assert ear.events == []
+    assert (alone.active, disconnected.active) == (False, False)
+    disconnected.loss(torch.tensor(math.nan))
+    assert sink.events == []
 
 
-def test_parameters_are_told_at_prepare_and_at_powers_of_ten(ear: Ear) -> None:
+def test_parameters_are_sent_at_prepare_and_at_powers_of_ten(sink: RecordingSink) -> None:
     model, optimizer = _training()
     checks = SanityFacts(several=True)
     for _ in range(2):  # the second call of prepare knows them already
         checks.prepared([model], [_Prepared(optimizer)], [model])
     for _ in range(20):
         _step(model, optimizer)
-    assert [key for key, _ in ear.of("parameters")] == [0, 1, 10]
-    first = ear.of("parameters")[0][1]
+    assert [key for key, _ in sink.facts("parameters")] == [0, 1, 10]
+    first = sink.facts("parameters")[0][1]
     assert first[0] == 4
     assert len(first) == 5
 
 
-def test_ranks_that_train_apart_on_purpose_are_left_alone(ear: Ear) -> None:
+def test_ranks_that_train_apart_on_purpose_are_not_compared(sink: RecordingSink) -> None:
     model, optimizer = _training()
     model.require_backward_grad_sync = False  # type: ignore[assignment]
     checks = SanityFacts(several=True)
     checks.prepared([model], [_Prepared(optimizer)], [model])
     _step(model, optimizer)
-    assert [key for key, _ in ear.of("parameters")] == [0]
+    assert [key for key, _ in sink.facts("parameters")] == [0]
 
 
-def test_the_first_two_training_batches_are_told_and_the_hook_goes(ear: Ear) -> None:
+def test_the_first_two_training_batches_are_sent_and_the_hook_is_removed(sink: RecordingSink) -> None:
     model, _ = _training()
     SanityFacts(several=True).prepared([model], [], [])
     model.eval()
@@ -237,24 +237,24 @@ def test_the_first_two_training_batches_are_told_and_the_hook_goes(ear: Ear) -> 
     model.train()
     for value in range(4):
         model(torch.full((2, 3), float(value)))
-    assert ear.of("batch") == [(1, [6.0, *[0.0] * 6]), (2, [6.0, *[1.0] * 6])]
+    assert sink.facts("batch") == [(1, [6.0, *[0.0] * 6]), (2, [6.0, *[1.0] * 6])]
     assert not model._forward_pre_hooks
 
 
-def test_an_optimizer_that_was_not_prepared_is_told_of_once(ear: Ear) -> None:
+def test_an_unprepared_optimizer_is_reported_once(sink: RecordingSink) -> None:
     model, optimizer = _training()
     checks = SanityFacts(several=True)
     checks.prepared([model], [], [])
     other, unrelated = _training()
     _step(other, unrelated)
-    assert [event.text for event in ear.events if event.check == "mistake"] == []
+    assert [event.text for event in sink.events if event.check == "mistake"] == []
     for _ in range(3):
         _step(model, optimizer)
-    [text] = [event.text for event in ear.events if event.check == "mistake"]
+    [text] = [event.text for event in sink.events if event.check == "mistake"]
     assert text.endswith("was not prepared itself: optimizer = accelerator.prepare(optimizer)")
 
 
-def test_nobody_looks_at_other_optimizers_for_ever(ear: Ear) -> None:
+def test_the_hook_on_all_optimizers_is_removed(sink: RecordingSink) -> None:
     model, optimizer = _training()
     before = len(_global_optimizer_post_hooks)
     checks = SanityFacts(several=True)
@@ -266,18 +266,18 @@ def test_nobody_looks_at_other_optimizers_for_ever(ear: Ear) -> None:
     assert len(_global_optimizer_post_hooks) == before
 
 
-def test_the_first_number_that_is_not_finite_is_told_once(ear: Ear) -> None:
+def test_the_first_number_that_is_not_finite_is_sent_once(sink: RecordingSink) -> None:
     checks = SanityFacts(several=True)
     for value in (1.0, math.inf, math.nan):
         checks.loss(torch.tensor(value, requires_grad=True))
-    assert ear.of("loss") == [(2, [math.inf])]
+    assert sink.facts("loss") == [(2, [math.inf])]
     assert checks.norm(torch.tensor(math.nan)).isnan()
-    assert [key for key, _ in ear.of("gradients")] == [1]
+    assert [key for key, _ in sink.facts("gradients")] == [1]
     checks.loss(torch.ones(3))  # no single number
     checks.loss("not a tensor")
 
 
-def test_a_gradient_is_looked_at_before_it_is_averaged(ear: Ear) -> None:
+def test_a_gradient_is_checked_before_it_is_averaged(sink: RecordingSink) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(200, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     model.require_backward_grad_sync = True  # type: ignore[assignment]
     checks = SanityFacts(several=True)
@@ -286,10 +286,10 @@ def test_a_gradient_is_looked_at_before_it_is_averaged(ear: Ear) -> None:
         loss = model(torch.ones(2, 200)).sum()
         checks.loss(loss)
         (loss * factor).backward()
-    assert [key for key, _ in ear.of("local gradients")] == [2]
+    assert [key for key, _ in sink.facts("local gradients")] == [2]
 
 
-def test_a_scaler_of_losses_may_find_gradients_that_overflow(ear: Ear) -> None:
+def test_a_gradient_scaler_may_let_gradients_overflow(sink: RecordingSink) -> None:
     model, optimizer = _training()
     model.require_backward_grad_sync = True  # type: ignore[assignment]
     prepared = _Prepared(optimizer)
@@ -297,10 +297,10 @@ def test_a_scaler_of_losses_may_find_gradients_that_overflow(ear: Ear) -> None:
     checks = SanityFacts(several=True)
     checks.prepared([model], [prepared], [model])
     (next(model.parameters()).sum() * math.inf).backward()
-    assert ear.of("local gradients") == []
+    assert sink.facts("local gradients") == []
 
 
-def test_gradients_of_a_loss_that_was_lost_are_no_news() -> None:
+def test_gradients_of_a_reported_loss_are_not_reported_again() -> None:
     found = SanityChecks(2)
     assert found.note(1, CheckEvent("loss", 5, [math.nan])) == []
     assert found.note(1, CheckEvent("local gradients", 5, [math.nan])) == []
@@ -331,8 +331,8 @@ def test_a_fingerprint_samples_large_tensors() -> None:
 
 
 @pytest.mark.gpu
-def test_numbers_on_a_gpu_are_told_a_few_steps_later(ear: Ear) -> None:
+def test_numbers_on_a_gpu_are_sent_a_few_steps_later(sink: RecordingSink) -> None:
     checks = SanityFacts(several=True)
     for number in range(1, 31):
         checks.loss(torch.tensor(math.nan if number == 5 else 1.0, device="cuda"))
-    assert [key for key, _ in ear.of("loss")] == [5]
+    assert [key for key, _ in sink.facts("loss")] == [5]
