@@ -12,7 +12,7 @@ A user's own error, a dead worker and a broken launch are different types::
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
     │   └── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
     ├── AskError                        a rank could not answer a question
-    ├── RunNotFinishedError             results were asked for before the end
+    ├── RunNotFinishedError             results were requested before the run ended
     ├── CheckpointError                 a checkpoint could not be written or loaded
     │   ├── BrokenCheckpointError       it is incomplete or damaged
     │   └── CheckpointMismatchError     it belongs to another world size, strategy or set of objects
@@ -59,9 +59,9 @@ class RankFailure:
         time: Seconds since the epoch.
         message: One sentence.
         chain: The exceptions, the one that left the function last; empty when the process just died.
-        exception: The original exception, where it could be brought back.
+        exception: The original exception, if it could be transferred to the kernel.
         signal: Number of the signal that ended the process.
-        consequence: Whether it failed because another rank did.
+        consequence: Whether another rank's failure caused this one.
     """
 
     rank: int
@@ -160,7 +160,7 @@ class LaunchError(NotebookAccelerateError):
     """A launch could not be planned or its processes could not be started."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the one line that IPython shows: where in the launcher it was noticed helps nobody."""
+        """Return the one line that IPython shows: the launcher's own frames explain nothing."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -181,8 +181,8 @@ class WorkerError(NotebookAccelerateError):
 
     Args:
         message: What happened, in one paragraph.
-        run: The run, with everything that was kept of it: logs, metrics, ranks, report.
-        failures: One entry per rank that failed, the first failure first.
+        run: The run, with its logs, metrics, ranks and report.
+        failures: One entry per rank that failed, in order of time.
     """
 
     def __init__(self, message: str, run: FailedRun | None = None, failures: Sequence[RankFailure] = ()) -> None:
@@ -197,13 +197,13 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def results(self) -> Mapping[int, object]:
-        """What the ranks that succeeded returned, by rank."""
+        """The return values of the ranks that succeeded, by rank."""
         if self.run is None:
             return {}
         return {info.rank: info.result for info in self.run.ranks if info.state == "succeeded"}
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines IPython shows instead of the supervisor's own frames."""
+        """Return the lines that IPython shows instead of the supervisor's own frames."""
         if self.run is None:
             return [f"{type(self).__name__}: {self}"]
         return self.run.report().error_lines(self)
@@ -237,7 +237,7 @@ class WorkerDiedError(WorkerError):
 
 
 class RunNotFinishedError(NotebookAccelerateError):
-    """The results of a run were asked for before it ended."""
+    """The results of a run were requested before it ended."""
 
 
 class CheckpointError(NotebookAccelerateError, RuntimeError):
@@ -257,7 +257,7 @@ class SerializationError(NotebookAccelerateError):
 
 
 class AskError(NotebookAccelerateError):
-    """A rank could not answer a question; it is the answer in that rank's place, not raised."""
+    """A rank could not answer a question; returned in place of its answer, not raised."""
 
 
 class ChannelClosedError(NotebookAccelerateError):

@@ -1,4 +1,4 @@
-"""Accelerate's ``hooks``: re-exports, nothing else."""
+"""Re-exports: Accelerate's hooks on modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ParallelismConfig` under Accelerate's name for its module."""
+"""Re-export: `ParallelismConfig`, under Accelerate's module name."""
 
 from __future__ import annotations
 

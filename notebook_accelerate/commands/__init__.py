@@ -1,3 +1,3 @@
-"""Accelerate's module paths for its command line: doors to what scripts import from there."""
+"""Accelerate's module paths for what scripts import from its command line."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Accelerate's ``utils``, names and submodules: the code lives in the rooms, and is loaded when it is asked for."""
+"""Accelerate's ``utils``: names and submodules, each imported from its home on first use."""
 
 from __future__ import annotations
 

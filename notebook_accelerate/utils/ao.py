@@ -1,4 +1,4 @@
-"""fp8 with torchao: re-exports, nothing else."""
+"""Re-exports: fp8 with torchao."""
 
 from __future__ import annotations
 

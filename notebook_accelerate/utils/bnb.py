@@ -1,4 +1,4 @@
-"""Quantization with bitsandbytes: re-exports, nothing else."""
+"""Re-exports: quantization with bitsandbytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File names and closed lists: re-exports, nothing else."""
+"""Re-exports: file names, version limits and lists of allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enums, kwargs handlers and plugins: re-exports, nothing else."""
+"""Re-exports: enums, kwargs handlers and plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed: re-exports, nothing else."""
+"""Re-exports: DeepSpeed."""
 
 from __future__ import annotations
 

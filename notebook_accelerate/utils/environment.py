@@ -1,4 +1,4 @@
-"""Environment variables and what the machine is: re-exports, nothing else."""
+"""Re-exports: environment variables, GPUs, NUMA nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP: re-exports, nothing else."""
+"""Re-exports: FSDP."""
 
 from __future__ import annotations
 

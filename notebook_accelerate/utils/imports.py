@@ -1,4 +1,4 @@
-"""What is installed and what it can do: re-exports, nothing else."""
+"""Re-exports: availability checks of packages and devices."""
 
 from __future__ import annotations
 

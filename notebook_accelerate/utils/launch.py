@@ -1,4 +1,4 @@
-"""Command lines of launches: re-exports, nothing else."""
+"""Re-exports: launch command lines."""
 
 from __future__ import annotations
 

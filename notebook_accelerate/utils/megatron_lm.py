@@ -1,4 +1,4 @@
-"""Megatron-LM: re-exports, nothing else."""
+"""Re-exports: Megatron-LM."""
 
 from __future__ import annotations
 

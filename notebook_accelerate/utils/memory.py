@@ -1,4 +1,4 @@
-"""Batch sizes that fit, and memory given back: re-exports, nothing else."""
+"""Re-exports: batch sizes that fit in memory, and releasing memory."""
 
 from __future__ import annotations
 

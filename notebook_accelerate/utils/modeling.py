@@ -1,4 +1,4 @@
-"""Sizes, device maps and loading: re-exports, nothing else."""
+"""Re-exports: model sizes, device maps and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on disk: re-exports, nothing else."""
+"""Re-exports: weights on disk."""
 
 from __future__ import annotations
 

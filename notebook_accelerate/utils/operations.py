@@ -1,4 +1,4 @@
-"""Collectives and nested containers: re-exports, nothing else."""
+"""Re-exports: collectives and nested containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers around models, files and the machine: re-exports, nothing else."""
+"""Re-exports: helpers for models, files and the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random number generators: re-exports, nothing else."""
+"""Re-exports: random number generators."""
 
 from __future__ import annotations
 

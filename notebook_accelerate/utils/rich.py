@@ -1,11 +1,11 @@
-"""Importing this module makes rich format the tracebacks of this process."""
+"""Formats the tracebacks of this process with rich, when imported."""
 
 from __future__ import annotations
 
 from notebook_accelerate.hardware.feature_checks import is_rich_available
 
 if not is_rich_available():
-    raise ModuleNotFoundError("to use the rich extension, install rich: pip install rich")
+    raise ModuleNotFoundError("notebook_accelerate.utils.rich needs rich, which is not installed: pip install rich")
 
 from rich.traceback import install
 

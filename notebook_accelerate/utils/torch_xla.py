@@ -1,4 +1,4 @@
-"""PyTorch/XLA: re-exports, nothing else."""
+"""Re-exports: PyTorch/XLA."""
 
 from __future__ import annotations
 

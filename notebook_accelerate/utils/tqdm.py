@@ -1,4 +1,4 @@
-"""The progress bar: re-exports, nothing else."""
+"""Re-exports: the progress bar."""
 
 from __future__ import annotations
 

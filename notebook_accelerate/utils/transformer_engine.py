@@ -1,4 +1,4 @@
-"""fp8 with Transformer Engine: re-exports, nothing else."""
+"""Re-exports: fp8 with Transformer Engine."""
 
 from __future__ import annotations
 

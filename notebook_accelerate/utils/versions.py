@@ -1,4 +1,4 @@
-"""Comparisons of versions: re-exports, nothing else."""
+"""Re-exports: version comparisons."""
 
 from __future__ import annotations
 

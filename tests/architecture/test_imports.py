@@ -1,9 +1,8 @@
-"""The order of the rooms, the rooms without torch, and what importing the package costs."""
+"""The layers of packages, the packages without torch, and the cost of importing the root."""
 
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ WORKER_SIDE = (
     "strategies",
     "tracking",
 )
-TORCH_FREE_ROOMS = ("config", "hardware", "telemetry", "widgets")
+TORCH_FREE_PACKAGES = ("config", "hardware", "telemetry", "widgets")
 TORCH_FREE_MODULES = ("notebook_accelerate", "notebook_accelerate.errors", "notebook_accelerate.launch.plan.planner")
 
 
@@ -45,24 +44,26 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
 
 def _torch_free_modules() -> list[str]:
     names = list(TORCH_FREE_MODULES)
-    for room in TORCH_FREE_ROOMS:
-        for path in sorted((PACKAGE / room).rglob("*.py")):
+    for package in TORCH_FREE_PACKAGES:
+        for path in sorted((PACKAGE / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return names
 
 
-@pytest.mark.parametrize("room", [*TORCH_FREE_MODULES, *(f"notebook_accelerate.{room}" for room in TORCH_FREE_ROOMS)])
-def test_importing_a_torch_free_room_loads_no_torch(room: str) -> None:
-    modules = [name for name in _torch_free_modules() if name == room or name.startswith(f"{room}.")]
-    modules = [room] if room == "notebook_accelerate" else modules
+@pytest.mark.parametrize(
+    "package", [*TORCH_FREE_MODULES, *(f"notebook_accelerate.{name}" for name in TORCH_FREE_PACKAGES)]
+)
+def test_importing_a_torch_free_package_loads_no_torch(package: str) -> None:
+    modules = [name for name in _torch_free_modules() if name == package or name.startswith(f"{package}.")]
+    modules = [package] if package == "notebook_accelerate" else modules
     code = f"import sys, importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
     done = _python(code + "    assert 'torch' not in sys.modules, f'{name} loads torch'")
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_package_takes_milliseconds() -> None:
-    # Of the processor: machines that test are busy.
+    # Processor time: test machines are busy.
     code = "import time; t = time.process_time(); import notebook_accelerate; print(time.process_time() - t)"
     seconds = [float(_python(code).stdout) for _ in range(5)]
     print(f"\nimport notebook_accelerate: median {1000 * statistics.median(seconds):.1f} ms (goal: 50 ms)")
@@ -79,10 +80,10 @@ def test_an_accelerator_loads_only_what_it_uses() -> None:
     loaded = done.stdout.split()
     later = ("big_modeling.", "checkpointing.", "telemetry.debug_protocol", "strategies.fsdp", "tracking.")
     idle = [name for name in loaded if name.removeprefix("notebook_accelerate.").startswith(later)]
-    assert idle == [], "loaded before anybody asked for them"
+    assert idle == [], "loaded before their first use"
 
 
-def test_imports_between_the_rooms_keep_their_order() -> None:
+def test_imports_follow_the_layers() -> None:
     code = (
         "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command(['--no-cache']))"
     )
@@ -90,8 +91,8 @@ def test_imports_between_the_rooms_keep_their_order() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _exists(room: str) -> bool:
-    return (PACKAGE / room / "__init__.py").exists() or (PACKAGE / f"{room}.py").exists()
+def _exists(package: str) -> bool:
+    return (PACKAGE / package / "__init__.py").exists() or (PACKAGE / f"{package}.py").exists()
 
 
 def _contract(name: str) -> dict[str, list[str]]:
@@ -99,16 +100,10 @@ def _contract(name: str) -> dict[str, list[str]]:
     return next(contract for contract in contracts if contract["id"] == name)
 
 
-def test_rooms_that_exist_are_not_marked_as_coming() -> None:
-    optional = re.findall(r"\((\w+)\)", " ".join(_contract("rooms")["layers"]))
-    there = [room for room in optional if _exists(room)]
-    assert there == [], "take the brackets off these rooms in pyproject.toml, [[tool.importlinter.contracts]] rooms"
-
-
 @pytest.mark.parametrize(
-    ("key", "rooms"), [("source_modules", KERNEL_SIDE), ("forbidden_modules", WORKER_SIDE)], ids=["kernel", "worker"]
+    ("key", "packages"), [("source_modules", KERNEL_SIDE), ("forbidden_modules", WORKER_SIDE)], ids=["kernel", "worker"]
 )
-def test_the_rooms_of_each_side_are_in_the_contract(key: str, rooms: tuple[str, ...]) -> None:
+def test_the_packages_of_each_side_are_in_the_contract(key: str, packages: tuple[str, ...]) -> None:
     named = _contract("kernel-side")[key]
-    missing = [f"notebook_accelerate.{room}" for room in rooms if _exists(room)]
+    missing = [f"notebook_accelerate.{package}" for package in packages if _exists(package)]
     assert sorted(set(missing) - set(named)) == [], f"add to {key} of the contract kernel-side in pyproject.toml"

@@ -21,7 +21,7 @@ from notebook_accelerate import _lazy
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "notebook_accelerate"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ROOM_FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+MODULE_FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
 def _packages_of_the_tree() -> set[str]:
@@ -41,7 +41,7 @@ def test_every_package_of_the_tree_is_listed() -> None:
 
 
 def test_every_package_has_an_init_module() -> None:
-    folders = {path.parent for path in ROOM_FILES} | {path.parent for path in (ROOT / "widgets").rglob("*.py")}
+    folders = {path.parent for path in MODULE_FILES} | {path.parent for path in (ROOT / "widgets").rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
@@ -66,7 +66,7 @@ def test_every_public_name_resolves(name: str) -> None:
     assert getattr(notebook_accelerate, name) is not None
 
 
-def test_public_names_are_listed_and_come_from_rooms() -> None:
+def test_public_names_are_listed_and_have_a_home() -> None:
     homes = _lazy.exports("notebook_accelerate").homes
     assert sorted(homes) == notebook_accelerate.__all__
     assert set(homes) <= set(dir(notebook_accelerate))
@@ -87,16 +87,16 @@ def test_unknown_names_are_attribute_errors() -> None:
         importlib.import_module("notebook_accelerate.acelerator")
 
 
-def test_no_room_imports_names_from_the_package_root() -> None:
+def test_no_module_imports_names_from_the_package_root() -> None:
     offenders = []
-    for path in ROOM_FILES:
+    for path in MODULE_FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "notebook_accelerate" and node.level == 0:
-                # The version is the root's own, not a name that a room has.
+                # The version is defined in the root.
                 names = [alias.name for alias in node.names if not _is_module(alias.name)]
                 names = [name for name in names if name != "__version__"]
                 offenders += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]
-    assert offenders == [], "import from the room that owns the name"
+    assert offenders == [], "import from the module that defines the name"
 
 
 def _is_module(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The configuration file, under the paths Accelerate has it: re-exports."""
+"""Re-exports: the configuration file, under Accelerate's paths."""
 
 from __future__ import annotations
 

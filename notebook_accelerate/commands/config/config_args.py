@@ -1,4 +1,4 @@
-"""The configuration classes: re-exports."""
+"""Re-exports: the classes of the configuration file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``write_basic_config``: a re-export."""
+"""Re-exports: ``write_basic_config``."""
 
 from __future__ import annotations
 
