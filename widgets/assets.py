@@ -1,4 +1,4 @@
-"""What panels bring to the browser: scripts and style sheets beside this module."""
+"""The scripts and style sheets of panels, in ``static/``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def asset(name: str) -> str:
 
 
 def script(*names: str) -> str:
-    """Return files of ``static/`` as one module: what they share is written before what uses it.
+    """Return files of ``static/`` as one module, in this order: definitions before their uses.
 
-    A widget's script reaches the browser as one text, which cannot import another one.
+    A widget's script is sent to the browser as one text, which cannot import other files.
     """
     return "\n".join(asset(name) for name in names)
 

@@ -1,4 +1,4 @@
-"""Between the forms and Accelerate's configuration file."""
+"""Conversion between the forms and Accelerate's configuration file."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
     from notebook_accelerate.hardware import HardwareInfo
 
-# Fields of a LaunchConfig that a configuration file has, too.
+# Fields of a LaunchConfig that a configuration file contains, too.
 _IN_FILE = {
     "num_processes", "mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes", "rdzv_backend", "cpu",
 }  # fmt: skip
-# What the forms say themselves, or the launch passes to the ranks in its own way.
-_NOT_PASSED_ON = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_")
+# Variables of settings that the forms contain, or that the launch passes to the ranks in another way.
+_OTHERWISE_SET = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_")
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a configuration file says."""
+    """The contents of a configuration file."""
 
     cluster: ClusterConfig
-    """The file itself, with what the forms have no place for."""
+    """The file itself, including settings that the forms do not contain."""
     launch: LaunchConfig
     """The launch it describes."""
     dynamo: TorchDynamoPlugin | None
-    """Its settings of ``torch.compile``."""
+    """Its settings for ``torch.compile``."""
 
 
 def load(path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig | None = None) -> Loaded:
@@ -44,19 +44,25 @@ def load(path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig
 
     Args:
         path: YAML or JSON.
-        base: What holds for the settings that such files do not have.
-        before: The file that was loaded before: its variables go.
+        base: The settings that such files do not contain.
+        before: The file that was loaded before; its variables are removed.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It has unknown keys or values, or is for SageMaker.
+        FileNotFoundError: The file does not exist.
+        ValueError: It contains unknown keys or values, or is for SageMaker.
     """
     found = load_config_from_file(path)
     if not isinstance(found, ClusterConfig):
-        raise ValueError(f"{path} describes a training on Amazon SageMaker, which is not launched from a notebook")
+        raise ValueError(
+            f"{path} configures Amazon SageMaker, which is not launched from a notebook; load a file with "
+            "compute_environment: LOCAL_MACHINE"
+        )
     machines = max(found.num_machines, 1)
     if found.num_processes > 0 and found.num_processes % machines:
-        raise ValueError(f"num_processes={found.num_processes} of {path} cannot be shared by {machines} machines")
+        raise ValueError(
+            f"num_processes={found.num_processes} in {path} is not a multiple of num_machines={machines}; write the "
+            f"number of all processes, such as num_processes: {machines * (found.num_processes // machines + 1)}"
+        )
     defaults = LaunchConfig()
     values: dict[str, Any] = {
         "num_processes": found.num_processes // machines if found.num_processes > 0 else None,
@@ -73,8 +79,8 @@ def load(path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig
 
 
 def _variables(found: ClusterConfig) -> dict[str, str]:
-    """Return the variables for what the file says and the forms do not."""
-    variables = {name: value for name, value in found.to_environment().items() if not name.startswith(_NOT_PASSED_ON)}
+    """Return the environment variables of the settings that the forms do not contain."""
+    variables = {name: value for name, value in found.to_environment().items() if not name.startswith(_OTHERWISE_SET)}
     if found.gpu_ids not in {None, "all"}:
         variables[_VISIBLE_DEVICES] = str(found.gpu_ids)
     return variables
@@ -103,13 +109,13 @@ def _dynamo(config: dict[str, Any]) -> TorchDynamoPlugin | None:
 def to_cluster(
     launch: LaunchConfig, training: TrainingOptions, hardware: HardwareInfo, before: ClusterConfig | None = None
 ) -> ClusterConfig:
-    """Return the configuration file for what the forms say.
+    """Return the configuration file for the values of the forms.
 
     Args:
         launch: The launch.
         training: Options of the training.
-        hardware: This machine, which the file is made for.
-        before: The file that was loaded: what the forms have no place for stays as it is there.
+        hardware: This machine.
+        before: The file that was loaded; its settings that the forms do not contain are kept.
     """
     local = launch.num_processes or max(hardware.count, 1)
     world = local * launch.num_nodes
@@ -147,8 +153,8 @@ def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
     """Write a configuration file, YAML or (.json) JSON, and return its path.
 
     Args:
-        path: Where; its folder is made.
-        config: What.
+        path: The file; its folder is created.
+        config: The configuration.
     """
     file = Path(path).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +163,7 @@ def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
 
 
 def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
-    """Return the names of settings that differ from their defaults and that such a file cannot hold."""
+    """Return the names of changed settings that such a file cannot contain."""
     from notebook_accelerate.widgets.form_draft import FormDraft
 
     names = [name for name in launch.non_default() if name not in _IN_FILE]

@@ -1,4 +1,4 @@
-"""A button that copies a text: the one thing plain ipywidgets cannot do."""
+"""A button that copies a text, which plain ipywidgets cannot do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from notebook_accelerate.widgets.assets import asset
 
 
 class CopyButton(anywidget.AnyWidget):
-    """Puts ``text`` on the browser's clipboard when it is clicked."""
+    """Copies ``text`` to the browser's clipboard when it is clicked."""
 
     _esm = asset("copy.js")
     text: Any = traitlets.Unicode("").tag(sync=True)

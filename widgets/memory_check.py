@@ -1,4 +1,4 @@
-"""Whether a training fits the memory of the machine, estimated before it is launched."""
+"""Estimates before the launch whether a training fits the memory of the machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.training_options import TrainingOptions
 
 _ESTIMATE = "notebook_accelerate.big_modeling.estimate"
-"""Where memory is estimated; loaded on first use, for it is the workers' side and needs torch."""
+"""The module that estimates memory. It is loaded on first use: it belongs to the workers' side and needs torch."""
 
 
 class MemoryCheck:
-    """Compares what a model's training needs with what there is, for every launch that is looked at.
+    """Compares the estimated memory of a training with the available memory.
 
     Args:
-        model: What `estimate_memory` takes: a model, a function that makes one, or a configuration of transformers.
+        model: An argument of `estimate_memory`: a model, a function that returns one, or a configuration of
+            transformers.
         memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
 
@@ -31,7 +32,7 @@ class MemoryCheck:
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def warning(self, plan: LaunchPlan, training: TrainingOptions, machine: HardwareInfo) -> str:
-        """Return a sentence that says what does not fit; "" where it fits, or where the devices' memory is not known.
+        """Return a sentence if the training does not fit; "" if it fits, or if the devices' memory is not known.
 
         Args:
             plan: The launch.
@@ -43,10 +44,12 @@ class MemoryCheck:
             return ""
         try:
             estimate = self._estimate(
-                sharing_of(training, plan.world_size, plan.num_processes), plan.world_size, training.batch_size or 1
+                distribution_of(training, plan.world_size, plan.num_processes),
+                plan.world_size,
+                training.batch_size or 1,
             )
-        except Exception as error:  # noqa: BLE001 - the model's own code; the launch can be configured all the same
-            return f"The model's memory could not be estimated ({type(error).__name__}: {error})."
+        except Exception as error:  # noqa: BLE001 - the model's own code; the launch can still be configured
+            return f"The memory of the model could not be estimated ({type(error).__name__}: {error})."
         own, main = estimate.training_total, estimate.main_memory_total
         if where:
             return self._too_much(estimate, own, where, available) or self._in_main_memory(main, plan, machine)
@@ -62,8 +65,8 @@ class MemoryCheck:
             parts[part] += size if available is not None else 0
         largest = max(parts, key=lambda part: parts[part])
         return (
-            f"This will not fit: training needs about {convert_bytes(needed)} per process ({largest} most of it), "
-            f"{where}; there are {convert_bytes(available or limit)}."
+            f"This will not fit: training needs about {convert_bytes(needed)} per process, most of it for {largest}, "
+            f"{where}; available: {convert_bytes(available or limit)}."
         )
 
     @staticmethod
@@ -72,21 +75,21 @@ class MemoryCheck:
         if needed <= machine.memory_bytes:
             return ""
         return (
-            f"This will not fit: what is offloaded takes about {convert_bytes(needed)} of main memory; there are "
+            f"This will not fit: offloaded tensors need about {convert_bytes(needed)} of main memory; available: "
             f"{convert_bytes(machine.memory_bytes)}."
         )
 
-    def _estimate(self, sharing: dict[str, Any], ranks: int, batch: int) -> Any:
-        key = (repr(sharing), ranks, batch)
+    def _estimate(self, distribution: dict[str, Any], ranks: int, batch: int) -> Any:
+        key = (repr(distribution), ranks, batch)
         if key not in self._known:
             estimate = importlib.import_module(_ESTIMATE).estimate_memory
-            given = {**sharing, "num_processes": ranks, "batch_size": batch, **self._options}
+            given = {**distribution, "num_processes": ranks, "batch_size": batch, **self._options}
             self._known[key] = estimate(self._model, **given)
         return self._known[key]
 
 
-def sharing_of(training: TrainingOptions, ranks: int, local: int | None = None) -> dict[str, Any]:
-    """Return how ranks share the model, as arguments of `estimate_memory`.
+def distribution_of(training: TrainingOptions, ranks: int, local: int | None = None) -> dict[str, Any]:
+    """Return how the model is distributed over ranks, as arguments of `estimate_memory`.
 
     Args:
         training: The training's options.
@@ -94,7 +97,7 @@ def sharing_of(training: TrainingOptions, ranks: int, local: int | None = None) 
         local: Processes on this machine; None: all of them.
 
     Returns:
-        "strategy", and where they say more than it "degrees" and "offload".
+        "strategy", and if they are not empty "degrees" and "offload".
     """
     degrees = _degrees(training)
     offload: dict[str, str] = {}
@@ -104,7 +107,7 @@ def sharing_of(training: TrainingOptions, ranks: int, local: int | None = None) 
         strategy, offload = _deepspeed(training.deepspeed_plugin, ranks)
     elif training.fsdp_plugin is not None:
         strategy, offload = _fsdp(training.fsdp_plugin, ranks)
-        if _HYBRID in _named(training.fsdp_plugin):
+        if _HYBRID in _strategy_names(training.fsdp_plugin):
             degrees["dp_replicate"] = ranks // (local or ranks)
     elif degrees.keys() & {"dp_shard", "cp"}:
         strategy = "fsdp"
@@ -136,33 +139,33 @@ def _megatron(plugin: Any) -> tuple[str, dict[str, str]]:
 
 
 def _deepspeed(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
-    """Return the stage, and what is offloaded; with the optimizer go the gradients that it takes."""
+    """Return the stage and the offloaded tensors; gradients are offloaded with the optimizer that consumes them."""
     stage = int(plugin.zero_stage or 0)
-    places = {"cpu": "cpu", "nvme": "disk"}
+    devices = {"cpu": "cpu", "nvme": "disk"}
     offload = {}
-    if (place := places.get(str(plugin.offload_optimizer_device))) and stage:
-        offload = {"optimizer": place, **({"gradients": "cpu"} if stage > 1 else {})}
-    if (place := places.get(str(plugin.offload_param_device))) and stage == 3:
-        offload["weights"] = place
+    if (device := devices.get(str(plugin.offload_optimizer_device))) and stage:
+        offload = {"optimizer": device, **({"gradients": "cpu"} if stage > 1 else {})}
+    if (device := devices.get(str(plugin.offload_param_device))) and stage == 3:
+        offload["weights"] = device
     return (f"zero{stage}" if stage else _plain(ranks)), offload
 
 
 def _fsdp(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
     offload = dict.fromkeys(("weights", "gradients", "optimizer"), "cpu") if plugin.offloads else {}
-    named = _named(plugin)
+    named = _strategy_names(plugin)
     if "NO_SHARD" in named:
         return _plain(ranks), offload
-    keeps = "SHARD_GRAD_OP" in named or f"{_HYBRID}_SHARD_ZERO2" in named
-    keeps = keeps or (plugin.fsdp_version == 2 and plugin.reshard_after_forward is False)
-    return ("shard_grad_op" if keeps else "fsdp"), offload
+    gathered = "SHARD_GRAD_OP" in named or f"{_HYBRID}_SHARD_ZERO2" in named
+    gathered = gathered or (plugin.fsdp_version == 2 and plugin.reshard_after_forward is False)
+    return ("shard_grad_op" if gathered else "fsdp"), offload
 
 
-def _named(plugin: Any) -> str:
+def _strategy_names(plugin: Any) -> str:
     return f"{plugin.sharding_strategy} {plugin.reshard_after_forward}".upper() if plugin is not None else ""
 
 
 def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str]:
-    """Return the bytes there are, and where each process has so much for itself; "" where they share it."""
+    """Return the available bytes, and the device if each process has its own; "" if the processes share them."""
     if plan.accelerator in ("cpu", "mps"):
         return machine.memory_bytes, ""
     if plan.accelerator == "cuda" and (gpus := nvml.gpus()):
@@ -170,4 +173,4 @@ def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str
     return None, ""
 
 
-__all__ = ["MemoryCheck", "sharing_of"]
+__all__ = ["MemoryCheck", "distribution_of"]

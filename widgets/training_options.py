@@ -1,4 +1,4 @@
-"""What training code can be told besides the launch: the arguments of an Accelerator that a form can hold."""
+"""The options of the training: the arguments of an Accelerator that a form can contain."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ HANDLERS = {
     "transformer_engine_recipe": TERecipeKwargs,
     "msamp_recipe": MSAMPRecipeKwargs,
 }
-"""Fields that are passed together, as ``kwargs_handlers``, and their classes."""
-# Fields of TorchDynamoPlugin that a worker can be told by a variable, and their names in a configuration file.
+"""Fields that are passed as ``kwargs_handlers``, and their classes."""
+# Fields of TorchDynamoPlugin and their names in a configuration file.
 _DYNAMO = {
     "backend": "dynamo_backend",
     "mode": "dynamo_mode",
@@ -47,14 +47,14 @@ _DYNAMO = {
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """Options of the training itself.
+    """Options of the training.
 
     Raises:
-        ValueError: Options that exclude each other.
+        ValueError: A value is not allowed, or two options exclude each other.
     """
 
     batch_size: int | None = None
-    """Batch size of your loader, as you write it in the training function; it is only used to tell you the sum."""
+    """Batch size of your loader in the training function; only used to show the effective batch size."""
     gradient_accumulation_steps: int = 1
     """Batches per optimizer step."""
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -94,29 +94,29 @@ class TrainingOptions:
 
     @property
     def steps(self) -> int:
-        """Batches per optimizer step, wherever they were written."""
+        """Batches per optimizer step, from either option."""
         plugin = self.gradient_accumulation_plugin
         return (plugin.num_steps if plugin is not None else None) or self.gradient_accumulation_steps
 
     @property
     def strategy(self) -> str:
-        """How ranks share the model, in a word or two; "" where each has all of it."""
-        words = []
+        """How the model is distributed over ranks, in a few words; "" if each rank holds all of it."""
+        parts = []
         if self.fsdp_plugin is not None:
-            words.append(f"FSDP {self.fsdp_plugin.fsdp_version}")
+            parts.append(f"FSDP {self.fsdp_plugin.fsdp_version}")
         if self.deepspeed_plugin is not None:
-            words.append(f"DeepSpeed ZeRO-{self.deepspeed_plugin.zero_stage}")
+            parts.append(f"DeepSpeed ZeRO-{self.deepspeed_plugin.zero_stage}")
         if self.megatron_lm_plugin is not None:
-            words.append("Megatron-LM")
+            parts.append("Megatron-LM")
         if self.torch_tp_plugin is not None:
-            words.append(f"tp {self.torch_tp_plugin.tp_size}")
+            parts.append(f"tp {self.torch_tp_plugin.tp_size}")
         if self.parallelism_config is not None:
             degrees = self.parallelism_config.active_mesh_dims
-            words.append(" × ".join(f"{name} {getattr(self.parallelism_config, f'{name}_size')}" for name in degrees))
-        return " ".join(filter(None, words))
+            parts.append(" × ".join(f"{name} {getattr(self.parallelism_config, f'{name}_size')}" for name in degrees))
+        return " ".join(filter(None, parts))
 
     def dynamo_config(self) -> dict[str, Any]:
-        """Return the settings of ``torch.compile`` as a configuration file has them; empty without any."""
+        """Return the settings of ``torch.compile`` as in a configuration file; empty without any."""
         if self.dynamo_plugin is None:
             return {}
         given = vars(self.dynamo_plugin)
@@ -124,11 +124,11 @@ class TrainingOptions:
         return {key: value for key, value in config.items() if value is not None}
 
     def accelerator(self) -> dict[str, Any]:
-        """Return the arguments of `Accelerator` that say all this, as a launch gives them to its ranks."""
+        """Return these options as arguments of `Accelerator`, which a launch passes to its ranks."""
         arguments = {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
-            if entry.name not in _SPOKEN_FOR and getattr(self, entry.name) != entry.default
+            if entry.name not in _HANDLED and getattr(self, entry.name) != entry.default
         }
         accumulation = self.gradient_accumulation_plugin
         if accumulation is not None and set(accumulation.to_kwargs()) - {"num_steps"}:
@@ -141,7 +141,7 @@ class TrainingOptions:
         return arguments | ({"kwargs_handlers": handlers} if handlers else {})
 
     def with_arguments(self, given: Mapping[str, Any]) -> tuple[TrainingOptions, dict[str, Any]]:
-        """Return a copy that says what arguments of `Accelerator` say, and the arguments there is no field for.
+        """Return a copy with the values of arguments of `Accelerator`, and the arguments without a field.
 
         Args:
             given: As from `accelerator`.
@@ -161,7 +161,7 @@ class TrainingOptions:
         )
 
     def effective_batch(self, world_size: int) -> str:
-        """Return the samples of one optimizer step in a phrase.
+        """Return the number of samples of one optimizer step as a short text.
 
         Args:
             world_size: Ranks on all machines.
@@ -173,7 +173,7 @@ class TrainingOptions:
         return f"effective batch {factor} × your loader's" if factor > 1 else "effective batch as your loader's"
 
     def batch_sum(self, world_size: int) -> str:
-        """Return how the effective batch comes about; "" where it is the loader's own.
+        """Return the factors of the effective batch; "" if it is the loader's own.
 
         Args:
             world_size: Ranks on all machines.
@@ -189,7 +189,7 @@ class TrainingOptions:
         return " × ".join(parts) if len(parts) > 1 else ""
 
 
-_SPOKEN_FOR = {"batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", *HANDLERS}
+_HANDLED = {"batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", *HANDLERS}
 CHOICES.update({
     "TorchDynamoPlugin": {"mode": [*constants.TORCH_DYNAMO_MODES, "max-autotune-no-cudagraphs"]},
     "FullyShardedDataParallelPlugin": {

@@ -19,7 +19,7 @@ from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPl
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts
 from notebook_accelerate.widgets.config_panel import ConfigPanel, configure
-from notebook_accelerate.widgets.memory_check import MemoryCheck, sharing_of
+from notebook_accelerate.widgets.memory_check import MemoryCheck, distribution_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 WEIGHTS = 4 * 1000 * 1000
@@ -38,10 +38,10 @@ def panel(memory_bytes: int, processes: int = 2, **values: Any) -> ConfigPanel:
     return ConfigPanel(machine=machine, facts=lambda: KernelFacts(environment={}), config=config, model=model, **values)
 
 
-def test_what_will_not_fit_is_said_in_every_form_and_can_be_launched() -> None:
+def test_a_training_that_does_not_fit_has_a_warning_and_can_be_launched() -> None:
     made = panel(30_000_000)
     assert made.warning.startswith("This will not fit: training needs about ")
-    assert "optimizer most of it" in made.warning
+    assert "most of it for optimizer" in made.warning
     assert "for 2 on this machine" in made.warning
     assert made.warning in made._plan_view.value
     assert made.warning in made.html
@@ -50,7 +50,7 @@ def test_what_will_not_fit_is_said_in_every_form_and_can_be_launched() -> None:
     assert not made._go.disabled
 
 
-def test_what_fits_is_not_said() -> None:
+def test_a_training_that_fits_has_no_warning() -> None:
     assert panel(2 * 5 * WEIGHTS).warning == ""
     assert panel(2 * 5 * WEIGHTS - 1).warning
     assert panel(30_000_000, processes=1).warning == "", "half as many processes take half as much, and no buckets"
@@ -65,7 +65,7 @@ def test_the_warning_follows_the_options() -> None:
     made.change(fsdp_plugin=Fsdp())
     assert "This will not fit" not in made.warning
     with_inputs = panel(2 * 3 * WEIGHTS, memory={"optimizer": "sgd", "inputs": torch.zeros(10_000, 1000)})
-    assert "activations most of it" in with_inputs.warning
+    assert "most of it for activations" in with_inputs.warning
 
 
 def test_a_model_that_cannot_be_made_does_not_stop_the_panel() -> None:
@@ -120,7 +120,7 @@ FSDP1: dict[str, Any] = {"fsdp_version": 1}
     ],
 )  # fmt: skip
 def test_how_ranks_share_the_model(options: Any, ranks: int, expected: Any) -> None:
-    sharing = sharing_of(TrainingOptions(**options), ranks, local=2)
+    sharing = distribution_of(TrainingOptions(**options), ranks, local=2)
     assert sharing == expected
     estimate_memory(model, num_processes=ranks, **sharing)  # knows all these names
 
@@ -129,13 +129,15 @@ def test_what_is_offloaded_is_main_memory_that_ranks_share() -> None:
     offloaded = Fsdp(fsdp_version=2, cpu_offload=True)
     made = panel(2 * 3 * WEIGHTS - 1)
     made.change(fsdp_plugin=offloaded)
-    assert "optimizer most of it" in made.warning, "half of four times the weights each, and a whole copy for computing"
+    assert "most of it for optimizer" in made.warning, (
+        "half of four times the weights each, and a whole copy for computing"
+    )
     made = panel(2 * 3 * WEIGHTS)
     made.change(fsdp_plugin=offloaded)
     assert made.warning == ""
 
 
-def test_on_gpus_what_is_offloaded_is_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
     monkeypatch.setattr("notebook_accelerate.widgets.memory_check.nvml.gpus", lambda: [gpu, gpu])  # there are none here
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
@@ -146,4 +148,4 @@ def test_on_gpus_what_is_offloaded_is_compared_with_main_memory(monkeypatch: pyt
     )
     assert "needs about 19.07 MB" in MemoryCheck(model).warning(plan, TrainingOptions(), machine)
     machine = SimpleNamespace(memory_bytes=4 * WEIGHTS - 1)
-    assert "offloaded takes about" in MemoryCheck(model).warning(plan, options, machine)
+    assert "offloaded tensors need about" in MemoryCheck(model).warning(plan, options, machine)
