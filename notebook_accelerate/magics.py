@@ -1,7 +1,7 @@
-"""Warm ranks from cells, after ``%load_ext notebook_accelerate``: ``%%ranks``, ``%%rank``, ``%rank_start``, ...
+"""Cell magics for warm ranks, after ``%load_ext notebook_accelerate``: ``%%ranks``, ``%%rank``, ``%rank_start``, ...
 
-Warm ranks may be those of several notebooks that share a secret, which the variable NOTEBOOK_ACCELERATE_SECRET or a
-``LaunchConfig`` holds: the first notebook's cells run on all of them, the others' on their own.
+Several notebooks that share a secret, in the variable NOTEBOOK_ACCELERATE_SECRET or in a ``LaunchConfig``, may share
+warm ranks: the first notebook's cells run on all of them, the other notebooks' cells on their own ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from notebook_accelerate.launch.warm_ranks import CellResult, WarmRanks
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the kernel."""
+    """A parser that raises ValueError; argparse would exit the kernel."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; {self.format_usage().strip()}")
@@ -30,7 +30,7 @@ _SETTINGS = frozenset(LaunchConfig.__dataclass_fields__)
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if bad := [name for name in names if not name.isidentifier()]:
-        raise ValueError(f"{', '.join(bad)} are not names of variables")
+        raise ValueError(f"{', '.join(bad)}: not a name of a variable; write names separated by commas: -i a,b")
     return names
 
 
@@ -49,8 +49,7 @@ def _start_parser(name: str) -> _Parser:
     return parser
 
 
-def _ranks_parser() -> _Parser:
-    parser = _start_parser("%%ranks")
+def _with_variables(parser: _Parser) -> _Parser:
     parser.add_argument("-i", "--input", type=_names, default=[])
     parser.add_argument("-o", "--output", type=_names, default=[])
     return parser
@@ -58,7 +57,7 @@ def _ranks_parser() -> _Parser:
 
 @magics_class
 class RankMagics(Magics):
-    """Cells that run in a persistent group of ranks."""
+    """Magics whose cells run in a persistent group of ranks."""
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
@@ -66,15 +65,15 @@ class RankMagics(Magics):
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> None:
-        """Run the cell on every warm rank, starting the ranks at first use.
+        """Run the cell on every warm rank; the first use starts the ranks.
 
         ``%%ranks [-n N] [-i a,b] [-o c] [-s START_METHOD] [-p PRECISION] [-c CONFIG] [--on WHERE]``: ``-i`` sends
-        variables of the kernel, ``-o`` brings variables back, as a list with one value per rank, ``-c`` names a
-        variable with a ``LaunchConfig``, and ``--on`` starts the ranks on a cluster: ray, ray://host:port, or the name
-        of a variable with a ``RayCluster``. ``[--num-nodes N] [--node-rank I] [--master-addr ADDRESS] [--port PORT]
-        [--rdzv-backend static|c10d]`` start them together with those of other notebooks, which ``%rank_start`` theirs.
+        variables of the kernel, ``-o`` returns variables as a list with one value per rank, ``-c`` names a variable
+        with a ``LaunchConfig``, and ``--on`` starts the ranks on a cluster: ray, ray://host:port, or the name of a
+        variable with a ``RayCluster``. ``[--num-nodes N] [--node-rank I] [--master-addr ADDRESS] [--port PORT]
+        [--rdzv-backend static|c10d]`` start them together with the ranks of other notebooks, which run ``%rank_start``.
         """
-        options = _ranks_parser().parse_args(shlex.split(line))
+        options = _with_variables(_start_parser("%%ranks")).parse_args(shlex.split(line))
         group = self._group(options)
         self._execute(group, cell, None, options.input, options.output)
 
@@ -83,43 +82,41 @@ class RankMagics(Magics):
         """Run the cell on some warm ranks: ``%%rank 0,1 [-i a,b] [-o c]``."""
         parser = _Parser("%%rank", add_help=False)
         parser.add_argument("ranks")
-        parser.add_argument("-i", "--input", type=_names, default=[])
-        parser.add_argument("-o", "--output", type=_names, default=[])
-        options = parser.parse_args(shlex.split(line))
+        options = _with_variables(parser).parse_args(shlex.split(line))
         try:
             ranks = [int(rank) for rank in options.ranks.split(",")]
         except ValueError:
-            raise ValueError(f"{options.ranks!r} are not ranks; write %%rank 0,1") from None
+            raise ValueError(f"{options.ranks!r} is not a list of ranks; write %%rank 0,1") from None
         self._execute(self._running(), cell, ranks, options.input, options.output)
 
     @line_magic
     def rank_start(self, line: str) -> None:
-        """Start the warm ranks without running anything, with the options of ``%%ranks``.
+        """Start the warm ranks without running a cell; the options are those of ``%%ranks``.
 
-        In the others of several notebooks, whose ranks then run what the first one's cells say.
+        Of several notebooks, all but the first use this: their ranks then run the first notebook's cells.
         """
         if self.group is not None and self.group.alive:
-            raise ValueError("warm ranks are running; end them first with %rank_stop")
+            raise ValueError("warm ranks are running; end them first: %rank_stop")
         self._group(_start_parser("%rank_start").parse_args(shlex.split(line)))
 
     @line_magic
     def rank_status(self, line: str) -> None:
-        """Say what the warm ranks are doing."""
+        """Print the state of the warm ranks."""
         if self.group is None:
-            print("no warm ranks; %%ranks -n 2 starts them")  # noqa: T201 - the answer to a command typed in a cell
+            print("no warm ranks; start them: %%ranks -n 2")  # noqa: T201 - the output of a command in a cell
             return
         print(self.group.run)  # noqa: T201 - the same
         if not self.group.alive:
-            print("the warm ranks have ended; %%ranks starts new ones")  # noqa: T201 - the same
+            print("the warm ranks have ended; start new ones: %%ranks")  # noqa: T201 - the same
             return
         for info in self.group.run.ranks:
             print(f"  rank {info.rank}: pid {info.pid}, {info.state}")  # noqa: T201 - the same
 
     @line_magic
     def rank_restart(self, line: str) -> None:
-        """End the warm ranks and start as many anew; their variables are gone."""
+        """End the warm ranks and start the same number again; their variables are lost."""
         if self.group is None:
-            raise ValueError("there are no warm ranks; write %%ranks -n 2")
+            raise ValueError("there are no warm ranks; start them: %%ranks -n 2")
         self.group.restart()
 
     @line_magic
@@ -130,38 +127,41 @@ class RankMagics(Magics):
             self.group = None
 
     def _group(self, options: argparse.Namespace) -> WarmRanks:
-        asked = options.num_processes
+        requested = options.num_processes
         if self.group is not None and self.group.alive:
-            have = self.group.size
-            if asked not in (None, have):
-                raise ValueError(f"-n {asked}: {have} warm ranks are running; end them first with %rank_stop")
+            size = self.group.size
+            if requested not in (None, size):
+                raise ValueError(f"-n {requested}: {size} warm ranks are running; end them first: %rank_stop")
             return self.group
         self.group = WarmRanks(self._config(options))
         return self.group
 
     def _config(self, options: argparse.Namespace) -> LaunchConfig:
-        """Return the configuration that is named, or the usual one, with what the line says over it."""
+        """Return the named configuration, or the default one, changed by the options of the line."""
         shell: Any = self.shell
         given = {name: value for name, value in vars(options).items() if name in _SETTINGS and value is not None}
         if "on" in given:
-            given["on"] = self._place(given["on"])
+            given["on"] = self._cluster(given["on"])
         if options.config is not None:
             named = shell.user_ns.get(options.config)
             if not isinstance(named, LaunchConfig):
-                raise ValueError(f"-c {options.config}: the kernel has no LaunchConfig of that name")
+                raise ValueError(
+                    f"-c {options.config}: the kernel has no LaunchConfig of this name; write one first: "
+                    f"{options.config} = LaunchConfig(num_processes=2)"
+                )
             return named.changed(**given)
         if given.get("num_nodes", 1) == 1:
             given.setdefault("use_port", 0)
         return LaunchConfig(**given)
 
-    def _place(self, name: str | None) -> str | RayCluster | None:
+    def _cluster(self, name: str) -> str | RayCluster:
         shell: Any = self.shell
         value = shell.user_ns.get(name)
         return value if isinstance(value, RayCluster) else name
 
     def _running(self) -> WarmRanks:
         if self.group is None or not self.group.alive:
-            raise ValueError("there are no warm ranks; start them with %%ranks -n 2")
+            raise ValueError("there are no warm ranks; start them: %%ranks -n 2")
         return self.group
 
     def _execute(
@@ -170,8 +170,8 @@ class RankMagics(Magics):
         shell: Any = self.shell
         user = shell.user_ns
         if missing := [name for name in inputs if name not in user]:
-            raise ValueError(f"-i {','.join(missing)}: the kernel has no such variables")
-        source = "\n" + cell  # the magic's own line is the cell's first
+            raise ValueError(f"-i {','.join(missing)}: not a variable of the kernel; assign a value in a cell first")
+        source = "\n" + cell  # the line of the magic is the first line of the cell
         filename = shell.compile.cache(source, shell.execution_count)
         result = group.execute(source, filename, ranks, {name: user[name] for name in inputs}, outputs)
         for name in outputs:
@@ -183,7 +183,7 @@ def _show(result: CellResult) -> None:
     for rank, text in sorted(result.shown.items()):
         if text:
             label = f"[rank {rank}] "
-            print(label + text.replace("\n", "\n" + " " * len(label)))  # noqa: T201 - a cell's value
+            print(label + text.replace("\n", "\n" + " " * len(label)))  # noqa: T201 - the value of a cell
 
 
 def load(shell: Any) -> None:

@@ -47,7 +47,7 @@ def test_only_some_ranks(kernel: Kernel) -> None:
     assert lines(kernel.check("%%rank 1\nonly = 5\nonly")) == ["[rank 1] 5"]
     assert lines(kernel.check("%%rank 0,1\n'only' in globals()")) == ["[rank 0] False", "[rank 1] True"]
     assert "ranks=[7] are not ranks of this group; there are [0, 1]" in said(kernel.run("%%rank 7\n1"))
-    assert "are not ranks; write %%rank 0,1" in said(kernel.run("%%rank one\n1"))
+    assert "is not a list of ranks; write %%rank 0,1" in said(kernel.run("%%rank one\n1"))
 
 
 def test_variables_there_and_back(kernel: Kernel) -> None:
@@ -56,7 +56,7 @@ def test_variables_there_and_back(kernel: Kernel) -> None:
     assert kernel.value("[[t.tolist() for t in c], d]") == [[[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]], ["text0", "text1"]]
     assert kernel.check("%%rank 1 -o e\ne = rank * 10").ok
     assert kernel.value("e") == [10]
-    assert "-i nothing: the kernel has no such variables" in said(kernel.run("%%ranks -i nothing\n1"))
+    assert "-i nothing: not a variable of the kernel" in said(kernel.run("%%ranks -i nothing\n1"))
     assert "NameError" in said(kernel.run("%%ranks -o missing\n1")) or "KeyError" in said(
         kernel.run("%%ranks -o missing\n1")
     )
@@ -109,7 +109,7 @@ def test_a_cell_that_cannot_be_interrupted_ends_the_group_and_says_so(kernel: Ke
     assert "rank 1 could not be interrupted: the warm ranks were ended" in said(cell)
     assert alive(pids) == []
     assert children(kernel) == []
-    assert "%%ranks starts new ones" in kernel.check("%rank_status").stdout
+    assert "start new ones: %%ranks" in kernel.check("%rank_status").stdout
 
 
 def _wait_until_stuck(kernel: Kernel, pid: int) -> None:
@@ -171,13 +171,13 @@ def test_status_restart_and_stop(kernel: Kernel) -> None:
     pids = kernel.value(PIDS)
     status = kernel.check("%rank_status").stdout
     assert all(f"pid {pid}, running" in status for pid in pids)
-    assert "-n 3: 2 warm ranks are running; end them first with %rank_stop" in said(kernel.run("%%ranks -n 3\n1"))
+    assert "-n 3: 2 warm ranks are running; end them first: %rank_stop" in said(kernel.run("%%ranks -n 3\n1"))
     kernel.check("%%ranks\nkept = 1")
     kernel.check("%rank_restart")
     assert alive(pids) == []
     assert "NameError" in said(kernel.run("%%ranks\nkept"))
     kernel.check("%rank_stop")
     assert children(kernel) == []
-    assert "no warm ranks; %%ranks -n 2 starts them" in kernel.check("%rank_status").stdout
-    assert "there are no warm ranks; start them with %%ranks -n 2" in said(kernel.run("%%rank 1\n1"))
+    assert "no warm ranks; start them: %%ranks -n 2" in kernel.check("%rank_status").stdout
+    assert "there are no warm ranks; start them: %%ranks -n 2" in said(kernel.run("%%rank 1\n1"))
     assert "unrecognized arguments: --wrong" in said(kernel.run("%%ranks --wrong\n1"))

@@ -1,1 +1,1 @@
-"""Where the output of ranks goes in the notebook."""
+"""The output of ranks and panels in the notebook."""

@@ -1,4 +1,4 @@
-"""From a rank's raw bytes to whole, labelled lines, and from there to the cell that launched it."""
+"""Turns the raw output of ranks into complete, labelled lines, and publishes them under the cell of the launch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import DisplayEvent
 
 MAX_LINE_BYTES = 1 << 20
-"""A longer line is broken here, so that a rank that never writes a line break cannot fill the kernel."""
+"""Longer lines are broken, so that a rank that writes no line breaks cannot fill the kernel's memory."""
 FLUSH_SECONDS = 0.05
-"""Least time between two messages to the front end."""
+"""The shortest time between two messages to the front end."""
 BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
-"""What the front end is given of a flood: Jupyter's server drops output above 1 MB/s, and a browser dies of 100 MB."""
+"""Limits of what the front end receives: Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
 PROGRESS_SECONDS = 0.2
-"""Least time between two redraws of progress bars."""
+"""The shortest time between two redraws of progress bars."""
 
 
 class LineAssembler:
-    """Cuts a byte stream into whole lines; a carriage return starts its line again, as on a terminal."""
+    """Splits a byte stream into complete lines; a carriage return restarts its line, as on a terminal."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> str | None:
-        """Return the lines that are complete now, joined by line breaks; None when there is none."""
+        """Return the newly completed lines, joined by line breaks; None: no line is complete."""
         lines, newline, rest = (self._rest + data).rpartition(b"\n")
-        rest = _last_drawing(rest)
+        rest = _last_redraw(rest)
         if not newline and len(rest) > MAX_LINE_BYTES:
             cut = _character_start(rest)
             lines, newline, rest = rest[:cut], b"\n", rest[cut:]
@@ -42,13 +42,13 @@ class LineAssembler:
         return self._text(lines) if newline else None
 
     def finish(self) -> str | None:
-        """Return the unfinished last line, if there is one."""
+        """Return the unfinished last line; None: there is none."""
         rest, self._rest = self._rest, b""
         return self._text(rest) if rest else None
 
     @property
     def redrawn(self) -> str:
-        """The unfinished line, where a carriage return has redrawn it: a progress bar; "" otherwise."""
+        """The unfinished line if a carriage return has redrawn it, as in a progress bar; "" otherwise."""
         return self._text(self._rest) if b"\r" in self._rest else ""
 
     @staticmethod
@@ -59,14 +59,14 @@ class LineAssembler:
         return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
 
-def _last_drawing(rest: bytes) -> bytes:
-    """Forget what a progress bar has drawn over; the carriage return stays, for it tells that this is one."""
-    place = rest.rstrip(b"\r").rfind(b"\r")
-    return rest[place:] if place > 0 else rest
+def _last_redraw(rest: bytes) -> bytes:
+    """Return a line without the states that it has overwritten; the carriage return stays and marks a progress bar."""
+    start = rest.rstrip(b"\r").rfind(b"\r")
+    return rest[start:] if start > 0 else rest
 
 
 def _character_start(data: bytes) -> int:
-    """Return where the last, perhaps unfinished, UTF-8 character begins, so that a cut does not halve it."""
+    """Return the start of the last, perhaps unfinished, UTF-8 character: a cut there splits no character."""
     start = len(data) - 1
     while start > len(data) - 4 and data[start] & 0xC0 == 0x80:  # 10xxxxxx: inside a character
         start -= 1
@@ -74,7 +74,7 @@ def _character_start(data: bytes) -> int:
 
 
 class Label:
-    """Makes the prefix of a rank's lines: "[rank 1] ", or the user's template."""
+    """Returns the prefix of a rank's lines: "[rank 1] ", or the user's template."""
 
     def __init__(self, template: str | None) -> None:
         self._template = string.Template(template) if template is not None else None
@@ -87,10 +87,10 @@ class Label:
 
 
 class Publisher(ABC):
-    """Where labelled lines, rich outputs and progress bars of a run go. Used by one thread at a time."""
+    """Shows the labelled lines, rich outputs and progress bars of a run. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, str]] = []
+        self._pending: list[tuple[str, str]] = []
         self._due = 0.0
         self._bars: dict[int, str] = {}
         self._bars_changed = False
@@ -98,10 +98,10 @@ class Publisher(ABC):
 
     @abstractmethod
     def _write(self, stream: str, text: str) -> None:
-        """Send text on "stdout" or "stderr"."""
+        """Write text to "stdout" or "stderr"."""
 
     def show_under(self, cell: Any) -> None:
-        """Show what comes from now on under the cell whose message is ``cell``, where there are cells."""
+        """Show further output under the cell with the execute request ``cell``; no effect outside a notebook."""
         return
 
     @abstractmethod
@@ -109,19 +109,19 @@ class Publisher(ABC):
         """Show a rich output."""
 
     def _draw_bars(self, text: str) -> None:
-        """Show the progress bars of all ranks in one place that is redrawn; nothing where that is not possible."""
+        """Show the progress bars of all ranks in one output that is redrawn; no effect outside a notebook."""
         return
 
     def line(self, stream: str, text: str) -> None:
-        """Show a line that the launcher itself says."""
-        self._waiting.append((stream, text + "\n"))
+        """Show a line of the launcher itself."""
+        self._pending.append((stream, text + "\n"))
 
     def lines(self, stream: str, text: str, label: str) -> None:
-        """Show a rank's lines, joined by line breaks, each behind ``label``."""
-        self._waiting.append((stream, label + text.replace("\n", "\n" + label) + "\n"))
+        """Show a rank's lines, joined by line breaks, each prefixed with ``label``."""
+        self._pending.append((stream, label + text.replace("\n", "\n" + label) + "\n"))
 
     def bar(self, rank: int, text: str, label: str) -> None:
-        """Show ``text`` as the progress bar of ``rank``; "" takes it away."""
+        """Show ``text`` as the progress bar of ``rank``; "" removes the bar."""
         if text:
             self._bars[rank] = label + text
         elif self._bars.pop(rank, None) is None:
@@ -129,28 +129,28 @@ class Publisher(ABC):
         self._bars_changed = True
 
     def seconds_until_due(self) -> float | None:
-        """Return how long until ``flush`` has something to do; None when nothing waits."""
-        due = [self._due] if self._waiting else []
+        """Return the seconds until ``flush`` is due; None: nothing is pending."""
+        due = [self._due] if self._pending else []
         if self._bars_changed:
             due.append(self._bars_due)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def flush(self, *, force: bool = False) -> None:
-        """Send what waits, when it is due."""
+        """Send pending output if it is due, or in any case with ``force``."""
         now = time.monotonic()
-        if self._waiting and (force or now >= self._due):
+        if self._pending and (force or now >= self._due):
             self._due = now + FLUSH_SECONDS
-            waiting, self._waiting = self._waiting, []
-            for stream, text in _merged(waiting):
+            pending, self._pending = self._pending, []
+            for stream, text in _merged(pending):
                 self._write(stream, text)
         if self._bars_changed and (force or now >= self._bars_due):
             self._bars_due, self._bars_changed = now + PROGRESS_SECONDS, False
             self._draw_bars("\n".join(self._bars[rank] for rank in sorted(self._bars)))
 
 
-def _merged(waiting: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _merged(pending: list[tuple[str, str]]) -> list[tuple[str, str]]:
     merged: list[tuple[str, list[str]]] = []
-    for stream, text in waiting:
+    for stream, text in pending:
         if merged and merged[-1][0] == stream:
             merged[-1][1].append(text)
         else:
@@ -159,7 +159,7 @@ def _merged(waiting: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 class TextPublisher(Publisher):
-    """Writes to the streams that ``sys`` had when the run was launched: a terminal, a file, a capture."""
+    """Writes to the streams of ``sys`` at the time of the launch: a terminal, a file, a capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class TextPublisher(Publisher):
 
 
 class NotebookPublisher(Publisher):
-    """Publishes under the cell that launched the run, from any thread, also after that cell has ended."""
+    """Publishes under the cell of the launch, from any thread, also after that cell has ended."""
 
     def __init__(self, kernel: Any, run_id: int) -> None:
         super().__init__()
@@ -194,10 +194,9 @@ class NotebookPublisher(Publisher):
         self._bars_id = None
 
     def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
-        # Straight to the session: OutStream would file it under the cell that runs now.
-        self._kernel.session.send(
-            self._kernel.iopub_socket, kind, content, parent=self._parent, ident=topic.encode()
-        )  # fmt: skip
+        # Sent through the session: OutStream would add it to the cell that is running now.
+        socket, ident = self._kernel.iopub_socket, topic.encode()
+        self._kernel.session.send(socket, kind, content, parent=self._parent, ident=ident)
 
     def _write(self, stream: str, text: str) -> None:
         now = time.monotonic()
@@ -219,17 +218,13 @@ class NotebookPublisher(Publisher):
         self._send(kind, {"data": event.data, "metadata": event.metadata, "transient": transient}, kind)
 
     def _draw_bars(self, text: str) -> None:
-        content = {
-            "data": {"text/plain": text},
-            "metadata": {},
-            "transient": {"display_id": self._bars_name},
-        }
+        content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._bars_name}}
         kind = "update_display_data" if self._bars_id else "display_data"
         self._bars_id = self._bars_name
         self._send(kind, content, kind)
 
     def flush(self, *, force: bool = False) -> None:
-        """See ``Publisher.flush``; at the end it says how much was withheld."""
+        """See ``Publisher.flush``; with ``force`` it also reports how much output was withheld."""
         super().flush(force=force)
         if force and self._withheld:
             note = f"… {self._withheld:,} characters not shown here: run.logs() keeps the end of each rank's output\n"
@@ -242,7 +237,7 @@ _published_under: ContextVar[Any] = ContextVar("published_under", default=None)
 
 @contextmanager
 def published_under(message: Any) -> Iterator[None]:
-    """Let what is launched inside a with block show itself under another cell than the one that runs now.
+    """Show the launches inside a with block under another cell than the running one.
 
     Args:
         message: The execute request of that cell: a click in a panel belongs to the cell that shows the panel.
@@ -255,12 +250,12 @@ def published_under(message: Any) -> Iterator[None]:
 
 
 def parent_message(kernel: Any) -> Any:
-    """Return the message of the cell that runs now; ipykernel 6 and 7 both have ``get_parent``."""
+    """Return the execute request of the running cell; ipykernel 6 and 7 both have ``get_parent``."""
     return _published_under.get() or kernel.get_parent()
 
 
 def running_kernel() -> Any | None:
-    """Return the ipykernel this process is; None in a terminal, a script or a test."""
+    """Return the ipykernel of this process; None in a terminal, a script or a test."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     kernel = getattr(shell, "kernel", None)
@@ -268,15 +263,15 @@ def running_kernel() -> Any | None:
 
 
 def publisher_for(run_id: int) -> Publisher:
-    """Return where a run launched here and now is to be shown."""
+    """Return the publisher of a run that is launched now."""
     kernel = running_kernel()
     if kernel is not None and type(sys.stdout).__module__.startswith("ipykernel"):
         return NotebookPublisher(kernel, run_id)
-    return TextPublisher()  # also in a kernel whose sys.stdout is captured
+    return TextPublisher()  # also in a kernel with a captured sys.stdout
 
 
 class RankOutput:
-    """One output stream of one rank, from its pipe to the store and the publisher."""
+    """One output stream of one rank: passes its lines to the store and the publisher."""
 
     def __init__(
         self, rank: int, stream: str, label: str, keep: Callable[[int, str, str], None], publisher: Publisher
@@ -286,16 +281,16 @@ class RankOutput:
         self._assembler = LineAssembler()
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they arrive."""
-        self._take(self._assembler.feed(data))
+        """Process received bytes."""
+        self._publish(self._assembler.feed(data))
         self._publisher.bar(self._rank, self._assembler.redrawn, self._label)
 
     def finish(self) -> None:
-        """The stream has ended: its last line counts although no line break came."""
-        self._take(self._assembler.finish())
+        """Process the end of the stream: its last line is complete without a line break."""
+        self._publish(self._assembler.finish())
         self._publisher.bar(self._rank, "", self._label)
 
-    def _take(self, text: str | None) -> None:
+    def _publish(self, text: str | None) -> None:
         if text is not None:
             self._keep(self._rank, self._stream, text)
             self._publisher.lines(self._stream, text, self._label)
