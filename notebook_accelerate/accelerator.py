@@ -214,7 +214,7 @@ class Accelerator(AcceleratorViews):
         if len(placements) != len(args):
             raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
         prepared = self.strategy.prepare(args, placements)
-        self.strategy.tell_sharding()
+        self.strategy.report_sharding()
         self.has_lomo_optimizer = any(hasattr(kept.optimizer, "fused_backward") for kept in self._optimizers)
         self._checks.prepared(self._models, self._optimizers, prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)

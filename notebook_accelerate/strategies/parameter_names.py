@@ -1,4 +1,4 @@
-"""Parameters of models and of their optimizers: plain names, and what took the place of each in a prepared model."""
+"""Names of parameters without what wrappers add, and the parameters that replaced others in a prepared model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from notebook_accelerate.strategies.fsdp.fsdp_units import plain_name
+_WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by plain name, tied ones under each.
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what wrappers add to it.
+
+    Args:
+        name: The full name in a wrapped model.
+    """
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's parameters by plain name, tied ones under each of their names.
 
     Args:
         model: The model, wrapped or not.
@@ -22,8 +33,8 @@ def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def flat_names_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the flat parameters of an FSDP 1 model by the plain names of what they hold.
+def flat_parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the flat parameters of an FSDP 1 model by the plain names of the parameters they contain.
 
     Args:
         model: The wrapped model, with use_orig_params=False.
@@ -37,17 +48,26 @@ def flat_names_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-class Pointers:
-    """What became of parameters, for the optimizers that still have the old ones."""
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+    """Return an optimizer's parameters, group by group.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class ParameterReplacements:
+    """Which parameter replaced which, for optimizers that still refer to the old ones."""
 
     def __init__(self) -> None:
         self._new: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
-    def note(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
-        """Note which parameter replaced which.
+    def record(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+        """Record the parameters that were replaced.
 
         Args:
-            before: The parameters by name before the model was sharded.
+            before: The parameters by name before the model was prepared.
             after: The parameters by name now.
         """
         for name, old in before.items():
@@ -56,17 +76,17 @@ class Pointers:
                 self._new[id(old)] = (weakref.ref(old), new)
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what a parameter became; the parameter itself where it was not replaced.
+        """Return the parameter that replaced another; the parameter itself if it was not replaced.
 
         Args:
             parameter: A parameter of an optimizer.
         """
         old, new = self._new.get(id(parameter), (None, parameter))
-        # An id is used again once its object is gone.
+        # Python reuses the id of an object that was deleted.
         return new if old is not None and old() is parameter else parameter
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer the parameters of now, and its states their shards.
+        """Switch an optimizer to the current parameters, and shard its states like them.
 
         Args:
             optimizer: The optimizer.
@@ -74,13 +94,11 @@ class Pointers:
         Raises:
             ValueError: Parameters of different groups became one, or the optimizer's state cannot be sharded.
         """
-        mapping = {
-            parameter: self.current(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        }
+        mapping = {parameter: self.current(parameter) for parameter in optimizer_parameters(optimizer)}
         if any(old is not new for old, new in mapping.items()):
             switch_parameters(optimizer, mapping)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all parameters."""
         self._new.clear()
 
@@ -97,52 +115,39 @@ def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn
     """
     group_of: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
-        new: list[nn.Parameter] = []
+        switched: list[nn.Parameter] = []
         for old in group["params"]:
-            found = mapping[old] if old in mapping else mapping.get(old.data_ptr())
-            if found is None:
+            new = mapping[old] if old in mapping else mapping.get(old.data_ptr())
+            if new is None:
                 raise ValueError(
                     f"a parameter of shape {tuple(old.shape)} of {type(optimizer).__name__} belongs to no sharded "
                     "model; create the optimizer from model.parameters() of the model that is prepared with it"
                 )
-            if group_of.setdefault(id(found), index) != index:
+            if group_of.setdefault(id(new), index) != index:
                 raise ValueError(
                     "parameters of different groups of the optimizer share one flat parameter of FSDP 1; write "
                     "FullyShardedDataParallelPlugin(use_orig_params=True), or fsdp_version=2"
                 )
-            if not any(found is kept for kept in new):
-                new.append(found)
-            _switch_state(optimizer, old, found)
-        group["params"] = new
+            if not any(new is kept for kept in switched):
+                switched.append(new)
+            _switch_state(optimizer, old, new)
+        group["params"] = switched
 
 
 def _switch_state(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
     if old is new or old not in optimizer.state:
         return
-    state = optimizer.state.pop(old)
-    if not isinstance(new, DTensor) and new.shape == old.shape:  # the same parameter on another device
-        state = {name: value.to(new.device) if _is_shaped(value, old) else value for name, value in state.items()}
-        optimizer.state[new] = state
-        return
-    if not isinstance(new, DTensor):
+    if not isinstance(new, DTensor) and new.shape != old.shape:
         raise ValueError(
-            f"{type(optimizer).__name__} has made steps before its model was sharded by FSDP 1, which cannot take them "
-            "over; prepare before training, or use FullyShardedDataParallelPlugin(fsdp_version=2)"
+            f"{type(optimizer).__name__} made steps before its model was sharded, and FSDP 1 cannot shard its state; "
+            "prepare before training, or use FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
-    optimizer.state[new] = {
-        name: distribute_tensor(value, new.device_mesh, new.placements) if _is_shaped(value, old) else value
-        for name, value in state.items()
-    }
 
+    def switched(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != old.shape:
+            return value
+        if isinstance(new, DTensor):
+            return distribute_tensor(value, new.device_mesh, new.placements)
+        return value.to(new.device)
 
-def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
-    """Return an optimizer's parameters, group by group.
-
-    Args:
-        optimizer: The optimizer.
-    """
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    optimizer.state[new] = {name: switched(value) for name, value in optimizer.state.pop(old).items()}

@@ -1,8 +1,9 @@
-"""What a strategy is: it prepares objects, and owns backward, synchronisation, clipping and the states it sharded."""
+"""The base class of strategies: prepares objects, runs the backward pass, synchronises and clips gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 Parameters = torch.Tensor | Sequence[torch.Tensor]
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""A context that does nothing and is entered as often as one likes."""
+"""A context that does nothing and can be entered any number of times."""
 
 
 def _is_scheduler(item: Any) -> bool:
@@ -30,7 +31,7 @@ def _is_scheduler(item: Any) -> bool:
     )
 
 
-# The first test that holds says what an object is.
+# In this order: an object is of the first kind whose test is true.
 _KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("data_loader", lambda item: isinstance(item, DataLoader)),
     ("model", lambda item: isinstance(item, torch.nn.Module)),
@@ -41,10 +42,10 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 
 
 def kind_of(item: Any) -> str:
-    """Say which kind of training object something is.
+    """Return the kind of a training object.
 
     Args:
-        item: What `prepare` was given.
+        item: An argument of `prepare`.
 
     Returns:
         model, optimizer, data_loader, scheduler, or nothing for None.
@@ -67,7 +68,7 @@ def _short(item: Any) -> str:
 
 
 class Strategy:
-    """One process, and the base class of the others.
+    """One process, and the base class of the other strategies.
 
     Args:
         setup: The settings of the `Accelerator`.
@@ -83,12 +84,7 @@ class Strategy:
     checkpoint_layout: ClassVar[str] = "whole"
     """How checkpoints hold the models: whole, or a name of its own where the strategy writes and reads them itself."""
     should_save_model: ClassVar[bool] = True
-    """Whether the model's weights are whole on a rank that saves."""
-    order: ClassVar[Mapping[str, int]] = {"scheduler": 1}
-    """Which kinds of objects are prepared after (above 0) or before the others.
-
-    Schedulers come last: they look for the prepared optimizer they belong to.
-    """
+    """Whether a rank that saves has the model's full weights."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -96,58 +92,49 @@ class Strategy:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[DataLoader[Any]] = []
-        self._told: ShardReport | None = None
+        self._reported: ShardReport | None = None
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """Prepare objects in any order; every rank must call this with the same kinds.
+        """Prepare objects; every rank must call this with the same kinds.
+
+        Models come first: preparing them may replace parameters, and optimizers are switched to the new ones.
+        Schedulers come last: they look for the prepared optimizer they belong to.
 
         Args:
-            objects: Models, optimizers, loaders, schedulers.
-            placements: For each, whether it goes to the device; None means the Accelerator's setting.
+            objects: Models, optimizers, loaders, schedulers, in any order.
+            placements: For each, whether it moves to the device; None means the Accelerator's setting.
 
         Returns:
             The prepared objects, in the order given.
         """
-        kinds = [kind_of(item) for item in objects]
+        at: dict[str, list[int]] = defaultdict(list)
+        for position, item in enumerate(objects):
+            at[kind_of(item)].append(position)
         results = list(objects)
-        self._join(results, kinds)
-        for position in sorted(range(len(kinds)), key=lambda index: self.order.get(kinds[index], 0)):
-            results[position] = self._prepare_one(kinds[position], results[position], placements[position])
+        self._join_precision(results, at["model"], at["optimizer"])
+        for position in at["model"]:
+            results[position] = self.prepare_model(results[position], placements[position])
+        for position in at["optimizer"]:
+            results[position] = self.prepare_optimizer(results[position], placements[position])
+        for position in at["data_loader"]:
+            results[position] = self.prepare_data_loader(results[position], placements[position])
+        for position in at["scheduler"]:
+            results[position] = self.prepare_scheduler(results[position])
         return results
 
-    def _join(self, objects: list[Any], kinds: Sequence[str]) -> None:
+    def _join_precision(self, objects: list[Any], models: Sequence[int], optimizers: Sequence[int]) -> None:
         """Let the precision change models and optimizers together, in place."""
-        places = [[at for at, kind in enumerate(kinds) if kind == wanted] for wanted in ("model", "optimizer")]
-        given = [[objects[at] for at in those] for those in places]
-        for those, new in zip(places, self.setup.precision.join(*given), strict=True):
-            for at, item in zip(those, new, strict=True):
-                objects[at] = item
-
-    def _prepare_one(self, kind: str, item: Any, placement: bool | None) -> Any:
-        if kind == "scheduler":
-            return self.prepare_scheduler(item)
-        if kind == "model":
-            return self.prepare_model(item, placement)
-        if kind == "optimizer":
-            return self.prepare_optimizer(item, placement)
-        return item if kind == "nothing" else self.prepare_data_loader(item, placement)
+        joined = self.setup.precision.join([objects[at] for at in models], [objects[at] for at in optimizers])
+        for positions, items in zip((models, optimizers), joined, strict=True):
+            for position, item in zip(positions, items, strict=True):
+                objects[position] = item
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare a model.
-
-        Args:
-            model: The model.
-            device_placement: Whether it goes to the device; None means the Accelerator's setting.
-            evaluation_mode: Prepare it for inference only: nothing is exchanged between ranks.
-
-        Returns:
-            The prepared model; what was done to a model prepared before (by another Accelerator, or in the kernel
-            before a launch) is not done twice.
-        """
+        """See `Accelerator.prepare_model`; a model that was prepared before is not wrapped a second time."""
         if device_placement is None:
             device_placement = self.setup.device_placement
         if device_placement and not is_on_several_devices(model):
@@ -155,13 +142,11 @@ class Strategy:
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         self.setup.precision.wrap_model(inner)
         if not evaluation_mode:
-            _add(self.models, inner)
-        prepared = self.compile(model if evaluation_mode else self.wrap_model(model))
-        prepared._is_accelerate_prepared = True  # type: ignore[assignment]
-        return prepared
+            add_once(self.models, inner)
+        return self.compile_and_mark(model if evaluation_mode else self.wrap_model(model))
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make a model that trains alone into one that trains with the other ranks.
+        """Wrap a model for training with the other ranks.
 
         Args:
             model: The model, on its device and in its precision.
@@ -171,8 +156,21 @@ class Strategy:
         """
         return model
 
+    def compile_and_mark(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Compile a model where the Accelerator is set to, and mark it as prepared.
+
+        Args:
+            model: The wrapped model.
+
+        Returns:
+            The compiled model, or the model itself.
+        """
+        prepared = self.compile(model)
+        prepared._is_accelerate_prepared = True  # type: ignore[assignment]
+        return prepared
+
     def compile(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Compile a model where the Accelerator was told to.
+        """Compile a model where the Accelerator is set to.
 
         Args:
             model: The wrapped model.
@@ -191,15 +189,7 @@ class Strategy:
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer.
-
-        Args:
-            optimizer: The optimizer.
-            device_placement: Whether its state goes to the device; None means the Accelerator's setting.
-
-        Returns:
-            The prepared optimizer; one that this Accelerator prepared before is returned as it is.
-        """
+        """See `Accelerator.prepare_optimizer`; one that this Accelerator prepared before is returned as it is."""
         if any(optimizer is kept for kept in self.optimizers):
             return optimizer  # type: ignore[return-value]
         optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -213,14 +203,7 @@ class Strategy:
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a learning rate scheduler.
-
-        Args:
-            scheduler: The scheduler.
-
-        Returns:
-            The prepared scheduler; one that this Accelerator prepared before is returned as it is.
-        """
+        """See `Accelerator.prepare_scheduler`; one that this Accelerator prepared before is returned as it is."""
         if any(scheduler is kept for kept in self.schedulers):
             return scheduler  # type: ignore[no-any-return]
         scheduler = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
@@ -241,22 +224,13 @@ class Strategy:
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """Prepare a loader.
-
-        Args:
-            data_loader: The loader.
-            device_placement: Whether batches go to the device; None means the Accelerator's setting.
-            slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None: by the first dimension.
-
-        Returns:
-            The prepared loader; one that was prepared before for this rank of this world is returned as it is.
-        """
+        """See `Accelerator.prepare_data_loader`; one prepared before for this rank of this world is returned as is."""
         from notebook_accelerate.data_loader import prepare_data_loader
 
-        place = (self.setup.state.num_processes, self.setup.state.process_index)
-        if getattr(data_loader, "_prepared_for", None) == place:
+        rank = (self.setup.state.num_processes, self.setup.state.process_index)
+        if getattr(data_loader, "_prepared_for", None) == rank:
             data_loader.gradient_state = self.setup.gradient_state
-            _add(self.dataloaders, data_loader)
+            add_once(self.dataloaders, data_loader)
             return data_loader
         if device_placement is None:
             device_placement = self.setup.device_placement
@@ -269,7 +243,7 @@ class Strategy:
         )
         prepared.gradient_state = self.setup.gradient_state
         prepared._is_accelerate_prepared = True
-        prepared._prepared_for = place
+        prepared._prepared_for = rank
         self.dataloaders.append(prepared)
         return prepared  # type: ignore[no-any-return]
 
@@ -292,7 +266,7 @@ class Strategy:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of a loss, scaled where the precision asks for it.
+        """Compute gradients of a loss, scaled where the precision needs it.
 
         Args:
             loss: The loss, divided by the batches of a window already.
@@ -304,39 +278,25 @@ class Strategy:
             self.setup.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not exchange gradients of some models.
+        """Return a context in which the backward pass does not exchange gradients of some models.
 
         Args:
             models: Prepared models.
-
-        Returns:
-            A context manager.
         """
         return NOTHING
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not exchange gradients of one model.
+        """Return a context in which the backward pass does not exchange gradients of one model.
 
         Args:
             model: A prepared model, or any object with a method `no_sync`.
-
-        Returns:
-            A context manager.
         """
         return model.no_sync() if hasattr(model, "no_sync") else NOTHING
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may have different numbers of batches.
-
-        Args:
-            joinables: Prepared models (and optimizers that exchange something).
-            even_batches: Setting of the prepared loaders inside the context; None keeps it.
-
-        Returns:
-            A context manager; alone there is nothing to join.
-        """
+        """See `Accelerator.join_uneven_inputs`; a single process has nothing to join."""
         return NOTHING
 
     def context_parallel(
@@ -347,30 +307,23 @@ class Strategy:
         Args:
             buffers: Tensors that are split in place.
             dims: Their sequence dimensions.
-            kept_split: Those that are not made whole again afterwards.
-
-        Returns:
-            A context manager.
+            kept_split: Those that stay split afterwards.
         """
         return NOTHING
 
     def sequence_loader(self, loader: Any) -> Any:
-        """Make a loader hand out pieces of sequences, where ranks share sequences that each has read.
+        """Make a loader return pieces of sequences, in strategies whose ranks share the sequences of a batch.
 
         Args:
             loader: A prepared loader.
 
         Returns:
-            The loader of pieces; here ranks share none, and it is the loader itself.
+            The loader of pieces; the loader itself in other strategies.
         """
         return loader
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the scale of the loss, once per step, in precisions that scale it.
-
-        Args:
-            optimizer: A prepared optimizer or several; None means all.
-        """
+        """See `Accelerator.unscale_gradients`."""
         if self.setup.scaler is None:
             return
         given = self.optimizers if optimizer is None else optimizer
@@ -380,54 +333,30 @@ class Strategy:
             self.setup.scaler.unscale_(item)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients so that their norm over all parameters is at most `max_norm`.
-
-        Args:
-            parameters: The parameters.
-            max_norm: The largest norm allowed.
-            norm_type: Which norm.
-
-        Returns:
-            The norm before clipping.
-        """
+        """See `Accelerator.clip_grad_norm_`."""
         self.unscale_gradients()
         return torch.nn.utils.clip_grad_norm_(parameters_in(parameters), max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """Clip each gradient to [-clip_value, clip_value].
-
-        Args:
-            parameters: The parameters.
-            clip_value: The largest absolute value allowed.
-        """
+        """See `Accelerator.clip_grad_value_`."""
         self.unscale_gradients()
         with_gradient = [parameter for parameter in parameters_in(parameters) if parameter.grad is not None]
-        if with_gradient:  # torch fails where there is none
+        if with_gradient:  # torch raises an error on an empty list
             torch.nn.utils.clip_grad_value_(with_gradient, clip_value)
 
     # -- states -------------------------------------------------------------------------------------------------------
 
     def model_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's whole state; every rank must call this.
-
-        Args:
-            model: A prepared model.
-            unwrap: Leave out what `prepare` put around the model.
-
-        Returns:
-            The state dict.
-        """
+        """See `Accelerator.get_state_dict`."""
         return (extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
-    # -- what is where ------------------------------------------------------------------------------------------------
-
     def sharding(self) -> ShardReport:
-        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
-        return shard_report.of(self)
+        """Count the parameters, gradients and optimizer state of this rank, without a collective."""
+        return shard_report.count_shards(self)
 
-    def tell_sharding(self) -> None:
-        """Tell the kernel that launched this rank what it holds, where that has changed."""
-        self._told = shard_report.tell(self, self._told)
+    def report_sharding(self) -> None:
+        """Send the kernel that launched this rank its `sharding`, if that has changed."""
+        self._reported = shard_report.emit_changes(self, self._reported)
 
     def clear(self) -> None:
         """Forget all prepared objects."""
@@ -436,7 +365,7 @@ class Strategy:
 
 
 def parameters_in(given: Any) -> list[torch.Tensor]:
-    """List parameters whose gradients are to be clipped.
+    """List the parameters whose gradients are clipped.
 
     Args:
         given: A tensor or tensors.
@@ -459,11 +388,11 @@ def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm over several sets of gradients.
 
     Args:
-        norms: That of each set.
+        norms: The norm of each set.
         norm_type: Which norm.
 
     Returns:
-        Theirs together; 0 where there is none.
+        The joint norm; 0 without any set.
     """
     if len(norms) == 1:
         return norms[0]
@@ -480,7 +409,7 @@ def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Itera
         even_batches: The setting; None keeps it.
 
     Yields:
-        The loaders that have no such setting (iterable datasets).
+        The loaders without such a setting (iterable datasets).
     """
     holders = [loader.batch_sampler for loader in loaders if hasattr(loader.batch_sampler, "even_batches")]
     before = [holder.even_batches for holder in holders]
@@ -493,6 +422,12 @@ def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Itera
             holder.even_batches = value
 
 
-def _add(items: list[Any], item: Any) -> None:
+def add_once(items: list[Any], item: Any) -> None:
+    """Append an object to a list that does not have it.
+
+    Args:
+        items: The list.
+        item: The object, compared by identity.
+    """
     if not any(kept is item for kept in items):
         items.append(item)

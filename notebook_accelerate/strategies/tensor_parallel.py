@@ -1,8 +1,8 @@
-"""Tensor parallelism: the weights of single layers are split over ranks that compute on the same data.
+"""Tensor parallelism: ranks with the same data share the weights of single layers.
 
-How a layer is split is said by a plan, as transformers' models carry one: a dict from names of modules, `*` for any
-number in them, to styles. A linear layer split by columns is followed by one split by rows, and only the second one
-exchanges anything (Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053).
+A plan says how each layer is split, as transformers' models have one: a dict from names of modules, `*` for any number
+in them, to styles. A linear layer split by columns is followed by one split by rows, and only the second one exchanges
+anything (Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.fsdp.fsdp_units import retie, tied_names
+from notebook_accelerate.strategies.module_queries import get_model_tp_size, model_has_dtensor
+from notebook_accelerate.strategies.parameter_names import parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_start
+from notebook_accelerate.strategies.sharding.sharded_strategy import (
+    ShardedStrategy,
+    broadcast_weights,
+    upcast_trained,
+)
+from notebook_accelerate.strategies.strategy import add_once
+from notebook_accelerate.strategies.tied_parameters import retie, tied_names
+from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -39,10 +46,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
 }
-"""What the names of a plan stand for; `_rep` and the two below it take or give whole tensors."""
+"""The style for each name in a plan; `_rep` and the two below it take or return whole tensors."""
 
 
-def plan_of(model: nn.Module) -> Mapping[str, Any]:
+def tensor_parallel_plan(model: nn.Module) -> Mapping[str, Any]:
     """Return a model's plan.
 
     Args:
@@ -66,22 +73,18 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
     """Split a model's weights by its plan, in place; every rank must call this.
 
     Args:
-        model: A model with equal weights on every rank; one whose weights are split already is left as it is.
-        ranks: All ranks; those along its dimension "tp" share tensors. Without one, nothing is done.
+        model: A model with equal weights on every rank; nothing is done where they are split already.
+        ranks: All ranks; those along its dimension "tp" share tensors. Nothing is done without that dimension.
 
     Raises:
-        ValueError: There is no plan, it names modules or styles that are not there, it splits tied weights in two ways,
-            or weights that the ranks do not divide.
+        ValueError: There is no plan, it names unknown modules or styles, it splits tied weights in two ways, or weights
+            whose size is no multiple of the number of ranks.
     """
-    if ranks is None or "tp" not in (ranks.mesh_dim_names or ()):
+    if ranks is None or "tp" not in (ranks.mesh_dim_names or ()) or _is_split(model, ranks):
         return
     mesh = ranks["tp"]
-    if _split_while_loading(model, mesh.size()):
-        return
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return
     ties = tied_names(model)
-    for name, style in _resolved(model, plan_of(model)).items():
+    for name, style in _resolved(model, tensor_parallel_plan(model)).items():
         _check_division(name, model.get_submodule(name), mesh.size())
         parallelize_module(model, mesh, {name: style})
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -95,20 +98,19 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
     retie(model, ties)
 
 
-def _split_while_loading(model: nn.Module, ranks: int) -> bool:
-    """Tell whether transformers split a model while it was loaded.
+def _is_split(model: nn.Module, ranks: DeviceMesh | None) -> bool:
+    """Tell whether a model is split, by an earlier `prepare` or by transformers while it was loaded.
 
     Raises:
-        ValueError: It was split over another number of ranks.
+        ValueError: transformers split it over another number of ranks.
     """
-    size = getattr(model, "tp_size", None)
-    if not isinstance(size, int) or size < 2:
-        return False
-    if size != ranks:
+    size = get_model_tp_size(model) or 1
+    expected = ranks["tp"].size() if ranks is not None and "tp" in (ranks.mesh_dim_names or ()) else 1
+    if size > 1 and size != expected:
         raise ValueError(
-            f"{type(model).__name__} was loaded with tp_size={size}, and this Accelerator has tp_size={ranks}"
+            f"{type(model).__name__} was loaded with tp_size={size}, and this Accelerator has tp_size={expected}"
         )
-    return True
+    return size > 1 or model_has_dtensor(model)
 
 
 def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
@@ -139,7 +141,7 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
 
 
 def _check_division(name: str, module: nn.Module, size: int) -> None:
-    """Refuse what torch would split unevenly: the layers around it compute with equal parts."""
+    """Reject weights that torch would split unevenly: the layers around them compute with equal parts."""
     weight = getattr(module, "weight", None)
     shape = weight.shape if isinstance(weight, torch.Tensor) else ()
     if len(shape) > 1 and all(length % size for length in shape):
@@ -149,79 +151,49 @@ def _check_division(name: str, module: nn.Module, size: int) -> None:
 
 
 class TensorParallelStrategy(ShardedStrategy):
-    """Layers are split; every rank has the same data. Checkpoints are those of FSDP, and load into each other."""
+    """Layers are split; every rank has the same data. Its checkpoints and those of FSDP load into each other."""
 
     name: ClassVar[str] = "tp"
 
-    def is_sharded(self, model: nn.Module) -> bool:
-        """Tell whether a model is split.
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Split a model in place; every rank must call this. `prepare` calls it before it prepares optimizers.
 
         Args:
-            model: The model.
-
-        Raises:
-            ValueError: transformers split it over another number of ranks.
-        """
-        mesh = self.setup.state.device_mesh
-        ranks = mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
-        by_transformers = _split_while_loading(model, ranks)
-        return by_transformers or any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Split a model; every rank must call this.
-
-        Args:
-            model: The model.
+            model: The model; one that is split already is not split again.
+            device_placement: Not used: the model moves to the device before it is split.
+            evaluation_mode: Prepare it for inference only: it stays whole.
 
         Returns:
-            The model itself, its weights replaced by their parts.
+            The model itself, its weights replaced by their parts, or what `torch.compile` made of it.
 
         Raises:
             ValueError: As for `split_tensors`.
         """
-        model.to(self.setup.device)
-        broadcast_start(model, self.setup.device)
-        split_tensors(model, self.setup.state.device_mesh)
-        return model
+        if evaluation_mode:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        inner = without_compile(model)
+        before = parameters_by_name(inner)  # those that optimizers have: the split replaces them
+        self.setup.precision.wrap_model(extract_model_from_parallel(model, keep_torch_compile=False))
+        mesh = self.setup.state.device_mesh
+        if not _is_split(inner, mesh):
+            upcast_trained(inner, self.setup.precision)
+            inner.to(self.setup.device)
+            broadcast_weights(inner, self.setup.device)
+            split_tensors(inner, mesh)
+            self.replace_parameters(before, parameters_by_name(inner))
+        add_once(self.models, inner)
+        return self.compile_and_mark(model)
 
     def sharding(self) -> ShardReport:
-        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        """See `Strategy.sharding`."""
         split = sum(
             any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
             for model in self.models
             for module in model.modules()
         )
-        return shard_report.of(self, axis="tp", units=(split, "split layers"))
-
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
-        """Prepare an optimizer; parameters it has from before the splitting are replaced.
-
-        Args:
-            optimizer: The optimizer.
-            device_placement: Whether its state goes to the device; None means the Accelerator's setting.
-
-        Returns:
-            The prepared optimizer.
-        """
-        prepared = super().prepare_optimizer(optimizer, device_placement)
-        step_one_by_one(prepared.optimizer)
-        return prepared
+        return shard_report.count_shards(self, axis="tp", units=(split, "split layers"))
 
 
-def step_one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """Keep an optimizer from computing on all parameters in one call where some are split and some are not.
-
-    torch computes on lists of tensors of one mesh only.
-
-    Args:
-        optimizer: torch's optimizer.
-    """
-    for group in optimizer.param_groups:
-        meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
-        if len(meshes) > 1:
-            group.update({name: False for name in ("foreach", "fused") if name in group})
-
-
-__all__ = ["STYLES", "TensorParallelStrategy", "plan_of", "split_tensors", "step_one_by_one"]
+__all__ = ["STYLES", "TensorParallelStrategy", "split_tensors", "tensor_parallel_plan"]

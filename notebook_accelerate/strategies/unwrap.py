@@ -37,6 +37,15 @@ def is_compiled_module(module: Any) -> bool:
     return isinstance(module, torch.nn.Module) and "_orig_mod" in module._modules
 
 
+def without_compile(model: Any) -> Any:
+    """Return the module inside a compiled one; any other model itself.
+
+    Args:
+        model: A model, compiled or not.
+    """
+    return model._orig_mod if is_compiled_module(model) else model
+
+
 def ddp_inside(model: Any) -> DistributedDataParallel | None:
     """Find the DDP module in what `prepare` returned.
 

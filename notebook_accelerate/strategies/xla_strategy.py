@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from torch_xla.distributed import spmd
 
 from notebook_accelerate.collectives import recursively_apply
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.parameter_names import Pointers, names_of
+from notebook_accelerate.strategies.parameter_names import ParameterReplacements, parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy import Strategy
 from notebook_accelerate.strategies.strategy_setup import Setup
@@ -50,11 +50,10 @@ class XLAStrategy(Strategy):
     """One rank per device; every rank has the whole model, and gradients are averaged when a window is complete."""
 
     name: ClassVar[str] = "xla"
-    order: ClassVar[Mapping[str, int]] = {"model": -1, "scheduler": 1}  # optimizers take the moved parameters over
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._pointers = Pointers()
+        self._replacements = ParameterReplacements()
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -69,11 +68,11 @@ class XLAStrategy(Strategy):
         Returns:
             The prepared model.
         """
-        before = names_of(model)
+        before = parameters_by_name(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
-        self._pointers.note(before, names_of(prepared))
+        self._replacements.record(before, parameters_by_name(prepared))
         for optimizer in self.optimizers:
-            self._pointers.apply(optimizer.optimizer)
+            self._replacements.apply(optimizer.optimizer)
         return prepared
 
     def prepare_optimizer(
@@ -88,7 +87,7 @@ class XLAStrategy(Strategy):
         Returns:
             The prepared optimizer; one that this Accelerator prepared before is returned as it is.
         """
-        self._pointers.apply(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
+        self._replacements.apply(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = XLAOptimizer
         prepared._average_gradients = self.average_gradients
@@ -140,7 +139,9 @@ class XLAStrategy(Strategy):
     def sharding(self) -> ShardReport:
         """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
         devices = runtime.global_runtime_device_count() if runtime.is_spmd() else 1
-        return shard_report.of(self, variant=f"SPMD, batches split over {devices} devices" if devices > 1 else "")
+        return shard_report.count_shards(
+            self, variant=f"SPMD, batches split over {devices} devices" if devices > 1 else ""
+        )
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all parameters is at most `max_norm`; every rank must call this.

@@ -23,18 +23,18 @@ def of(strategy: Strategy) -> ShardReport:
     """
     engine: Any = strategy.models[0]
     stage = int(engine.zero_optimization_stage())
-    mesh = shard_report.mesh_of(strategy, "dp")
+    mesh = shard_report.mesh_axes(strategy, "dp")
     over = [name for name in mesh[0] if name not in {"tp", "pp"}] if stage else []
     ranks = max(1, int(getattr(engine, "seq_dp_world_size", 0) or engine.dp_world_size))
     parameters = list(shard_report.all_parameters(strategy.models))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = _tally(trained, over if stage > 1 else [], ranks)
-    return shard_report.summary(
+    return shard_report.make_report(
         strategy,
-        _tally(parameters, over if stage > 2 else [], ranks).held(
+        _tally(parameters, over if stage > 2 else [], ranks).sizes(
             _device(engine.zero_offload_param()), "gathered layer by layer" if stage > 2 else ""
         ),
-        gradients.held(_device(engine.zero_offload_optimizer()) if stage > 1 else ""),
+        gradients.sizes(_device(engine.zero_offload_optimizer()) if stage > 1 else ""),
         _state(engine, _tally(trained, over, ranks), sum(map(_count, trained))),
         variant=f"ZeRO-{stage}",
         mesh=mesh,
@@ -50,7 +50,7 @@ def _tally(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardTally
     found = ShardTally()
     for parameter in parameters:
         whole = _count(parameter) * parameter.element_size()
-        found += shard_report.shared_out(whole, ranks if over else 1, over)
+        found += shard_report.count_equal_parts(whole, ranks if over else 1, over)
     return found
 
 
@@ -59,10 +59,10 @@ def _state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
     optimizer = engine.optimizer
     offloaded = _device(engine.zero_offload_optimizer())
     basic = getattr(optimizer, "optimizer", optimizer)
-    count = shard_report.moments_of_all([basic])
+    count = shard_report.common_states_per_parameter([basic])
     masters = _masters(optimizer, basic)
     if count is None or not masters:
-        return trained.kept(count, offloaded)
+        return trained.state_sizes(count, offloaded)
     own = {tensor.data_ptr() for tensor in getattr(optimizer, "fp16_partitioned_groups_flat", engine.parameters())}
     kept = [tensor for tensor in masters if tensor.data_ptr() not in own]
     size = masters[0].element_size()

@@ -11,28 +11,28 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state.world import world_from_environ
-from notebook_accelerate.strategies.fsdp.fsdp_base import FSDPStrategy
-from notebook_accelerate.strategies.fsdp.fsdp_units import (
-    checkpoint_activations,
-    ignored_of,
-    keeping_ties,
-    retie,
-    tied_names,
-    units_of,
-)
-from notebook_accelerate.strategies.parameter_names import flat_names_of, names_of
+from notebook_accelerate.strategies.fsdp.fsdp_settings import resolved_plugin
+from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
+from notebook_accelerate.strategies.parameter_names import flat_parameters_by_name, parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
-from notebook_accelerate.strategies.sharding.sharded_strategy import broadcast_start
-from notebook_accelerate.strategies.strategy import joint_norm, parameters_in
+from notebook_accelerate.strategies.sharding.sharded_strategy import (
+    ShardedStrategy,
+    broadcast_weights,
+    upcast_trained,
+)
+from notebook_accelerate.strategies.strategy import NOTHING, add_once, joint_norm, parameters_in
 from notebook_accelerate.strategies.strategy_setup import Setup
+from notebook_accelerate.strategies.tied_parameters import keep_ties, retie, tied_names
+from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module, without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
 
 
-class FSDP1Strategy(FSDPStrategy):
+class FSDP1Strategy(ShardedStrategy):
     """torch's `FullyShardedDataParallel`, with all its sharding strategies."""
 
     name: ClassVar[str] = "fsdp1"
@@ -45,56 +45,57 @@ class FSDP1Strategy(FSDPStrategy):
             setup.scaler = ShardedGradScaler(setup.device.type, **(handler.to_kwargs() if handler is not None else {}))
         super().__init__(setup)
 
-    def is_sharded(self, model: Any) -> bool:
-        """Tell whether a model is sharded.
-
-        Args:
-            model: The model.
-        """
-        return isinstance(model, FullyShardedDataParallel)
-
-    def sharded_names(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return what an optimizer trains, by the plain names of the model's parameters.
-
-        Args:
-            model: The sharded model.
-        """
-        return flat_names_of(model) or names_of(model)
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Shard a model; every rank must call this.
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model; every rank must call this. `prepare` calls it before it prepares optimizers.
 
         Args:
             model: The model, on any device; on ranks other than 0 its parameters may have no values where
-                `cpu_ram_efficient_loading` is set.
+                `cpu_ram_efficient_loading` is set. One that is sharded already is not sharded again.
+            device_placement: Not used: a unit moves to the device when it is sharded.
+            evaluation_mode: Prepare it for inference only: it stays whole.
 
         Returns:
             The wrapped model.
+
+        Raises:
+            ValueError: A setting of the plugin does not fit the model.
         """
-        plugin = self.plugin
-        ignored = ignored_of(model, plugin.ignored_modules)
-        units = [unit for unit in units_of(model, plugin.policy_for(model)) if unit not in set(ignored)]
-        if plugin.activation_checkpointing:
-            units = checkpoint_activations(model, units, bool(plugin.activation_checkpointing_offload))
+        if evaluation_mode:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        wrapped = without_compile(model)
+        before = parameters_by_name(wrapped)  # those that optimizers have: the sharding replaces them
+        self.setup.precision.wrap_model(extract_model_from_parallel(model, keep_torch_compile=False))
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            upcast_trained(wrapped, self.setup.precision)
+            wrapped = self._shard(wrapped, resolved_plugin(self.setup))
+            self.replace_parameters(before, flat_parameters_by_name(wrapped) or parameters_by_name(wrapped))
+        add_once(self.models, wrapped)
+        return self.compile_and_mark(model if is_compiled_module(model) else wrapped)
+
+    def _shard(self, model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> FullyShardedDataParallel:
+        units, ignored = choose_units(model, plugin)
         chosen = set(units)
-        offloads = plugin.offloads and self.setup.device.type != "cpu"  # there, they rest in main memory anyway
+        mixed_precision: Any = plugin.mixed_precision_policy
+        offloads = plugin.offloads and self.setup.device.type != "cpu"  # the CPU's parameters are in main memory
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=lambda module, recurse, **_: recurse or module in chosen,
             ignored_modules=ignored or None,
             limit_all_gathers=plugin.limit_all_gathers,
             use_orig_params=bool(plugin.use_orig_params),
-            mixed_precision=plugin.mixed_precision_policy,
+            mixed_precision=mixed_precision,
             cpu_offload=CPUOffload(offload_params=True) if offloads else None,
             backward_prefetch=_prefetch(plugin.backward_prefetch),
             forward_prefetch=bool(plugin.forward_prefetch),
-            **self._sharding(plugin),
-            **self._placing(model, plugin),
+            **self._strategy_and_mesh(plugin),
+            **self._placement(model, plugin),
         )
 
-    def _sharding(self, plugin: Any) -> dict[str, Any]:
-        """Return the sharding strategy; replicas of shards are one per machine."""
-        given = plugin.sharding_strategy
+    def _strategy_and_mesh(self, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+        """Return the sharding strategy; in hybrid ones each machine has a replica of the shards."""
+        given: Any = plugin.sharding_strategy
         names = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
         chosen = ShardingStrategy[names.get(given, given)] if isinstance(given, str) else given
         if chosen not in _HYBRID:
@@ -104,26 +105,26 @@ class FSDP1Strategy(FSDPStrategy):
         mesh = init_device_mesh(self.setup.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
         return {"sharding_strategy": chosen, "device_mesh": mesh}
 
-    def _placing(self, model: nn.Module, plugin: Any) -> dict[str, Any]:
-        """Return how units get to the device, and rank 0's weights to the others."""
+    def _placement(self, model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+        """Return how units move to the device, and how rank 0's weights get to the other ranks."""
         device = self.setup.device
         hollow = any(parameter.is_meta for parameter in model.parameters())
-        make = plugin.param_init_fn or (keeping_ties(_emptying(device), model) if hollow else None)
+        make = plugin.param_init_fn or (keep_ties(_allocate_on(device), model) if hollow else None)
         if device.type != "cpu":
             synced = bool(plugin.sync_module_states)
             return {"device_id": device, "sync_module_states": synced, "param_init_fn": make}
-        # torch's FSDP 1 sends the first weights over accelerators only; here they are sent before.
+        # torch's FSDP 1 broadcasts the initial weights over accelerators only.
         if hollow:
             ties = tied_names(model)
             model.to_empty(device=device)
             retie(model, ties)
         if plugin.sync_module_states:
-            broadcast_start(model, device)
+            broadcast_weights(model, device)
         return {"device_id": device, "param_init_fn": plugin.param_init_fn}
 
     def sharding(self) -> ShardReport:
-        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
-        roots: Any = [model for model in self.models if self.is_sharded(model)]
+        """See `Strategy.sharding`."""
+        roots: Any = self.models
         if not roots:
             return super().sharding()
         state, shards = self.setup.state, roots[0].process_group.size()
@@ -136,38 +137,26 @@ class FSDP1Strategy(FSDPStrategy):
         keeps = chosen in {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
         flat = [handle.flat_param for root in roots for handle in _handles(root)]
         parameters, trained = _tally(flat), _tally(p for p in flat if p.requires_grad)
-        count = shard_report.moments_of_all(shard_report.inner(self))
-        offloaded = "cpu" if self.plugin.offloads else ""
+        count = shard_report.common_states_per_parameter(shard_report.inner_optimizers(self))
+        offloaded = "cpu" if resolved_plugin(self.setup).offloads else ""
         note = "" if whole else "whole from forward to backward" if keeps else "gathered unit by unit"
-        return shard_report.summary(
+        return shard_report.make_report(
             self,
-            parameters.held(offloaded, note),
-            trained.held(offloaded),
-            trained.kept(count, offloaded),
+            parameters.sizes(offloaded, note),
+            trained.sizes(offloaded),
+            trained.state_sizes(count, offloaded),
             variant=chosen.name.lstrip("_"),
-            mesh=shard_report.chosen(axes),
+            mesh=shard_report.axes_of_several_ranks(axes),
             units=(len(flat), "units"),
         )
 
-    def unsynchronised(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context in which backward of sharded models does not exchange gradients.
-
-        Args:
-            models: Sharded models.
-        """
-        return _unsynchronised(models)
+    def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
+        """See `Strategy.accumulating`."""
+        sharded = [found for model in models if isinstance(found := without_compile(model), FullyShardedDataParallel)]
+        return _no_sync(sharded) if sharded else NOTHING
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients so that their norm over all parameters is at most `max_norm`; every rank must call this.
-
-        Args:
-            parameters: The parameters of one prepared model.
-            max_norm: The largest norm allowed.
-            norm_type: Which norm.
-
-        Returns:
-            The norm before clipping, over all shards.
-        """
+        """Clip by the norm over all shards; every rank must call this. See `Strategy.clip_grad_norm`."""
         self.unscale_gradients()
         given = parameters_in(parameters)
         wanted = {id(parameter) for parameter in given}
@@ -179,7 +168,7 @@ class FSDP1Strategy(FSDPStrategy):
 
 
 @contextmanager
-def _unsynchronised(models: Sequence[Any]) -> Iterator[None]:
+def _no_sync(models: Sequence[FullyShardedDataParallel]) -> Iterator[None]:
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(model.no_sync())
@@ -187,7 +176,7 @@ def _unsynchronised(models: Sequence[Any]) -> Iterator[None]:
 
 
 def _handles(model: Any) -> list[Any]:
-    """Return what holds the flat parameters of an FSDP 1 model, one for each unit that has any."""
+    """Return the handles of an FSDP 1 model's flat parameters, one for each unit that has any."""
     units = FullyShardedDataParallel.fsdp_modules(model)
     return [handle for unit in units if (handle := getattr(unit, "_handle", None)) is not None]
 
@@ -202,11 +191,11 @@ def _tally(flat: Iterable[Any]) -> ShardTally:
     return found
 
 
-def _emptying(device: torch.device) -> Callable[[nn.Module], None]:
-    def empty(module: nn.Module) -> None:
+def _allocate_on(device: torch.device) -> Callable[[nn.Module], None]:
+    def allocate(module: nn.Module) -> None:
         module.to_empty(device=device, recurse=False)
 
-    return empty
+    return allocate
 
 
 def _prefetch(given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What libraries on top of Accelerate call to shard, save and load models themselves."""
+"""Functions that libraries on top of Accelerate call to shard, save and load models themselves."""
 # ruff: noqa: ARG001 - the parameters are Accelerate's
 
 from __future__ import annotations
@@ -10,22 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.fsdp import fsdp_checkpoint
-from notebook_accelerate.strategies.fsdp.fsdp2 import load_whole
-from notebook_accelerate.strategies.fsdp.fsdp_units import (
-    checkpoint_activations,
-    ignored_of,
-    keeping_ties,
-    plain_name,
-    retie,
-    tied_names,
-    units_of,
-)
-from notebook_accelerate.strategies.parameter_names import switch_parameters
-from notebook_accelerate.strategies.unwrap import is_compiled_module
+from notebook_accelerate.strategies.accelerator_protocol import HasState, HasStrategy, RankControl
+from notebook_accelerate.strategies.fsdp.fsdp2 import FSDP2Strategy, load_full_state
+from notebook_accelerate.strategies.fsdp.fsdp_units import checkpoint_activations, find_ignored_modules, find_units
+from notebook_accelerate.strategies.parameter_names import plain_name, switch_parameters
+from notebook_accelerate.strategies.sharding import sharded_checkpoint
+from notebook_accelerate.strategies.tied_parameters import keep_ties, retie, tied_names
+from notebook_accelerate.strategies.unwrap import without_compile
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -38,12 +34,8 @@ def disable_fsdp_ram_efficient_loading() -> None:
     environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": False})
 
 
-def _kind_of(plugin: Any, use_dcp: bool) -> str:
+def _state_dict_kind(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> str:
     return plugin.state_dict_kind if use_dcp else "FULL_STATE_DICT"
-
-
-def _bare(model: Any) -> Any:
-    return model._orig_mod if is_compiled_module(model) else model
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -51,8 +43,8 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: RankControl,
     model: nn.Module,
     output_dir: str | os.PathLike[str],
     model_index: int = 0,
@@ -68,17 +60,19 @@ def save_fsdp_model(
         output_dir: The folder; made where it does not exist.
         model_index: Number of the model, in the names of the files.
         adapter_only: Write only the adapter of a PEFT model.
-        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise whole.
+        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise in one file.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     keep = _adapter_filter(model, adapter_only)
-    fsdp_checkpoint.save_model(_bare(model), output_dir, model_index, _kind_of(fsdp_plugin, use_dcp), keep)
+    sharded_checkpoint.save_model(
+        without_compile(model), output_dir, model_index, _state_dict_kind(fsdp_plugin, use_dcp), keep
+    )
     accelerator.wait_for_everyone()
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: RankControl,
     model: nn.Module,
     input_dir: str | os.PathLike[str],
     model_index: int = 0,
@@ -101,12 +95,14 @@ def load_fsdp_model(
     """
     accelerator.wait_for_everyone()
     keep = _adapter_filter(model, adapter_only)
-    return fsdp_checkpoint.load_model(_bare(model), input_dir, model_index, strict=not adapter_only, keep=keep)
+    return sharded_checkpoint.load_model(
+        without_compile(model), input_dir, model_index, strict=not adapter_only, keep=keep
+    )
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: RankControl,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -122,17 +118,17 @@ def save_fsdp_optimizer(
         model: The sharded model.
         output_dir: The folder; made where it does not exist.
         optimizer_index: Number of the optimizer, in the names of the files.
-        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise whole.
+        use_dcp: Whether sharded states are written by torch's distributed checkpoint; otherwise in one file.
     """
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    kind = _kind_of(fsdp_plugin, use_dcp)
-    fsdp_checkpoint.save_optimizer(_inner(optimizer), _bare(model), output_dir, optimizer_index, kind)
+    kind = _state_dict_kind(fsdp_plugin, use_dcp)
+    sharded_checkpoint.save_optimizer(_inner(optimizer), without_compile(model), output_dir, optimizer_index, kind)
     accelerator.wait_for_everyone()
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: RankControl,
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     input_dir: str | os.PathLike[str],
@@ -153,12 +149,12 @@ def load_fsdp_optimizer(
         use_dcp: Not used.
     """
     accelerator.wait_for_everyone()
-    fsdp_checkpoint.load_optimizer(_inner(optimizer), _bare(model), input_dir, optimizer_index)
+    sharded_checkpoint.load_optimizer(_inner(optimizer), without_compile(model), input_dir, optimizer_index)
 
 
 def _adapter_filter(model: nn.Module, adapter_only: bool) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """Return what leaves only the adapter of a PEFT model in its state; None for other models, and if all is wanted."""
-    inner: Any = _bare(model)
+    """Return the filter that keeps only the adapter of a PEFT model; None for other models, and to keep everything."""
+    inner: Any = without_compile(model)
     inner = getattr(inner, "module", inner)
     if not adapter_only or not hasattr(inner, "peft_config"):
         return None
@@ -170,7 +166,7 @@ def _adapter_filter(model: nn.Module, adapter_only: bool) -> Callable[[dict[str,
 # -- FSDP 2, step by step ---------------------------------------------------------------------------------------------
 
 
-def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+def fsdp2_prepare_model(accelerator: HasStrategy, model: nn.Module) -> nn.Module:
     """Shard a model as the Accelerator's plugin says; every rank must call this.
 
     Args:
@@ -179,9 +175,19 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
     Returns:
         The model, sharded in place.
+
+    Raises:
+        ValueError: The Accelerator does not train by FSDP 2.
     """
     strategy = accelerator.strategy
-    return model if strategy.is_sharded(model) else strategy.wrap_model(model)
+    if not isinstance(strategy, FSDP2Strategy):
+        raise ValueError(
+            f"fsdp2_prepare_model needs FSDP 2, and this Accelerator trains by {strategy.name!r}; write "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+        )
+    if not isinstance(model, FSDPModule):
+        strategy.shard(model)
+    return model
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool]:
@@ -194,12 +200,12 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
     Returns:
         A function of a module.
     """
-    units = set(units_of(model, fsdp2_plugin.policy_for(model)))
+    units = set(find_units(model, fsdp2_plugin.policy_for(model)))
     return lambda module: module in units
 
 
-def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Make the units of a model compute their activations again in backward, in place.
+def fsdp2_apply_ac(accelerator: HasState, model: nn.Module) -> nn.Module:
+    """Make the units of a model recompute their activations in the backward pass, in place.
 
     Args:
         accelerator: The Accelerator, with an FSDP 2 plugin.
@@ -210,7 +216,7 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """
     plugin = accelerator.state.fsdp_plugin
     checkpoint_activations(
-        model, units_of(model, plugin.policy_for(model)), bool(plugin.activation_checkpointing_offload)
+        model, find_units(model, plugin.policy_for(model)), bool(plugin.activation_checkpointing_offload)
     )
     return model
 
@@ -225,18 +231,18 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+    accelerator: HasState, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Give a sharded model, on any device, the weights that rank 0 has; every rank must call this.
+    """Load the weights that rank 0 has into a sharded model, on any device; every rank must call this.
 
     Args:
         accelerator: The Accelerator.
         model: The sharded model; its parameters may have no values yet.
-        full_sd: The whole state on rank 0; ignored on other ranks.
+        full_sd: The full state on rank 0; ignored on other ranks.
         cpu_offload: Whether the shards rest in main memory.
     """
     ties = tied_names(model)
-    load_whole(model, full_sd, cpu_offload)
+    load_full_state(model, full_sd, cpu_offload)
     retie(model, ties)
 
 
@@ -268,21 +274,21 @@ def get_parameters_from_modules(
     """Return the parameters of some modules of a model, moved to a device.
 
     Args:
-        modules: The modules, or a regular expression that their full names match wholly; None for no module.
+        modules: The modules, or a regular expression that matches their full names; None for no module.
         model: The model.
         device: Where the modules go.
 
     Returns:
         The parameters.
     """
-    found = ignored_of(model, modules)
+    found = find_ignored_modules(model, modules)
     return {parameter for module in found for parameter in module.to(device).parameters()}
 
 
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], Any]:
-    """Make a function that gives modules their memory keep shared parameters shared.
+    """Make a function that allocates modules keep shared parameters shared.
 
     Args:
         param_init_fn: Called with each module.
@@ -292,7 +298,7 @@ def ensure_weights_retied(
     Returns:
         The function to use instead.
     """
-    return keeping_ties(param_init_fn, model)
+    return keep_ties(param_init_fn, model)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which modules of a model FSDP handles as units, which it leaves alone, and which share a parameter."""
+"""Which modules of a model FSDP shards as units, and which it ignores."""
 
 from __future__ import annotations
 
@@ -6,29 +6,38 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+
 Policy = Callable[..., Any]
-_PARTS_OF_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers add to it.
+def choose_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Choose the units of a model, and apply activation checkpointing to them, in place.
 
     Args:
-        name: The full name in a wrapped model.
+        model: The model, not sharded.
+        plugin: The plugin.
+
+    Returns:
+        The units, inner ones first, and the modules that are ignored.
+
+    Raises:
+        ValueError: A setting of the plugin does not fit the model.
     """
-    for part in _PARTS_OF_NAMES:
-        name = name.replace(part, "")
-    return name
+    ignored = find_ignored_modules(model, plugin.ignored_modules)
+    units = [unit for unit in find_units(model, plugin.policy_for(model)) if unit not in set(ignored)]
+    if plugin.activation_checkpointing:
+        units = checkpoint_activations(model, units, bool(plugin.activation_checkpointing_offload))
+    return units, ignored
 
 
-def units_of(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
+def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
     """List the modules that become units of their own, inner ones first.
 
     A module that shares a parameter with a module outside of it is left to the unit around both: a parameter belongs
-    to one unit, and taking it into two would silently untie it.
+    to one unit, and a second unit would silently untie it.
 
     Args:
         model: The model; it is not among the units itself.
@@ -47,10 +56,10 @@ def units_of(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
 
 
 def _visit(module: nn.Module, policy: Policy, units: list[nn.Module]) -> int:
-    """Decide for everything below a module, then for itself, as torch's FSDP does.
+    """Decide for the modules below a module, then for itself, as torch's FSDP does.
 
     Returns:
-        How many elements of its parameters have become part of units.
+        How many elements of its parameters belong to units now.
     """
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -77,67 +86,12 @@ def _splits(inside: set[nn.Module], owners: set[nn.Module]) -> bool:
     return bool(owners & inside) and not owners <= inside
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """List the names of parameters that are one, for each that has several.
+def find_ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | None) -> list[nn.Module]:
+    """List the modules that FSDP ignores.
 
     Args:
         model: The model.
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(plain_name(name))
-    return [group for group in names.values() if len(group) > 1]
-
-
-def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
-    """Make parameters one again that were.
-
-    Args:
-        model: The model.
-        groups: As from `tied_names`.
-    """
-    owners = {plain_name(name): module for name, module in model.named_modules()}
-    for first, *others in groups:
-        parameter = getattr(owners[first.rpartition(".")[0]], first.rpartition(".")[2])
-        for name in others:
-            setattr(owners[name.rpartition(".")[0]], name.rpartition(".")[2], parameter)
-
-
-def keeping_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[nn.Module], Any]:
-    """Make a function that gives modules their memory keep shared parameters shared.
-
-    Args:
-        make: Called with each module.
-        model: The model, its parameters shared as they should be.
-
-    Returns:
-        The function to use instead.
-    """
-    owners: dict[tuple[int, str], int] = {
-        (id(module), name): id(parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    }
-    made: dict[int, nn.Parameter] = {}
-
-    def made_once(module: nn.Module) -> Any:
-        result = make(module)
-        for name, parameter in list(module._parameters.items()):
-            key = owners.get((id(module), name))
-            if key is not None and parameter is not None:
-                setattr(module, name, made.setdefault(key, parameter))
-        return result
-
-    return made_once
-
-
-def ignored_of(model: nn.Module, given: Iterable[nn.Module] | str | None) -> list[nn.Module]:
-    """List the modules that FSDP leaves alone.
-
-    Args:
-        model: The model.
-        given: The modules, or a regular expression that their full names match wholly.
+        given: The modules, or a regular expression that matches their full names.
 
     Raises:
         ValueError: The expression matches nothing.
@@ -151,11 +105,11 @@ def ignored_of(model: nn.Module, given: Iterable[nn.Module] | str | None) -> lis
 
 
 def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bool) -> list[nn.Module]:
-    """Make units compute their activations again in backward, in place.
+    """Make units recompute their activations in the backward pass, in place.
 
     Args:
         model: The model.
-        units: As from `units_of`.
+        units: As from `find_units`.
         offload: Whether the inputs of units are kept in main memory.
 
     Returns:
@@ -172,7 +126,7 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
 
     if not units:
         raise ValueError(
-            "activation_checkpointing=True computes units again, and this model is one unit; say which modules are "
+            "activation_checkpointing=True recomputes units, and this model is one unit; say which modules are "
             "units: FullyShardedDataParallelPlugin(auto_wrap_policy='transformer_based_wrap', "
             'transformer_cls_names_to_wrap=["Block"], activation_checkpointing=True)'
         )
@@ -185,18 +139,3 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
             if child in wrappers and wrappers[child] is not parent:
                 setattr(parent, name, wrappers[child])
     return list(wrappers.values())
-
-
-def upcast(model: nn.Module) -> bool:
-    """Make a model's trainable parameters of low precision float32, in place; tied ones stay tied.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Whether there was one.
-    """
-    low = [p for p in model.parameters() if p.requires_grad and p.dtype in {torch.float16, torch.bfloat16}]
-    for parameter in low:
-        parameter.data = parameter.data.float()
-    return bool(low)

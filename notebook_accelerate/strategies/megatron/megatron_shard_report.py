@@ -30,13 +30,13 @@ def of(strategy: Strategy) -> ShardReport:
     trained = _tally((p for p in parameters if p.requires_grad), plugin.tp_degree)
     layers = sum(type(part).__name__.endswith("TransformerLayer") for part in engine.modules())
     distributed = bool(plugin.use_distributed_optimizer) and axes["dp"][0] > 1
-    return shard_report.summary(
+    return shard_report.make_report(
         strategy,
-        _tally(parameters, plugin.tp_degree).held(),
+        _tally(parameters, plugin.tp_degree).sizes(),
         _gradients(engine, trained),
         _state(engine, trained, axes["dp"][0] if distributed else 1),
         variant="distributed optimizer" if distributed else "",
-        mesh=shard_report.chosen(axes),
+        mesh=shard_report.axes_of_several_ranks(axes),
         stages="pp" if plugin.pp_degree > 1 else "",
         units=(layers, "layers of this stage" if plugin.pp_degree > 1 else "layers"),
     )
@@ -56,7 +56,7 @@ def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
     buffers = [buffer for chunk in engine.module for buffer in getattr(chunk, "buffers", ())]
     here = sum(buffer.grad_data.nbytes for buffer in buffers if hasattr(buffer, "grad_data"))
     if not here or not trained.here:
-        return trained.held()
+        return trained.sizes()
     return ShardSizes(round(trained.whole * here / trained.here), here, tuple(trained.sharded))
 
 
@@ -64,7 +64,7 @@ def _state(engine: Any, trained: ShardTally, shards: int) -> ShardSizes:
     """Count the optimizer's state: its moments, and master weights where the model computes in another precision."""
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     inner: list[Any] = [optimizer.optimizer for optimizer in optimizers]
-    count = shard_report.moments_of_all(inner)
+    count = shard_report.common_states_per_parameter(inner)
     sharded = (*trained.sharded, *(["dp"] if shards > 1 else []))
     if count is None or not trained.here:
         return ShardSizes(None, None, sharded)

@@ -1,34 +1,48 @@
-"""What this rank holds of parameters, gradients and optimizer state: counted from shapes, without a collective."""
+"""Counts the parameters, gradients and optimizer state of this rank from their shapes, without a collective."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from notebook_accelerate import telemetry
+from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
-if TYPE_CHECKING:
-    from notebook_accelerate.strategies.strategy import Strategy
-
 _FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "cp")}
-"""The axes behind the submeshes that a parallel layout flattens."""
+"""The axes of the submeshes that a parallel layout flattens."""
+
+
+class ReportsShards(Protocol):
+    """What a report needs of a strategy."""
+
+    setup: Setup
+    models: list[torch.nn.Module]
+    optimizers: list[AcceleratedOptimizer]
+
+    @property
+    def name(self) -> str:
+        """The strategy's name."""
+
+    def sharding(self) -> ShardReport:
+        """Count the parameters, gradients and optimizer state of this rank."""
 
 
 @dataclass(frozen=True)
 class ShardTally:
-    """Tensors counted.
+    """Bytes of a set of tensors.
 
     Attributes:
         whole: Bytes of the whole tensors.
         here: Bytes of this rank's parts.
-        sharded: The axes over which at least one of them is sharded.
+        sharded: The axes over which at least one tensor is sharded.
     """
 
     whole: int = 0
@@ -39,30 +53,30 @@ class ShardTally:
         return ShardTally(self.whole + other.whole, self.here + other.here, self.sharded | other.sharded)
 
     def times(self, count: int) -> ShardTally:
-        """Return the tally of so many tensors of each of these shapes."""
+        """Return the tally of `count` tensors of each of these shapes."""
         return replace(self, whole=self.whole * count, here=self.here * count)
 
-    def kept(self, count: int | None, offloaded: str = "") -> ShardSizes:
-        """Return what an optimizer keeps of so many tensors of each of these shapes; None: nobody knows how many."""
+    def state_sizes(self, count: int | None, offloaded: str = "") -> ShardSizes:
+        """Return the sizes of optimizer state with `count` tensors of each of these shapes; None: not known."""
         if count is None:
             return ShardSizes(None, None, tuple(sorted(self.sharded)), offloaded)
-        return self.times(count).held(offloaded)
+        return self.times(count).sizes(offloaded)
 
-    def held(self, offloaded: str = "", note: str = "") -> ShardSizes:
-        """Return it as it is told."""
+    def sizes(self, offloaded: str = "", note: str = "") -> ShardSizes:
+        """Return the tally as a part of a report."""
         return ShardSizes(self.whole, self.here, tuple(sorted(self.sharded)), offloaded, note)
 
 
-def tally(tensors: Iterable[torch.Tensor]) -> ShardTally:
-    """Count tensors, those that torch has sharded by their shards.
+def count_tensors(tensors: Iterable[torch.Tensor]) -> ShardTally:
+    """Count the bytes of tensors, of DTensors by their shards.
 
     Args:
-        tensors: Parameters; DTensors know their mesh.
+        tensors: Parameters.
     """
-    return sum((_tally_one(tensor) for tensor in tensors), ShardTally())
+    return sum((_count_tensor(tensor) for tensor in tensors), ShardTally())
 
 
-def _tally_one(tensor: torch.Tensor) -> ShardTally:
+def _count_tensor(tensor: torch.Tensor) -> ShardTally:
     size = tensor.element_size()
     if not isinstance(tensor, DTensor):
         return ShardTally(tensor.numel() * size, tensor.numel() * size)
@@ -76,8 +90,8 @@ def _unflattened(names: Iterable[str]) -> Iterator[str]:
         yield from _FLATTENED.get(name, (name,))
 
 
-def moments(optimizer: Any, group: Mapping[str, Any]) -> int | None:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it; None for one that is not known.
+def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:
+    """Return how many tensors of a parameter's shape an optimizer keeps for it; None for unknown optimizers.
 
     Args:
         optimizer: The optimizer.
@@ -88,20 +102,20 @@ def moments(optimizer: Any, group: Mapping[str, Any]) -> int | None:
         return int(bool(group.get("momentum")))
     if "RMSprop" in names:
         return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
-    for known, count in _MOMENTS.items():
+    for known, count in _STATES_PER_PARAMETER.items():
         if known in names:
             return count + bool(group.get("amsgrad"))
     return None
 
 
-_MOMENTS = {
+_STATES_PER_PARAMETER = {
     "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "SparseAdam": 2, "FusedAdam": 2, "DeepSpeedCPUAdam": 2,
     "Adadelta": 2, "Rprop": 2, "Adagrad": 1, "ASGD": 1, "Lion": 1, "DeepSpeedCPULion": 1, "DeepSpeedCPUAdagrad": 1,
 }  # fmt: skip
 
 
-def state_of(optimizers: Sequence[Any]) -> ShardTally | None:
-    """Count the state that optimizers keep once they have stepped, less a few numbers per parameter.
+def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
+    """Count the state that optimizers keep after a step, without the few numbers per parameter.
 
     Args:
         optimizers: torch's optimizers.
@@ -112,25 +126,25 @@ def state_of(optimizers: Sequence[Any]) -> ShardTally | None:
     found = ShardTally()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            count = moments(optimizer, group)
+            count = states_per_parameter(optimizer, group)
             if count is None:
                 return None
-            found += tally(p for p in group["params"] if p.requires_grad).times(count)
+            found += count_tensors(p for p in group["params"] if p.requires_grad).times(count)
     return found
 
 
-def moments_of_all(optimizers: Sequence[Any]) -> int | None:
-    """Return how many tensors of a parameter's shape optimizers keep; None where it differs or is not known.
+def common_states_per_parameter(optimizers: Sequence[Any]) -> int | None:
+    """Return how many tensors of a parameter's shape optimizers keep; None if the numbers differ or are not known.
 
     Args:
         optimizers: torch's optimizers.
     """
-    counts = {moments(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups}
+    counts = {states_per_parameter(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups}
     return counts.pop() if len(counts) == 1 else None
 
 
-def inner(strategy: Strategy) -> list[Any]:
-    """Return the optimizers inside a strategy's prepared ones.
+def inner_optimizers(strategy: ReportsShards) -> list[Any]:
+    """Return torch's optimizers inside a strategy's prepared ones.
 
     Args:
         strategy: The strategy.
@@ -138,34 +152,34 @@ def inner(strategy: Strategy) -> list[Any]:
     return [prepared.optimizer for prepared in strategy.optimizers]
 
 
-def mesh_of(strategy: Strategy, axis: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the mesh of ranks: sizes by axis, and where this rank stands; axes of one rank are left out.
+def mesh_axes(strategy: ReportsShards, axis: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return sizes of the mesh of ranks, and this rank's coordinates, by axis; without axes of one rank.
 
     Args:
         strategy: The strategy.
-        axis: What the one axis is called where the user has laid out no mesh.
+        axis: Name of the only axis if the user gave no parallel layout.
     """
     state = strategy.setup.state
     mesh = state.device_mesh
     if mesh is not None and mesh.mesh_dim_names and (at := mesh.get_coordinate()) is not None:
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         place = dict(zip(mesh.mesh_dim_names, at, strict=True))
-        return chosen({name: (size, place[name]) for name, size in sizes.items()})
-    return chosen({axis: (state.num_processes, state.process_index)})
+        return axes_of_several_ranks({name: (size, place[name]) for name, size in sizes.items()})
+    return axes_of_several_ranks({axis: (state.num_processes, state.process_index)})
 
 
-def chosen(axes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return sizes and places of the axes that have more than one rank.
+def axes_of_several_ranks(axes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return sizes and coordinates of the axes that have more than one rank.
 
     Args:
-        axes: Size and this rank's place by axis, the outermost first.
+        axes: Size and this rank's coordinate by axis, the outermost first.
     """
     kept = {name: both for name, both in axes.items() if both[0] > 1}
     return {name: size for name, (size, _) in kept.items()}, {name: at for name, (_, at) in kept.items()}
 
 
-def summary(
-    strategy: Strategy,
+def make_report(
+    strategy: ReportsShards,
     parameters: ShardSizes,
     gradients: ShardSizes,
     state: ShardSizes,
@@ -176,42 +190,42 @@ def summary(
     stages: str = "",
     units: tuple[int, str] = (0, "units"),
 ) -> ShardReport:
-    """Put together what is told.
+    """Make a strategy's report.
 
     Args:
         strategy: The strategy.
-        parameters: What this rank holds of them.
-        gradients: The same, between backward and step.
-        state: The same, once the optimizer has stepped.
-        variant: Which of the strategy's ways.
-        axis: What the one axis is called where the user has laid out no mesh.
-        mesh: Sizes and places by axis; None: as the user has laid them out.
-        stages: The axis along which ranks have layers of their own.
-        units: How many of what are computed.
+        parameters: Sizes of the parameters.
+        gradients: Sizes of the gradients, between backward and step.
+        state: Sizes of the optimizer state after a step.
+        variant: Which variant of the strategy, as FULL_SHARD or ZeRO-2.
+        axis: Name of the only axis if the user gave no parallel layout.
+        mesh: Sizes and coordinates by axis; None means those of the parallel layout.
+        stages: The axis along which ranks have different layers.
+        units: How many units the rank computes, and what they are.
     """
-    axes, place = mesh_of(strategy, axis) if mesh is None else mesh
+    axes, place = mesh_axes(strategy, axis) if mesh is None else mesh
     held = dict(zip(KINDS, (parameters, gradients, state), strict=True))
     held = {kind: replace(one, sharded=tuple(a for a in axes if a in one.sharded)) for kind, one in held.items()}
     return ShardReport(strategy.name, variant, axes, place, held, stages, *units)
 
 
-def of(strategy: Strategy, offloaded: str = "", note: str = "", **more: Any) -> ShardReport:
+def count_shards(strategy: ReportsShards, offloaded: str = "", note: str = "", **more: Any) -> ShardReport:
     """Count a strategy's models and optimizers by their parameters.
 
     Args:
         strategy: The strategy.
-        offloaded: Where everything rests while nothing is computed with it.
-        note: What is worth knowing of the parameters.
-        more: As for `summary`.
+        offloaded: Where everything rests while it is not used for computing.
+        note: A note on the parameters.
+        more: As for `make_report`.
     """
     parameters = list(all_parameters(strategy.models))
-    trained = tally(p for p in parameters if p.requires_grad)
-    state = state_of(inner(strategy))
-    return summary(
+    trained = count_tensors(p for p in parameters if p.requires_grad)
+    state = count_optimizer_state(inner_optimizers(strategy))
+    return make_report(
         strategy,
-        tally(parameters).held(offloaded, note),
-        trained.held(offloaded),
-        trained.kept(None, offloaded) if state is None else state.held(offloaded),
+        count_tensors(parameters).sizes(offloaded, note),
+        trained.sizes(offloaded),
+        trained.state_sizes(None, offloaded) if state is None else state.sizes(offloaded),
         **more,
     )
 
@@ -230,37 +244,34 @@ def all_parameters(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Param
                 yield parameter
 
 
-def shared_out(whole: int, parts: int, sharded: Iterable[str]) -> ShardTally:
-    """Return the tally of what is cut into equal parts, the last one padded.
+def count_equal_parts(whole: int, parts: int, sharded: Iterable[str]) -> ShardTally:
+    """Return the tally of a tensor that is cut into equal parts, the last one padded.
 
     Args:
-        whole: Bytes.
-        parts: How many.
-        sharded: Over which axes.
+        whole: Bytes of the tensor.
+        parts: Number of parts.
+        sharded: The axes it is cut over.
     """
     return ShardTally(whole, math.ceil(whole / parts), frozenset(sharded))
 
 
-def tell(strategy: Strategy, told: ShardReport | None) -> ShardReport | None:
-    """Tell the kernel what this rank holds, where a kernel watches and it is news.
+def emit_changes(strategy: ReportsShards, last: ShardReport | None) -> ShardReport | None:
+    """Emit a strategy's report if a kernel listens and the report differs from the last one.
 
     Args:
         strategy: The strategy.
-        told: What was told last.
+        last: The report that was emitted last.
 
     Returns:
-        What was told last, now.
+        The report that was emitted last, now.
     """
     if telemetry.current_sink() is None or not strategy.models:
-        return told
+        return last
     try:
         now = strategy.sharding()
-    except Exception as error:  # noqa: BLE001 - reads what belongs to other libraries; training goes on without
-        warn_once(f"what is sharded where cannot be shown ({type(error).__name__}: {error})")
-        return told
-    if now != told:
+    except Exception as error:  # noqa: BLE001 - reads internals of other libraries; training continues without
+        warn_once(f"the sharding of this rank cannot be shown ({type(error).__name__}: {error})")
+        return last
+    if now != last:
         telemetry.emit(now.event())
     return now
-
-
-__all__ = ["ShardTally", "of", "shared_out", "state_of", "summary", "tally", "tell"]

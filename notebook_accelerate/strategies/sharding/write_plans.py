@@ -80,7 +80,7 @@ class _Plan:
 _plans: dict[str, _Plan] = {}
 
 
-def forget_plans() -> None:
+def clear_plans() -> None:
     """Let go of all plans."""
     _plans.clear()
 

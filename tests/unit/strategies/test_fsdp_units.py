@@ -7,15 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from notebook_accelerate.strategies.fsdp.fsdp_units import (
-    checkpoint_activations,
-    ignored_of,
-    keeping_ties,
-    retie,
-    tied_names,
-    units_of,
-    upcast,
-)
+from notebook_accelerate.precision import Bf16Precision, Precision
+from notebook_accelerate.strategies.fsdp.fsdp_units import checkpoint_activations, find_ignored_modules, find_units
+from notebook_accelerate.strategies.sharding.sharded_strategy import upcast_trained
+from notebook_accelerate.strategies.tied_parameters import keep_ties, retie, tied_names
 from notebook_accelerate.utils import FullyShardedDataParallelPlugin
 
 
@@ -37,22 +32,22 @@ BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={
 
 def test_units_by_class() -> None:
     built = model()
-    assert units_of(built, BLOCKS) == list(built[1])
-    assert units_of(built, None) == []
+    assert find_units(built, BLOCKS) == list(built[1])
+    assert find_units(built, None) == []
 
 
 def test_units_by_size_are_never_lists() -> None:
     built = model()
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20)
-    assert units_of(built, policy) == [built[0], built[1][0].inner, built[1][1].inner]
+    assert find_units(built, policy) == [built[0], built[1][0].inner, built[1][1].inner]
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
-    assert units_of(built, policy) == []  # the list alone is large enough
+    assert find_units(built, policy) == []  # the list alone is large enough
 
 
 def test_a_parameter_that_two_units_share_is_left_to_what_is_around_them() -> None:
     built = model()
     built[1][1].inner.weight = built[1][0].inner.weight
-    assert units_of(built, BLOCKS) == []
+    assert find_units(built, BLOCKS) == []
     assert tied_names(built) == [["1.0.inner.weight", "1.1.inner.weight"]]
 
 
@@ -64,7 +59,7 @@ def test_what_lost_its_ties_gets_them_again() -> None:
     assert tied_names(built) == []
     retie(built, ties)
     assert tied_names(built) == ties
-    init = keeping_ties(lambda module: module.to_empty(device="cpu", recurse=False), built)
+    init = keep_ties(lambda module: module.to_empty(device="cpu", recurse=False), built)
     for module in built.modules():
         init(module)
     assert tied_names(built) == ties
@@ -73,10 +68,10 @@ def test_what_lost_its_ties_gets_them_again() -> None:
 
 def test_ignored_modules_by_name() -> None:
     built = model()
-    assert ignored_of(built, r"1\.\d") == list(built[1])
-    assert ignored_of(built, [built[0]]) == [built[0]]
+    assert find_ignored_modules(built, r"1\.\d") == list(built[1])
+    assert find_ignored_modules(built, [built[0]]) == [built[0]]
     with pytest.raises(ValueError, match="ignored_modules='none' matches no module of Sequential"):
-        ignored_of(built, "none")
+        find_ignored_modules(built, "none")
 
 
 def test_checkpointed_units_compute_the_same() -> None:
@@ -88,16 +83,18 @@ def test_checkpointed_units_compute_the_same() -> None:
     assert list(built) == units
     assert torch.equal(built[1](built[0](inputs)), expected)
     assert list(built.state_dict()) == names
-    with pytest.raises(ValueError, match="activation_checkpointing=True computes units again"):
+    with pytest.raises(ValueError, match="activation_checkpointing=True recomputes units"):
         checkpoint_activations(built, [], offload=False)
 
 
 def test_low_precision_is_raised_where_it_is_trained() -> None:
     built = nn.Linear(2, 2).to(torch.bfloat16)
     built.bias.requires_grad_(False)
-    assert upcast(built)
+    assert not upcast_trained(built, Precision("cpu"))
+    with pytest.warns(UserWarning, match="Linear has parameters of low precision: they are trained in float32"):
+        assert upcast_trained(built, Bf16Precision("cpu"))
     assert (built.weight.dtype, built.bias.dtype) == (torch.float32, torch.bfloat16)
-    assert not upcast(built)
+    assert not upcast_trained(built, Bf16Precision("cpu"))
 
 
 class TestPlugin:

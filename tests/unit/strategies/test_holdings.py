@@ -112,9 +112,9 @@ def test_training_goes_on_where_it_cannot_be_told(
     def broken(*_: Any, **__: Any) -> Any:
         raise AttributeError("no such thing in this version")
 
-    monkeypatch.setattr(shard_report, "of", broken)
+    monkeypatch.setattr(shard_report, "count_shards", broken)
     accelerator = Accelerator(cpu=True)
-    with pytest.warns(UserWarning, match=r"what is sharded where cannot be shown \(AttributeError: no such thing"):
+    with pytest.warns(UserWarning, match=r"the sharding of this rank cannot be shown \(AttributeError: no such thing"):
         model = accelerator.prepare(_net())
     assert isinstance(model, nn.Module)
     assert events() == []

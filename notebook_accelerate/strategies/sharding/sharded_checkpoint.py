@@ -1,7 +1,7 @@
-"""Sharded models and optimizers in the folder of a checkpoint: Accelerate's names, torch's distributed checkpoints.
+"""Saves and loads sharded models and optimizers under Accelerate's names, by torch's distributed checkpoint.
 
-What a folder holds decides how it is read, not how the reader would have written it: whole files load into any number
-of ranks, and so do sharded folders.
+The content of a folder decides how it is read, not the reader's settings: full files load into any number of ranks,
+and so do sharded folders.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def whole_model_state(model: nn.Module) -> dict[str, Any]:
-    """Return a sharded model's whole state on rank 0, in main memory; every rank must call this.
+def full_model_state(model: nn.Module) -> dict[str, Any]:
+    """Return a sharded model's full state on rank 0, in main memory; every rank must call this.
 
     Args:
         model: The sharded model.
@@ -42,20 +42,20 @@ def whole_model_state(model: nn.Module) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state = get_model_state_dict(model, options=_whole(model))
+    state = get_model_state_dict(model, options=_full_state_options(model))
     return state if _rank() == 0 else {}
 
 
-def _whole(model: nn.Module) -> Any:
-    """Return torch's options for a whole state on rank 0, in main memory.
+def _full_state_options(model: nn.Module) -> Any:
+    """Return torch's options for a full state on rank 0, in main memory.
 
-    On the CPU, FSDP 1 takes no copy for "offloading" and frees what it returned (torch 2.13): every rank gets a copy.
+    On the CPU, FSDP 1 makes no copy to offload and frees the state it returned (torch 2.13): every rank gets a copy.
     """
     flat_on_cpu = isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu"
     return _options(full_state_dict=True, cpu_offload=not flat_on_cpu)
 
 
-def _file(name: str, index: int, rank: int | None = None) -> str:
+def _file_name(name: str, index: int, rank: int | None = None) -> str:
     numbered = name if index == 0 else f"{name}_{index}"
     return f"{numbered}.bin" if rank is None else f"{numbered}_rank{rank}.bin"
 
@@ -63,7 +63,7 @@ def _file(name: str, index: int, rank: int | None = None) -> str:
 Filter = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def _all(state: dict[str, Any]) -> dict[str, Any]:
+def _keep_all(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
@@ -80,7 +80,7 @@ def save_model(
         folder: The folder.
         index: Position of the model among the prepared ones.
         kind: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
-        keep: Returns the part of a state that is written; None means all.
+        keep: Filters the state before it is written; None keeps everything.
     """
     for part in model_parts(model, index, kind, keep):
         part.write_here(Path(folder))
@@ -98,16 +98,16 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
     Returns:
         One part, or none on a rank that writes nothing.
     """
-    keep = keep or _all
+    keep = keep or _keep_all
     if kind == "SHARDED_STATE_DICT":
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return [part_of(f"{constants.FSDP_MODEL_NAME}_{index}", {"model": keep(get_model_state_dict(model))})]
     if kind == "LOCAL_STATE_DICT":
-        local = {name: tensor.detach() for name, tensor in _own_tensors(model).items()}
-        return [StatePart(_file(constants.FSDP_MODEL_NAME, index, _rank()), local)]
-    state = whole_model_state(model)
-    return [StatePart(_file(constants.FSDP_MODEL_NAME, index), keep(state))] if _rank() == 0 else []
+        local = {name: tensor.detach() for name, tensor in _local_tensors(model).items()}
+        return [StatePart(_file_name(constants.FSDP_MODEL_NAME, index, _rank()), local)]
+    state = full_model_state(model)
+    return [StatePart(_file_name(constants.FSDP_MODEL_NAME, index), keep(state))] if _rank() == 0 else []
 
 
 def load_model(
@@ -124,43 +124,43 @@ def load_model(
         folder: The folder.
         index: Position of the model among the prepared ones.
         strict: Whether the names must be those of the model.
-        keep: Returns the part of a state that was written; None means all.
+        keep: The filter that the state was written with; None keeps everything.
 
     Returns:
-        The names that were missing or not expected, where torch tells.
+        The names that were missing or not expected, if torch returns them.
 
     Raises:
-        CheckpointMismatchError: The folder holds no such model, or one in pieces of other ranks.
+        CheckpointMismatchError: The folder has no such model, or parts of another number of ranks.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     folder = Path(folder)
     shards = folder / f"{constants.FSDP_MODEL_NAME}_{index}"
-    whole = folder / _file(constants.FSDP_MODEL_NAME, index)
+    whole = folder / _file_name(constants.FSDP_MODEL_NAME, index)
     if shards.is_dir() or (folder / ".metadata").is_file():
-        state = {"model": (keep or _all)(get_model_state_dict(model))}
+        state = {"model": (keep or _keep_all)(get_model_state_dict(model))}
         read_shards(state, shards if shards.is_dir() else folder)
         return set_model_state_dict(model, state["model"], options=_options(strict=strict))
     if whole.is_file():
         options = _options(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
-        return set_model_state_dict(model, _read_whole(whole) if _rank() == 0 else {}, options=options)
-    return _load_own(model, folder, index)
+        return set_model_state_dict(model, _load_tensors(whole) if _rank() == 0 else {}, options=options)
+    return _load_local(model, folder, index)
 
 
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _load_own(model: nn.Module, folder: Path, index: int) -> None:
-    path = folder / _file(constants.FSDP_MODEL_NAME, index, _rank())
-    mine = _own_tensors(model)
-    state = _read_whole(path) if path.is_file() else None
+def _load_local(model: nn.Module, folder: Path, index: int) -> None:
+    path = folder / _file_name(constants.FSDP_MODEL_NAME, index, _rank())
+    mine = _local_tensors(model)
+    state = _load_tensors(path) if path.is_file() else None
     if state is None or {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in mine.items()}:
         raise CheckpointMismatchError(
-            f"{folder} holds no weights that this model takes on rank {_rank()}: neither "
-            f"{constants.FSDP_MODEL_NAME}_{index}/ nor {_file(constants.FSDP_MODEL_NAME, index)}, nor a {path.name} of "
-            "the same shapes. Prepare the same models in the same order as before saving; LOCAL_STATE_DICT also needs "
-            "the same number of ranks (SHARDED_STATE_DICT does not)."
+            f"{folder} has no weights that fit this model on rank {_rank()}: neither "
+            f"{constants.FSDP_MODEL_NAME}_{index}/ nor {_file_name(constants.FSDP_MODEL_NAME, index)}, nor a "
+            f"{path.name} of the same shapes. Prepare the same models in the same order as before saving; "
+            "LOCAL_STATE_DICT also needs the same number of ranks (SHARDED_STATE_DICT does not)."
         )
     with torch.no_grad():
         for name, tensor in state.items():
@@ -180,7 +180,7 @@ def save_optimizer(
         model: The sharded model that has its parameters.
         folder: The folder.
         index: Position of the optimizer among the prepared ones.
-        kind: As for `save_model`; LOCAL_STATE_DICT writes a whole one.
+        kind: As for `save_model`; LOCAL_STATE_DICT writes the full state.
     """
     for part in optimizer_parts(optimizer, model, index, kind):
         part.write_here(Path(folder))
@@ -203,8 +203,8 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: i
     if kind == "SHARDED_STATE_DICT":
         state = get_optimizer_state_dict(model, optimizer)
         return [part_of(f"{constants.OPTIMIZER_NAME}_{index}", {"optimizer": state}, optimizer)]
-    whole = get_optimizer_state_dict(model, optimizer, options=_whole(model))
-    return [StatePart(_file(constants.OPTIMIZER_NAME, index), whole)] if _rank() == 0 else []
+    whole = get_optimizer_state_dict(model, optimizer, options=_full_state_options(model))
+    return [StatePart(_file_name(constants.OPTIMIZER_NAME, index), whole)] if _rank() == 0 else []
 
 
 def load_optimizer(
@@ -219,29 +219,26 @@ def load_optimizer(
         index: Position of the optimizer among the prepared ones.
 
     Raises:
-        CheckpointMismatchError: The folder holds no such optimizer.
+        CheckpointMismatchError: The folder has no such optimizer.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     folder = Path(folder)
     shards = folder / f"{constants.OPTIMIZER_NAME}_{index}"
-    whole = folder / _file(constants.OPTIMIZER_NAME, index)
+    whole = folder / _file_name(constants.OPTIMIZER_NAME, index)
     if shards.is_dir():
         state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
         read_shards(state, shards)
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     elif whole.is_file():
         options = _options(full_state_dict=True, broadcast_from_rank0=True)
-        set_optimizer_state_dict(model, optimizer, _read_whole(whole) if _rank() == 0 else {}, options=options)
+        set_optimizer_state_dict(model, optimizer, _load_tensors(whole) if _rank() == 0 else {}, options=options)
     else:
         raise CheckpointMismatchError(
-            f"{folder} holds no state of optimizer number {index}: neither {shards.name}/ nor {whole.name}. Prepare "
+            f"{folder} has no state of optimizer number {index}: neither {shards.name}/ nor {whole.name}. Prepare "
             "the same optimizers in the same order as before saving."
         )
 
 
-# -- torch's formats --------------------------------------------------------------------------------------------------
-
-
-def _read_whole(path: Path) -> Any:
+def _load_tensors(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
