@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch.utils.data import DataLoader
@@ -717,6 +717,12 @@ class Accelerator(AcceleratorViews):
             init_kwargs: Additional arguments by tracker name.
         """
         tracking.init_trackers(self, project_name, config, init_kwargs or {})
+
+    @overload
+    def get_tracker(self, name: str, unwrap: Literal[False] = False) -> GeneralTracker: ...
+
+    @overload
+    def get_tracker(self, name: str, unwrap: bool) -> Any: ...
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a started tracker.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,6 +20,13 @@ _TYPE_OF_PLUGIN = {
     "fsdp_plugin": DistributedType.FSDP,
     "megatron_lm_plugin": DistributedType.MEGATRON_LM,
 }
+
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+    from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+    from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPlugin
 
 
 class AcceleratorState(PartialState):
@@ -59,12 +66,12 @@ class AcceleratorState(PartialState):
 
     fork_launched: bool
     _mixed_precision: str
-    dynamo_plugin: Any
+    dynamo_plugin: TorchDynamoPlugin | None
     fsdp_plugin: Any
-    torch_tp_plugin: Any
-    megatron_lm_plugin: Any
+    torch_tp_plugin: TorchTensorParallelPlugin | None
+    megatron_lm_plugin: MegatronLMPlugin | None
     parallelism_config: Any
-    deepspeed_plugins: dict[str, Any] | None
+    deepspeed_plugins: dict[str, DeepSpeedPlugin] | None
     device_mesh: Any
     use_ipex: bool
 
@@ -149,7 +156,7 @@ class AcceleratorState(PartialState):
         return self._mixed_precision if enabled is None or self._mixed_precision == "fp8" else str(enabled)
 
     @property
-    def deepspeed_plugin(self) -> Any:
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The active DeepSpeed plugin; None without one."""
         plugins = self.deepspeed_plugins or {}
         return next((plugin for plugin in plugins.values() if getattr(plugin, "selected", True)), None)
@@ -159,7 +166,7 @@ class AcceleratorState(PartialState):
         """Whether models are sharded by FSDP's second version."""
         return self.distributed_type == DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
 
-    def get_deepspeed_plugin(self, name: str) -> Any:
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return the DeepSpeed plugin of that name.
 
         Args:

@@ -1,15 +1,23 @@
-"""Who runs what: decorators and context managers that order the ranks."""
+"""Decorators and context managers that choose which ranks run a function, and in what order."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from notebook_accelerate.state.warn_once import warn_once
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class RankDecorator(Protocol):
+    """Makes a function run on some ranks only; on the others it does nothing and returns None."""
+
+    def __call__(self, function: Callable[_P, _R], /) -> Callable[_P, _R | None]:
+        """Return the guarded function."""
 
 
 class ProcessControl:
@@ -38,18 +46,18 @@ class ProcessControl:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have come here; every rank must call this."""
+        """Wait until all ranks have called this; every rank must."""
         raise NotImplementedError
 
-    def main_process_first(self) -> Any:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Let rank 0 run the block before the others; every rank must enter it.
 
         Returns:
-            A context manager. The others start when rank 0 has left the block, also when it left by an exception.
+            A context manager. The others start when rank 0 has left the block, also by an exception.
         """
         return self._goes_first(self.is_main_process)
 
-    def local_main_process_first(self) -> Any:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the first rank of each machine run the block before the others; every rank must enter it.
 
         Returns:
@@ -67,6 +75,12 @@ class ProcessControl:
             if first:
                 self.wait_for_everyone()
 
+    @overload
+    def on_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]: ...
+
+    @overload
+    def on_main_process(self, function: None = None) -> RankDecorator: ...
+
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Make `function` run on rank 0 only.
 
@@ -77,6 +91,12 @@ class ProcessControl:
             The function; on other ranks it does nothing and returns None.
         """
         return _only_where(lambda: self.is_main_process, function)
+
+    @overload
+    def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]: ...
+
+    @overload
+    def on_local_main_process(self, function: None = None) -> RankDecorator: ...
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Make `function` run on the first rank of each machine only.
@@ -89,7 +109,7 @@ class ProcessControl:
         """
         return _only_where(lambda: self.is_local_main_process, function)
 
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_last_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
         """Make `function` run on the last rank only.
 
         Args:
@@ -99,6 +119,12 @@ class ProcessControl:
             The function; on other ranks it does nothing and returns None.
         """
         return _only_where(lambda: self.is_last_process, function)
+
+    @overload
+    def on_process(self, function: Callable[_P, _R], process_index: int | None = None) -> Callable[_P, _R | None]: ...
+
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> RankDecorator: ...
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
@@ -113,6 +139,19 @@ class ProcessControl:
             The function; on other ranks it does nothing and returns None.
         """
         return _only_where(lambda: process_index is None or self.process_index == process_index, function)
+
+    @overload
+    def on_local_process(
+        self,
+        function: Callable[_P, _R],
+        local_process_index: int | None = None,
+        local_process_idx: int | None = None,
+    ) -> Callable[_P, _R | None]: ...
+
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None, local_process_idx: int | None = None
+    ) -> RankDecorator: ...
 
     def on_local_process(
         self,
@@ -138,11 +177,11 @@ class ProcessControl:
 
 
 def _only_where(here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return `function` guarded by `here`, which is asked at each call: a decorated function may be forked."""
+    """Return `function` guarded by `here`, which is called each time: the decorated function may be forked."""
     if function is None:
         return functools.partial(_only_where, here)
     if not callable(function):
-        raise ValueError(f"{function!r} is no function; decorate a function, as @state.on_main_process")
+        raise ValueError(f"{function!r} is not a function; decorate a function, as in @state.on_main_process")
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,15 @@
-"""What an `Accelerator` tells about itself: properties, read from the state and the settings."""
+"""The properties of `Accelerator`, read from its state and its settings."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.enums import DistributedType, FP8BackendType
+from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
+from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -16,8 +19,14 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.process_control import ProcessControl
-from notebook_accelerate.strategies.handler_table import Handlers
+from notebook_accelerate.strategies.handler_table import Fp8Recipe, Handlers
 from notebook_accelerate.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+    from notebook_accelerate.config.parallelism_config import ParallelismConfig
 
 
 class AcceleratorViews(ProcessControl):
@@ -76,14 +85,16 @@ class AcceleratorViews(ProcessControl):
         return self._precision.name
 
     @property
-    def parallelism_config(self) -> Any:
+    def parallelism_config(self) -> ParallelismConfig | None:
         """The parallel layout; None: data parallel only."""
-        return self.state.parallelism_config
+        layout: ParallelismConfig | None = self.state.parallelism_config
+        return layout
 
     @property
-    def torch_device_mesh(self) -> Any:
+    def torch_device_mesh(self) -> DeviceMesh | None:
         """The mesh of ranks of the parallel layout; None without one."""
-        return self.state.device_mesh
+        mesh: DeviceMesh | None = self.state.device_mesh
+        return mesh
 
     @property
     def is_fsdp2(self) -> bool:
@@ -91,7 +102,7 @@ class AcceleratorViews(ProcessControl):
         return self.state.is_fsdp2
 
     @property
-    def deepspeed_plugin(self) -> Any:
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The active DeepSpeed plugin; None without one."""
         return self.state.deepspeed_plugin
 
@@ -101,7 +112,7 @@ class AcceleratorViews(ProcessControl):
         return getattr(self.strategy, "deepspeed_engine_wrapped", None)
 
     @property
-    def fp8_backend(self) -> Any:
+    def fp8_backend(self) -> FP8BackendType:
         """The library that computes in fp8; `FP8BackendType.NO` in other precisions."""
         return getattr(self._precision, "backend", FP8BackendType.NO)
 
@@ -122,7 +133,7 @@ class AcceleratorViews(ProcessControl):
                 f"there is no {names[0]} dimension: this Accelerator has no parallel layout; pass "
                 "Accelerator(parallelism_config=ParallelismConfig(...))"
             )
-        return next((int(mesh.get_local_rank(name)) for name in names if name in mesh.mesh_dim_names), 0)
+        return next((int(mesh.get_local_rank(name)) for name in names if name in (mesh.mesh_dim_names or ())), 0)
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -223,9 +234,34 @@ class AcceleratorViews(ProcessControl):
         """Whether an optimizer left its last step out because gradients held infinities."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    autocast_handler = property(lambda self: self._handlers.autocast, doc="The `AutocastKwargs` given, or None.")
-    ddp_handler = property(lambda self: self._handlers.ddp, doc="The `DistributedDataParallelKwargs` given, or None.")
-    scaler_handler = property(lambda self: self._handlers.scaler, doc="The `GradScalerKwargs` given, or None.")
-    init_handler = property(lambda self: self._handlers.init, doc="The `InitProcessGroupKwargs` given, or None.")
-    profile_handler = property(lambda self: self._handlers.profile, doc="The `ProfileKwargs` given, or None.")
-    fp8_recipe_handler = property(lambda self: self._handlers.fp8, doc="The fp8 recipe given, or None.")
+    # -- kwargs_handlers, each None where none was given --------------------------------------------------------------
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """Settings of autocast."""
+        return self._handlers.autocast
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """Settings of DDP."""
+        return self._handlers.ddp
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """Settings of the loss scaler."""
+        return self._handlers.scaler
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """Settings of the process group."""
+        return self._handlers.init
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """Settings of the profiler."""
+        return self._handlers.profile
+
+    @property
+    def fp8_recipe_handler(self) -> Fp8Recipe | None:
+        """The fp8 recipe."""
+        return self._handlers.fp8

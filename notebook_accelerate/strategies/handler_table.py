@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -16,6 +16,7 @@ from notebook_accelerate.config.kwargs_handlers import (
 )
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 
+Fp8Recipe: TypeAlias = AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs
 _FP8 = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
 _FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | tuple[type[KwargsHandler], ...], str], ...] = (
     (DistributedDataParallelKwargs, "ddp"),
@@ -36,7 +37,7 @@ class Handlers:
     init: InitProcessGroupKwargs | None = None
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
-    fp8: Any = None
+    fp8: Fp8Recipe | None = None
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:

@@ -35,6 +35,7 @@ import notebook_accelerate
 from notebook_accelerate import (
     Accelerator,
     DistributedType,
+    GradScalerKwargs,
     LaunchConfig,
     Run,
     WorkerError,
@@ -72,10 +73,15 @@ def train(epochs: int) -> float:
         assert_type(accelerator.reduce(loss, "mean"), torch.Tensor)
     with accelerator.split_between_processes(["a", "b"]) as share:
         assert_type(share, list[str])
-    with accelerator.profile() as profiler:
+    with accelerator.main_process_first(), accelerator.profile() as profiler:
         profiler.step()
     assert_type(send_to_device({"x": loss}, accelerator.device), dict[str, torch.Tensor])
     assert_type(accelerator.save_state("folder"), str)
+    assert_type(accelerator.get_tracker("live"), GeneralTracker)
+    assert_type(accelerator.scaler_handler, "GradScalerKwargs | None")
+    assert_type(accelerator.on_main_process(fit)(3), "int | None")
+    on_first = accelerator.on_process(process_index=0)
+    assert_type(on_first(fit)(epochs=3), "int | None")
     assert_type(gather(loss), torch.Tensor)
     synchronize_rng_states(["torch"])
     return float(loss)
