@@ -8,7 +8,7 @@ import torch
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType, PrecisionType
-from notebook_accelerate.state.parallel_layout import arrange, plugins_from_environ
+from notebook_accelerate.state.parallel_layout import arrange, offloads_gradients, plugins_from_environ
 from notebook_accelerate.state.partial_state import PartialState
 from notebook_accelerate.state.shared_dict import SharedDict, Slots
 from notebook_accelerate.state.warn_once import warn_once
@@ -99,6 +99,10 @@ class AcceleratorState(PartialState):
             "deepspeed_plugins": _by_name(deepspeed_plugin),
         }
         if not self._shared_state:
+            asked |= plugins_from_environ(asked)
+        if offloads_gradients(asked):
+            kwargs["with_cpu"] = True
+        if not self._shared_state:
             self._fill(PartialState(cpu, **kwargs), asked)
         elif cpu or kwargs or any(value is not None for value in asked.values()):
             self._change(PartialState(cpu, **kwargs), asked)
@@ -110,7 +114,6 @@ class AcceleratorState(PartialState):
     def _fill(self, place: PartialState, asked: Slots) -> None:
         if asked["_mixed_precision"] is None:
             asked = {**asked, "_mixed_precision": precision_from_environ()}
-        asked = {**asked, **plugins_from_environ(asked)}
         _only_kind(asked)
         settings = {**place.__dict__, "device_mesh": None, "use_ipex": False, **asked}
         settings |= arrange(settings)

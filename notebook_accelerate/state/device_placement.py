@@ -56,14 +56,17 @@ def device_of(row: Row, world: World) -> torch.device:
     return row.select(world.local_rank)
 
 
-def backend_of(row: Row, asked: str | None) -> str:
+def backend_of(row: Row, asked: str | None, with_cpu: bool = False) -> str:
     """Return the back end that connects the ranks.
 
     Args:
         row: The type of device.
         asked: What the user asked for. nccl, the default of `InitProcessGroupKwargs`, means the device's own.
+        with_cpu: Whether ranks on accelerators also exchange tensors in main memory, for which NCCL has no collectives.
 
     Returns:
-        Name of the back end for `torch.distributed.init_process_group`.
+        Name of the back end for `torch.distributed.init_process_group`: as "nccl", or "cuda:nccl,cpu:gloo".
     """
-    return row.backend if asked in {None, "nccl"} else str(asked)
+    if asked not in {None, "nccl"}:
+        return str(asked)
+    return f"{row.type}:{row.backend},cpu:gloo" if with_cpu and row.is_accelerator else row.backend

@@ -56,6 +56,18 @@ def plugins_from_environ(asked: Slots) -> Slots:
     }
 
 
+def offloads_gradients(asked: Slots) -> bool:
+    """Tell whether gradients are clipped in main memory, by collectives of the CPU (pytorch#148532): FSDP 2 offloads.
+
+    Args:
+        asked: The plugins by name.
+    """
+    plugin = asked.get("fsdp_plugin")
+    if plugin is None:  # a layout may imply one, with the settings of the environment
+        return asked.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
+    return plugin.fsdp_version == 2 and bool(getattr(plugin, "offloads", False))
+
+
 def arrange(slots: Slots) -> Slots:
     """Check the parallel layout against the world, and arrange the ranks in its mesh; every rank must call this.
 

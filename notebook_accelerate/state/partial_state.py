@@ -212,12 +212,25 @@ def _join(world: World, row: device_placement.Row, device: torch.device, kwargs:
     if row.communicator != "torch":
         return row.backend
     settle_at_exit()
-    if process_group.group_exists():
-        return str(dist.get_backend())
     settings = {key: value for key, value in kwargs.items() if value is not None}
-    backend = device_placement.backend_of(row, settings.pop("backend", None))
+    with_cpu = settings.pop("with_cpu", False)
+    if process_group.group_exists():
+        return _existing_backend(str(dist.get_backend()), row, with_cpu)
+    backend = device_placement.backend_of(row, settings.pop("backend", None), with_cpu)
     process_group.forget_group()
     process_group.start_group(backend, world, device, **settings)
+    return backend
+
+
+def _existing_backend(backend: str, row: device_placement.Row, with_cpu: bool) -> str:
+    """Return the back end of the process group that exists, after a warning if it lacks a back end for the CPU."""
+    if with_cpu and "gloo" not in backend:
+        wanted = device_placement.backend_of(row, None, with_cpu)
+        warn_once(
+            f"the process group was started with back end {backend!r} before the Accelerator, and FSDP 2 with "
+            "cpu_offload=True clips gradients in main memory: create the Accelerator first, or write "
+            f"torch.distributed.init_process_group({wanted!r})"
+        )
     return backend
 
 
@@ -226,8 +239,11 @@ def _change(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     asked = kwargs.get("backend")
     row = device_placement.row_of(cpu=cpu or state._cpu)
     usable = device_placement.backend_of(row, asked) if asked and state.backend else state.backend
+    connected = {state.backend, *(part.rpartition(":")[2] for part in (state.backend or "").split(","))}
     moved = cpu and not state._cpu and state.device.type != "cpu"
-    if not moved and (state.num_processes == 1 or usable == state.backend):
+    if not moved and (state.num_processes == 1 or usable in connected):
+        if state.num_processes > 1 and row.communicator == "torch":
+            _existing_backend(str(state.backend), row, bool(kwargs.get("with_cpu")))
         state._cpu = state._cpu or cpu
         return
     warn_once(
