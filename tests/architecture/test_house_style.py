@@ -28,7 +28,7 @@ _NO_CODE = {
 
 @dataclass(frozen=True)
 class Length:
-    """A function or a file and how long it is."""
+    """The length of a function or a file."""
 
     name: str
     lines: int

@@ -1,4 +1,4 @@
-"""pyproject.toml, the tree and the package root say the same."""
+"""pyproject.toml, the tree and the package root agree."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_public_names_are_listed_and_have_a_home() -> None:
     assert all(home.startswith("notebook_accelerate.") for home in homes.values())
 
 
-def test_the_modules_that_scripts_reach_as_attributes_are_those_that_exist() -> None:
+def test_the_submodules_of_the_root_are_those_of_accelerate() -> None:
     table = json.loads((ROOT / "tests/parity/surface/api_surface.json").read_text())
     modules = [*table["modules"], "widgets"]  # the panels are this project's own
     submodules = _lazy.exports("notebook_accelerate").submodules
@@ -112,7 +112,7 @@ def test_every_make_command_of_the_documents_exists() -> None:
 
 
 def _commands(text: str) -> str:
-    """Return what stands in backticks, fenced or indented code, and shell lines: where commands are written."""
+    """Return the text in backticks, in fenced or indented code, and in shell lines."""
     code = re.findall(r"`[^`\n]+`", text)
     lines = [line for line in text.splitlines() if re.match(r"(\s{4,}|exec |\$ )?make |\s{4,}", line)]
     return "\n".join([*code, *lines]) + "\n"

@@ -1,4 +1,4 @@
-"""Pipelines on two and three ranks give what the whole model gives."""
+"""Pipelines on two and three ranks return the whole model's outputs."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def bf16_hook_error(wrapper: str) -> str:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch allows bf16 hooks")
 @pytest.mark.parametrize("wrapper", ["no", "bf16"])
-def test_a_hook_that_torch_refuses_here_says_what_to_pass(wrapper: str) -> None:
+def test_an_unsupported_hook_names_the_alternative(wrapper: str) -> None:
     for message in run_ranks(bf16_hook_error, wrapper, process_group=True):
         assert "does not work here: BF16" in message
         assert "pass comm_hook='fp16' or 'power_sgd'" in message
@@ -78,7 +78,7 @@ def hook_rounds() -> float:
     return model.weight.grad.item()
 
 
-def test_the_hook_is_at_work() -> None:
+def test_the_hook_is_registered() -> None:
     assert run_ranks(hook_rounds, process_group=True) == [1.0, 1.0]
 
 
@@ -94,7 +94,7 @@ def log_lines() -> str:
     return out.getvalue()
 
 
-def test_the_main_rank_logs_unless_all_are_asked_for() -> None:
+def test_the_main_rank_logs_by_default() -> None:
     assert run_ranks(log_lines) == [
         "[RANK 0] main\n[RANK 0] all\n[RANK 0] ordered\n",
         "[RANK 1] all\n[RANK 1] ordered\n",
@@ -132,7 +132,7 @@ def draws() -> tuple[list[float], list[float]]:
     return same, torch.rand(2).tolist()
 
 
-def test_seeds_are_the_same_or_each_rank_its_own() -> None:
+def test_seeds_are_shared_or_per_rank() -> None:
     (same, own), (other_same, other_own) = run_ranks(draws)
     assert same == other_same == own
     assert own != other_own
@@ -149,7 +149,7 @@ def distributed_parameters() -> tuple[bool, bool]:
     return before, model_has_dtensor(model)
 
 
-def test_distributed_parameters_are_seen() -> None:
+def test_distributed_parameters_are_detected() -> None:
     assert run_ranks(distributed_parameters, process_group=True) == [(False, True)] * 2
 
 

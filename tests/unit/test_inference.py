@@ -1,4 +1,4 @@
-"""Where a model is cut into parts of a pipeline."""
+"""How a model is divided into the parts of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.inference import _cuts, find_pippy_batch_size, generate
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 9))
-def test_the_largest_part_is_as_small_as_can_be(sizes: list[int], parts: int) -> None:
+def test_the_largest_part_is_minimal(sizes: list[int], parts: int) -> None:
     parts = min(parts, len(sizes))
     cuts = _cuts(sizes, parts)
     assert len(cuts) == parts - 1
@@ -29,13 +29,13 @@ def test_the_largest_part_is_as_small_as_can_be(sizes: list[int], parts: int) ->
     assert largest(tuple(cuts)) == best
 
 
-def test_rows() -> None:
+def test_batch_size_of_arguments() -> None:
     assert find_pippy_batch_size((torch.ones(3, 2),), {}) == 3
     assert find_pippy_batch_size((None, 1), {"mask": torch.ones(4)}) == 4
     assert find_pippy_batch_size((torch.tensor(1.0),), None) is None
 
 
-def test_alone_there_is_nothing_to_share_out() -> None:
+def test_one_rank_keeps_the_whole_model() -> None:
     model = nn.Linear(2, 2)
     assert prepare_pippy(model, example_args=(torch.ones(1, 2),)) is model
     assert model.hf_split_points == []
@@ -43,7 +43,7 @@ def test_alone_there_is_nothing_to_share_out() -> None:
     assert torch.equal(pippy_forward(model, 2, None, inputs), model(inputs))
 
 
-def test_modules_are_shared_out_evenly() -> None:
+def test_modules_are_divided_evenly() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
     assert generate_device_map(model, 2) == {"0": 0, "1.0": 0, "1.1": 1, "2": 1}
     assert generate_device_map(model, 3, ["Sequential"]) == {"0": 0, "1": 1, "2": 2}

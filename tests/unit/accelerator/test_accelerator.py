@@ -104,7 +104,7 @@ class TestSettings:
         with pytest.raises(ValueError, match="two AutocastKwargs"):
             Accelerator(cpu=True, kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])
 
-    def test_a_handler_that_is_none(self) -> None:
+    def test_an_object_that_is_not_a_handler(self) -> None:
         with pytest.raises(ValueError, match="kwargs_handlers holds 3, which is none of"):
             Accelerator(cpu=True, kwargs_handlers=[3])  # type: ignore[list-item]
 
@@ -165,7 +165,7 @@ class TestPrepare:
         assert accelerator._schedulers == [prepared_scheduler]
         assert accelerator._dataloaders == [batches]
 
-    def test_the_wrong_thing(self) -> None:
+    def test_objects_that_cannot_be_prepared(self) -> None:
         accelerator = Accelerator(cpu=True)
         with pytest.raises(ValueError, match=r"prepare\(\) was given list \(\[1, 2\]\); it takes torch modules"):
             accelerator.prepare(nn.Linear(1, 1), [1, 2])
@@ -173,17 +173,17 @@ class TestPrepare:
         with pytest.raises(ValueError, match="device_placement has 1 items for 2 objects"):
             accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
 
-    def test_a_model_without_values(self) -> None:
+    def test_a_model_on_the_meta_device(self) -> None:
         with pytest.raises(ValueError, match="parameters without values \\(weight, bias"):
             Accelerator(cpu=True).prepare(nn.Linear(1, 1, device="meta"))
 
-    def test_twice_is_once(self) -> None:
+    def test_preparing_twice_changes_nothing(self) -> None:
         accelerator, model, optimizer, batches, scheduler = parts()
         again = accelerator.prepare(model, optimizer, batches, scheduler)
         assert all(new is old for new, old in zip(again, (model, optimizer, batches, scheduler), strict=True))
         assert len(accelerator._models) == len(accelerator._optimizers) == len(accelerator._dataloaders) == 1
 
-    def test_what_another_accelerator_prepared_is_prepared_again(self) -> None:
+    def test_objects_of_another_accelerator_are_prepared_again(self) -> None:
         _, model, optimizer, batches, scheduler = parts(mixed_precision="bf16")
         with pytest.warns(UserWarning, match="mixed_precision from bf16 to no"):
             second = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2)
@@ -201,7 +201,7 @@ class TestPrepare:
         assert accelerator._models == []
         assert model(torch.ones(1, 1)).shape == (1, 1)
 
-    def test_free_memory_forgets(self) -> None:
+    def test_free_memory_drops_prepared_objects(self) -> None:
         accelerator, model, optimizer, *_ = parts()
         model, optimizer = accelerator.free_memory(model, optimizer)
         assert model is None
@@ -284,7 +284,7 @@ class TestAccumulation:
         with pytest.raises(ValueError, match="num_steps=0 is not allowed"):
             accelerator.gradient_accumulation_steps = 0
 
-    def test_a_scheduler_apart_from_the_optimizer(self) -> None:
+    def test_a_scheduler_independent_of_the_optimizer(self) -> None:
         accelerator, _, optimizer, _, scheduler = parts(
             gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
         )
@@ -293,7 +293,7 @@ class TestAccumulation:
         scheduler.step()
         assert scheduler.get_last_lr() == [0.1 * 0.1]
 
-    def test_no_sync_alone(self) -> None:
+    def test_no_sync_in_one_process(self) -> None:
         accelerator, model, *_ = parts()
         with accelerator.no_sync(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())
@@ -301,7 +301,7 @@ class TestAccumulation:
             accelerator.backward(model(torch.ones(1, 1)).sum())
         assert model.bias.grad.item() == 2.0
 
-    def test_joining_alone_says_that_it_does_nothing(self) -> None:
+    def test_joining_in_one_process_warns(self) -> None:
         accelerator, model, *_ = parts()
         with (
             pytest.warns(UserWarning, match="no effect in a world of one"),
@@ -310,10 +310,10 @@ class TestAccumulation:
             pass
 
     @pytest.mark.parametrize("adjust", [True, False])
-    def test_a_schedule_moves_once_a_window(self, adjust: bool) -> None:
-        """Twelve windows of four batches each are what a schedule of twelve steps takes, with either setting.
+    def test_a_schedule_steps_once_per_window(self, adjust: bool) -> None:
+        """Twelve windows of four batches each are twelve steps of a schedule, with either setting.
 
-        Accelerate 1.15 has the same rates: its plugin tells adjust_scheduler only where it is not the default.
+        Accelerate 1.15 has the same rates: its plugin passes on adjust_scheduler only if it is not the default.
         """
         settings = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=adjust)
         accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=settings)
@@ -339,8 +339,8 @@ class TestAccumulation:
         assert rates[:48:4] == expected
         assert all(rates[4 * window : 4 * window + 4] == [expected[window]] * 4 for window in range(12))
 
-    def test_a_schedule_that_is_told_to_count_batches_counts_those_of_a_window(self) -> None:
-        """What a client may set by hand: the count moves with each batch, the rate with each window."""
+    def test_adjust_scheduler_counts_every_batch(self) -> None:
+        """A client may set it directly: the count changes with each batch, the rate with each window."""
         accelerator, model, optimizer, _, scheduler = parts(gradient_accumulation_steps=3)
         GradientState().plugin_kwargs["adjust_scheduler"] = True
         counts, rates = [scheduler.scheduler._step_count], [scheduler.get_last_lr()[0]]
@@ -356,7 +356,7 @@ class TestAccumulation:
 
 
 class TestOptimizer:
-    def test_it_is_its_optimizer(self) -> None:
+    def test_the_wrapper_shows_the_optimizers_attributes(self) -> None:
         _, _, optimizer, *_ = parts()
         assert optimizer.param_groups is optimizer.optimizer.param_groups
         assert optimizer.defaults["lr"] == 0.1
@@ -372,7 +372,7 @@ class TestOptimizer:
         assert copy.deepcopy(optimizer).state_dict().keys() == state.keys()
         assert "AcceleratedOptimizer" in repr(optimizer)
 
-    def test_a_closure_reaches_it(self) -> None:
+    def test_a_closure_is_passed_on(self) -> None:
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(1, 1)
         optimizer = accelerator.prepare(torch.optim.LBFGS(model.parameters(), max_iter=2))
@@ -552,7 +552,7 @@ class TestOthers:
         assert "aten::dot" in {event.key for event in profiler.key_averages()}
         assert (tmp_path / "traces" / "profile_0.json").stat().st_size > 100
 
-    def test_metrics_of_one_process_are_what_they_are(self) -> None:
+    def test_metrics_of_one_process_are_unchanged(self) -> None:
         accelerator = Accelerator(cpu=True)
         data = {"a": torch.ones(2)}
         assert accelerator.gather_for_metrics(data) is data
@@ -587,7 +587,7 @@ class TestOthers:
             orders.append(next(iter(prepared))[0].tolist())
         assert orders[0] == orders[1] != sorted(orders[0])
 
-    def test_an_unused_ddp_handler_is_no_error(self) -> None:
+    def test_an_unused_ddp_handler_is_allowed(self) -> None:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
         assert accelerator.prepare(nn.Linear(1, 1)) is not None
 

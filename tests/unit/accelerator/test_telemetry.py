@@ -56,7 +56,7 @@ def test_optimizer_steps_and_logged_values_reach_the_kernel(kernel: Kernel) -> N
     assert metrics[0].values == {"loss": 0.5, "rate": 1}
 
 
-def test_a_value_that_is_no_number_is_noticed_at_once(kernel: Kernel) -> None:
+def test_a_value_that_is_not_a_number_raises(kernel: Kernel) -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ValueError, match="log"):
         accelerator.log(3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What is wrong is said at once, with the line to type."""
+"""Wrong arguments raise at once, with the line to type."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), SETTINGS)
-def test_settings(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Accelerator(cpu=True, **settings)
 
@@ -66,12 +66,12 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS)
-def test_calls(call: Callable[[Any], Any], message: str) -> None:
+def test_wrong_calls(call: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(Accelerator(cpu=True))
 
 
-def test_what_knows_itself_what_backward_is_may_be_a_loss() -> None:
+def test_an_object_with_backward_may_be_a_loss() -> None:
     class Loss:
         calls = 0
 

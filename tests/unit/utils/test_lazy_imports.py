@@ -51,7 +51,7 @@ def test_every_name_has_one_home() -> None:
     assert len(utils.__all__) == len(set(utils.__all__))
 
 
-def test_plain_settings_load_no_torch() -> None:
+def test_settings_load_no_torch() -> None:
     code = (
         "import sys\n"
         "from notebook_accelerate.utils import AutocastKwargs, DistributedType, WEIGHTS_NAME, patch_environment\n"
@@ -62,7 +62,7 @@ def test_plain_settings_load_no_torch() -> None:
     assert _run(code) == "False"
 
 
-def test_a_submodule_does_not_hide_a_name_that_is_spelled_alike() -> None:
+def test_a_submodule_does_not_hide_a_function_of_the_same_name() -> None:
     code = (
         "import notebook_accelerate.utils.tqdm, notebook_accelerate.utils as utils\n"
         "from notebook_accelerate.utils.tqdm import tqdm\n"
@@ -77,7 +77,7 @@ def test_constants_have_the_documented_values() -> None:
     assert {name: repr(getattr(utils, name)) for name in values} == values
 
 
-def test_missing_names_are_missing_as_everywhere() -> None:
+def test_missing_names_raise_attribute_and_import_errors() -> None:
     assert not hasattr(utils, "no_such_name")
     with pytest.raises(AttributeError, match=r"'notebook_accelerate\.utils' has no attribute 'no_such_name'"):
         utils.no_such_name  # noqa: B018

@@ -1,4 +1,4 @@
-"""Loggers that know their rank, and the progress bar, in one process."""
+"""Rank-aware loggers and the progress bar, in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def root_level() -> Iterator[None]:
     logging.getLogger().setLevel(level)
 
 
-def test_a_logger_without_a_state_says_what_to_do() -> None:
+def test_a_logger_without_a_state_raises() -> None:
     reset_shared_state()
     with pytest.raises(RuntimeError, match=r"logger 'early'.*Accelerator\(\) or a PartialState\(\)"):
         get_logger("early").error("too early")
@@ -82,7 +82,7 @@ def test_the_main_process_shows_a_bar() -> None:
 
 @pytest.mark.leaks_ok("tqdm's monitor thread lives as long as the process")
 @pytest.mark.usefixtures("state")
-def test_a_bar_in_a_launched_run_feeds_its_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_in_a_launched_run_emits_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
     events: list[Event] = []
     monkeypatch.setattr(telemetry, "current_sink", object)
@@ -93,7 +93,7 @@ def test_a_bar_in_a_launched_run_feeds_its_panels(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.leaks_ok("tqdm's monitor thread lives as long as the process")
-def test_the_bar_of_another_rank_is_silent(monkeypatch: pytest.MonkeyPatch, state: PartialState) -> None:
+def test_the_bar_of_another_rank_is_disabled(monkeypatch: pytest.MonkeyPatch, state: PartialState) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setitem(state.__dict__, "local_process_index", 1)
     quiet, loud = io.StringIO(), io.StringIO()

@@ -1,4 +1,4 @@
-"""Questions about a model's modules."""
+"""Helpers that inspect a model's modules."""
 
 from __future__ import annotations
 

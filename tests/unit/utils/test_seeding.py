@@ -26,7 +26,7 @@ def _draw() -> tuple[Any, ...]:
     return random.random(), float(np.random.rand()), torch.rand(2).tolist()  # noqa: NPY002
 
 
-def test_the_same_seed_draws_the_same_numbers_everywhere() -> None:
+def test_the_same_seed_draws_the_same_numbers_in_every_library() -> None:
     set_seed(3)
     first = _draw()
     set_seed(3)
@@ -40,7 +40,7 @@ def test_seeding_alone_starts_no_state() -> None:
     assert not PartialState._shared_state
 
 
-def test_each_rank_may_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_specific_seeds_differ_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     state = PartialState(cpu=True)
     monkeypatch.setitem(state.__dict__, "process_index", 2)
     set_seed(5, device_specific=True)
@@ -60,6 +60,6 @@ def test_a_seed_is_a_whole_number(seed: Any) -> None:
         set_seed(seed)
 
 
-def test_one_process_waits_for_nobody() -> None:
+def test_one_process_does_not_wait() -> None:
     PartialState(cpu=True)
     wait_for_everyone()
