@@ -246,7 +246,7 @@ class Store:
         self.loops: dict[int, ProgressEvent] = {}
         self.resources: dict[int, ResourceEvent] = {}
         self.peak_memory: dict[int, int] = {}
-        self.holdings: dict[int, ShardReport] = {}
+        self.shard_reports: dict[int, ShardReport] = {}
         self._traces: dict[tuple[int, str], int] = {}
         self.last_step: dict[int, int] = {}
         self.dropped: dict[int, int] = {}
@@ -372,8 +372,8 @@ class Store:
 
     def _add_sharding(self, record: Record) -> None:
         event: Any = record.event
-        if (said := read(event)) is not None:
-            self.holdings[record.rank] = said
+        if (report := read(event)) is not None:
+            self.shard_reports[record.rank] = report
 
     def _add_dropped(self, record: Record) -> None:
         event: Any = record.event

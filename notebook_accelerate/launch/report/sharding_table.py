@@ -27,7 +27,7 @@ def latest_reports(run: Run) -> ShardReports:
     Args:
         run: The run.
     """
-    reports = run.store.holdings.copy()
+    reports = run.store.shard_reports.copy()
     return {info.rank: reports[info.rank] for info in run.ranks if info.rank in reports}
 
 

@@ -13,8 +13,8 @@ from notebook_accelerate.launch.report import mesh_diagram, sharding_table
 from notebook_accelerate.launch.report.number_format import byte_size
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
-from tests.support.holdings import MIB, hybrid, megatron, told, zero
 from tests.support.runs import feed, make_run
+from tests.support.shard_reports import MIB, hybrid, megatron, mesh_reports, zero
 
 
 def test_ranks_with_equal_reports_are_one_group() -> None:
@@ -48,7 +48,7 @@ def test_the_stages_of_zero(stage: int, shares: list[float]) -> None:
 
 def _uneven(count: int) -> dict[int, ShardReport]:
     """Each rank holds a little more than the one before."""
-    ranks = told({"dp_shard": count}, (1, ("dp_shard",)), (1, ("dp_shard",)), (2, ("dp_shard",)))
+    ranks = mesh_reports({"dp_shard": count}, (1, ("dp_shard",)), (1, ("dp_shard",)), (2, ("dp_shard",)))
     return {
         rank: replace(one, held={kind: replace(held, here=MIB + rank) for kind, held in one.held.items()})
         for rank, one in ranks.items()
@@ -69,14 +69,14 @@ def test_ranks_of_too_many_sizes_are_merged() -> None:
 def test_the_summary_has_strategy_mesh_and_units() -> None:
     assert sharding_table.summary(hybrid()) == "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units"
     assert (
-        sharding_table.summary(told({}, (1, ()), (1, ()), (2, ()), strategy="single"))
+        sharding_table.summary(mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single"))
         == "single · one rank holds everything"
     )
     assert sharding_table.summary({}) == ""
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    (one,) = told({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
+    (one,) = mesh_reports({}, (1, ()), (1, ()), (2, ()), strategy="single").values()
     unknown = {0: replace(one, held={**one.held, KINDS[2]: ShardSizes(None, None)})}
     rows = sharding_table.sharding_rows(unknown)
     assert (rows[2].total, rows[2].per_rank, rows[2].share) == ("–", "–", None)
@@ -119,7 +119,7 @@ def test_slices_are_the_ranks_own_and_cover_the_model() -> None:
 _CELL = re.compile(r"<g><title>rank (\d+): (.*?)</title>")
 
 
-@pytest.mark.parametrize("ranks", [hybrid(), megatron(), zero(2), told({}, (1, ()), (1, ()), (2, ()))])
+@pytest.mark.parametrize("ranks", [hybrid(), megatron(), zero(2), mesh_reports({}, (1, ()), (1, ()), (2, ()))])
 def test_the_drawing_has_a_cell_for_each_rank(ranks: dict[int, ShardReport]) -> None:
     drawing = mesh_diagram.svg(ranks)
     ET.fromstring(drawing)
@@ -133,7 +133,7 @@ def test_the_drawing_has_a_cell_for_each_rank(ranks: dict[int, ShardReport]) -> 
 @pytest.mark.parametrize("axes", [{"dp_shard": 500}, {"dp_replicate": 50, "dp_shard": 8}, {"a": 5, "b": 5, "c": 20}])
 def test_only_the_first_of_hundreds_of_ranks_are_drawn(axes: dict[str, int]) -> None:
     inner = list(axes)[-1:]
-    ranks = told(axes, (1, (*inner,)), (1, (*inner,)), (2, (*inner,)))
+    ranks = mesh_reports(axes, (1, (*inner,)), (1, (*inner,)), (2, (*inner,)))
     drawing = mesh_diagram.svg(ranks)
     cells = _CELL.findall(drawing)
     assert 0 < len(cells) <= mesh_diagram.MAX_DRAWN
@@ -143,7 +143,7 @@ def test_only_the_first_of_hundreds_of_ranks_are_drawn(axes: dict[str, int]) -> 
 
 def test_names_are_escaped() -> None:
     evil = "<script>&"
-    ranks = told({evil: 2}, (1, (evil,)), (1, (evil,)), (2, (evil,)), strategy=evil)
+    ranks = mesh_reports({evil: 2}, (1, (evil,)), (1, (evil,)), (2, (evil,)), strategy=evil)
     assert "<script>" not in mesh_diagram.svg(ranks)
     assert "<script>" not in mesh_diagram.image(ranks)
     ET.fromstring(mesh_diagram.svg(ranks, mesh_diagram.PAPER))

@@ -10,7 +10,7 @@ from notebook_accelerate.telemetry import Channel, Store
 from notebook_accelerate.telemetry.events import ShardingEvent
 from notebook_accelerate.telemetry.sharding_events import ShardReport, ShardSizes, read
 from notebook_accelerate.telemetry.store import Record
-from tests.support.holdings import hybrid, megatron
+from tests.support.shard_reports import hybrid, megatron
 
 
 @pytest.mark.parametrize("ranks", [hybrid(), megatron()], ids=["hybrid", "megatron"])
@@ -25,13 +25,13 @@ def test_it_comes_out_of_the_channel_as_it_went_in(ranks: dict[int, ShardReport]
     finally:
         ours.close()
         theirs.close()
-    assert store.holdings == ranks
+    assert store.shard_reports == ranks
 
 
 def test_the_latest_word_of_a_rank_counts() -> None:
     store, (first, second) = Store(), list(hybrid().values())[:2]
     store.add([Record(0, 0.0, first.event()), Record(0, 1.0, second.event())])
-    assert store.holdings == {0: second}
+    assert store.shard_reports == {0: second}
 
 
 def _event(**changes: Any) -> ShardingEvent:
@@ -63,5 +63,5 @@ def test_what_is_not_known_stays_unknown() -> None:
 def test_nonsense_is_left_out(changes: dict[str, Any]) -> None:
     store = Store()
     store.add([Record(0, 0.0, _event(**changes))])
-    assert store.holdings == {}
+    assert store.shard_reports == {}
     assert read(_event()) is not None

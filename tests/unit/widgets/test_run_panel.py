@@ -32,8 +32,8 @@ from notebook_accelerate.widgets.resource_strip import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.runs_table import RunsTable
 from notebook_accelerate.widgets.stop_button import KernelState, hint
-from tests.support.holdings import hybrid, zero
 from tests.support.runs import START, Clock, end, feed, make_run
+from tests.support.shard_reports import hybrid, zero
 from tests.support.waiting import until
 
 EVIL = "<script>alert('&')</script>"
@@ -139,8 +139,8 @@ def test_a_straggler_is_plain_by_its_own_work_where_all_are_in_step() -> None:
 def test_what_is_sharded_where_is_shown_and_made_anew_for_news_alone() -> None:
     one = _Panel(ranks=4)
     assert "Nothing prepared yet" in one.look()
-    for rank, holdings in hybrid().items():
-        feed(one.run, holdings.event(), rank=rank)
+    for rank, report in hybrid().items():
+        feed(one.run, report.event(), rank=rank)
     html = one.look()
     assert "fsdp2 HYBRID_SHARD · dp_replicate 2 × dp_shard 2 · 3 units" in _text(html)
     assert "each rank parameters 64.0 MiB 32.0 MiB 50 % sharded over dp_shard" in _text(html)

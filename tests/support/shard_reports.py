@@ -1,4 +1,4 @@
-"""What ranks would tell of their shares, for the tests of views."""
+"""Shard reports of several layouts, for the tests of views."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1 << 20
 Spec = tuple[float, tuple[str, ...]]
 
 
-def told(
+def mesh_reports(
     axes: dict[str, int],
     *specs: Spec,
     strategy: str = "fsdp2",
@@ -20,14 +20,14 @@ def told(
     offloaded: str = "",
     units: int = 0,
 ) -> dict[int, ShardReport]:
-    """Return what each rank of a mesh tells of a model with 64 MiB of parameters on each of its stages.
+    """Return the report of each rank of a mesh, for a model whose first stage has 64 MiB of parameters.
 
     Args:
         axes: Sizes by axis, the outermost first.
-        specs: Of parameters, gradients and optimizer state: how many times the parameters it is, and over what it is
-            sharded.
+        specs: For parameters, gradients and optimizer state: their size as a multiple of the parameters', and the axes
+            they are sharded over.
         strategy: The strategy.
-        variant: Which of its ways.
+        variant: The strategy's variant.
         stages: The axis of stages; each has twice the parameters of the one before.
         offloaded: Where the optimizer's state rests.
         units: How many units there are.
@@ -48,20 +48,20 @@ def hybrid() -> dict[int, ShardReport]:
     """Return two replicas of two shards each."""
     over = ("dp_shard",)
     axes = {"dp_replicate": 2, "dp_shard": 2}
-    return told(axes, (1, over), (1, over), (2, over), variant="HYBRID_SHARD", units=3)
+    return mesh_reports(axes, (1, over), (1, over), (2, over), variant="HYBRID_SHARD", units=3)
 
 
 def zero(stage: int, ranks: int = 4) -> dict[int, ShardReport]:
     """Return what DeepSpeed's stages leave on each rank, the optimizer's state in main memory."""
     cut = [("dp",) if stage > least else () for least in (2, 1, 0)]
     specs = [(1.0, cut[0]), (1.0, cut[1]), (6.0, cut[2])]
-    return told({"dp": ranks}, *specs, strategy="deepspeed", variant=f"ZeRO-{stage}", offloaded="cpu")
+    return mesh_reports({"dp": ranks}, *specs, strategy="deepspeed", variant=f"ZeRO-{stage}", offloaded="cpu")
 
 
 def megatron() -> dict[int, ShardReport]:
     """Return two stages of layers split over two ranks, twice."""
     axes = {"pp": 2, "dp": 2, "tp": 2}
-    return told(axes, (1, ("tp",)), (1, ("tp",)), (2, ("dp", "tp")), strategy="megatron_lm", stages="pp")
+    return mesh_reports(axes, (1, ("tp",)), (1, ("tp",)), (2, ("dp", "tp")), strategy="megatron_lm", stages="pp")
 
 
-__all__ = ["MIB", "hybrid", "megatron", "told", "zero"]
+__all__ = ["MIB", "hybrid", "megatron", "mesh_reports", "zero"]

@@ -1,4 +1,4 @@
-"""What ranks say that they hold is what they hold, in bytes, for every strategy of torch."""
+"""The shard report of a rank equals the bytes it holds, for every strategy of torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layers make of x."""
+        """Return x plus the output of the layers."""
         return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):
-    """Two blocks, of which all parts are even."""
+    """Two blocks whose parts all divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the blocks make of x."""
+        """Return the output of the blocks."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -50,20 +50,20 @@ def _bytes(tensor: Any) -> int:
     return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
 
 
-def told_and_real(fsdp: dict[str, Any] | None, degrees: dict[str, int] | None) -> tuple[ShardReport, dict[str, int]]:
+def report_and_bytes(fsdp: dict[str, Any] | None, degrees: dict[str, int] | None) -> tuple[ShardReport, dict[str, int]]:
     plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp, **_UNITS)
     layout = None if degrees is None else ParallelismConfig(**degrees)
     accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=layout)
     raw = Net()
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters()))
-    told = accelerator.strategy.sharding()
+    report = accelerator.strategy.sharding()
     real = {"parameters": sum(_bytes(p) for p in model.parameters())}
     accelerator.backward(model(torch.ones(2, 8)).sum())
     real["gradients"] = sum(_bytes(p.grad) for p in model.parameters() if p.grad is not None)
     optimizer.step()
     states = optimizer.optimizer.state.values()
     real["optimizer state"] = sum(_bytes(v) for s in states for v in s.values() if torch.is_tensor(v) and v.dim())
-    return told, real
+    return report, real
 
 
 _FIRST = {"fsdp_version": 1, "use_orig_params": True}
@@ -83,11 +83,11 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, dict[str, f
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(name: str) -> None:
     fsdp, degrees, shares, axes = CASES[name]
-    for rank, (told, real) in enumerate(run_ranks(told_and_real, fsdp, degrees)):
-        assert told.axes == axes
-        assert told.place == dict.fromkeys(axes, rank)
+    for rank, (report, real) in enumerate(run_ranks(report_and_bytes, fsdp, degrees)):
+        assert report.axes == axes
+        assert report.place == dict.fromkeys(axes, rank)
         for kind, times in zip(KINDS, (1, 1, 2), strict=True):
-            held = told.held[kind]
+            held = report.held[kind]
             assert held.whole == times * WHOLE
             assert held.here == shares[kind] * times * WHOLE
             assert held.here == real[kind]
@@ -96,14 +96,14 @@ def test_two_ranks(name: str) -> None:
 
 @pytest.mark.parametrize("second", ["dp_replicate_size", "tp_size"])
 def test_four_ranks_in_a_mesh(second: str) -> None:
-    found = run_ranks(told_and_real, {"fsdp_version": 2}, {"dp_shard_size": 2, second: 2}, world_size=4)
+    found = run_ranks(report_and_bytes, {"fsdp_version": 2}, {"dp_shard_size": 2, second: 2}, world_size=4)
     hybrid = second == "dp_replicate_size"
     axes = ["dp_replicate", "dp_shard"] if hybrid else ["dp_shard", "tp"]
-    for rank, (told, real) in enumerate(found):
-        assert list(told.axes.items()) == [(name, 2) for name in axes]
-        assert told.place == dict(zip(axes, divmod(rank, 2), strict=True))
-        assert told.held["parameters"].sharded == (("dp_shard",) if hybrid else ("dp_shard", "tp"))
-        assert told.held["parameters"].here == WHOLE // (2 if hybrid else 4)
-        assert told.variant == ("HYBRID_SHARD" if hybrid else "FULL_SHARD")
-        assert told.units == 3
-        assert {kind: told.held[kind].here for kind in KINDS} == real
+    for rank, (report, real) in enumerate(found):
+        assert list(report.axes.items()) == [(name, 2) for name in axes]
+        assert report.place == dict(zip(axes, divmod(rank, 2), strict=True))
+        assert report.held["parameters"].sharded == (("dp_shard",) if hybrid else ("dp_shard", "tp"))
+        assert report.held["parameters"].here == WHOLE // (2 if hybrid else 4)
+        assert report.variant == ("HYBRID_SHARD" if hybrid else "FULL_SHARD")
+        assert report.units == 3
+        assert {kind: report.held[kind].here for kind in KINDS} == real

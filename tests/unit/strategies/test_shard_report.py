@@ -1,4 +1,4 @@
-"""What one rank says that it holds is what it holds."""
+"""The shard report of one rank equals the bytes it holds."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizers_state_is_what_it_will_be(name: str) -> None:
+def test_optimizer_state_is_counted_before_the_first_step(name: str) -> None:
     accelerator = Accelerator(cpu=True)
     raw = _net()
     raw[0].bias.requires_grad_(False)
     model, optimizer = accelerator.prepare(raw, OPTIMIZERS[name](raw.parameters()))
-    told = accelerator.strategy.sharding()
+    report = accelerator.strategy.sharding()
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
     states = [state for p, state in optimizer.optimizer.state.items() if p.requires_grad]  # Adagrad has some for all
     real = sum(item.nbytes for state in states for item in state.values() if torch.is_tensor(item) and item.dim())
-    assert told.held["optimizer state"].here == real
-    assert told.held["optimizer state"].whole == real
-    assert told.held["gradients"].here == sum(p.grad.nbytes for p in raw.parameters() if p.grad is not None)
-    assert told.held["parameters"].here == sum(p.nbytes for p in raw.parameters())
-    assert (told.strategy, told.axes, told.place) == ("single", {}, {})
+    assert report.held["optimizer state"].here == real
+    assert report.held["optimizer state"].whole == real
+    assert report.held["gradients"].here == sum(p.grad.nbytes for p in raw.parameters() if p.grad is not None)
+    assert report.held["parameters"].here == sum(p.nbytes for p in raw.parameters())
+    assert (report.strategy, report.axes, report.place) == ("single", {}, {})
 
 
-def test_an_optimizer_of_ones_own_is_not_guessed_at() -> None:
-    class Mine(optim.Optimizer):
+def test_the_state_of_an_unknown_optimizer_is_not_counted() -> None:
+    class Custom(optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
 
     accelerator = Accelerator(cpu=True)
     raw = _net()
-    accelerator.prepare(raw, Mine(raw.parameters()))
+    accelerator.prepare(raw, Custom(raw.parameters()))
     assert accelerator.strategy.sharding().held["optimizer state"] == ShardSizes(None, None)
 
 
@@ -80,24 +80,24 @@ def events() -> Iterator[Callable[[], list[ShardingEvent]]]:
     sink = Sink(theirs)
     install_sink(sink)
 
-    def said() -> list[ShardingEvent]:
+    def received() -> list[ShardingEvent]:
         sink.flush()
         found = ours.receive(0) if ours.readable() else []
         return [one.event for one in found if isinstance(one.event, ShardingEvent)]
 
-    yield said
+    yield received
     install_sink(None)
     ours.close()
     theirs.close()
 
 
-def test_it_is_told_once_and_again_where_it_has_changed(events: Callable[[], list[ShardingEvent]]) -> None:
+def test_a_report_is_sent_once_and_again_after_a_change(events: Callable[[], list[ShardingEvent]]) -> None:
     accelerator = Accelerator(cpu=True)
     model = _net()
     model, _optimizer = accelerator.prepare(model, optim.Adam(model.parameters()))
     (event,) = events()
-    told = read(event)
-    assert told == accelerator.strategy.sharding()
+    report = read(event)
+    assert report == accelerator.strategy.sharding()
     assert list(event.held) == list(KINDS)
     accelerator.prepare(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
     assert events() == [], "a loader changes nothing"
@@ -106,7 +106,7 @@ def test_it_is_told_once_and_again_where_it_has_changed(events: Callable[[], lis
     assert event.held["parameters"]["here"] == 2 * sum(p.nbytes for p in model.parameters())
 
 
-def test_training_goes_on_where_it_cannot_be_told(
+def test_training_continues_if_counting_fails(
     events: Callable[[], list[ShardingEvent]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
