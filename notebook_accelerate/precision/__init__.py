@@ -1,4 +1,4 @@
-"""The precision a model computes in: a null object for float32, autocast for the rest, chosen from a table by name."""
+"""Precisions of a model's computation, selected from a table by name: float32, autocast, or fp8."""
 
 from __future__ import annotations
 

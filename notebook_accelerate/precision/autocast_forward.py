@@ -1,4 +1,4 @@
-"""A model's forward under autocast, and the way back."""
+"""Wraps a model's forward in autocast, and restores it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AutocastForward(ConvertOutputsToFp32):
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Undo what a precision did to a model's forward; a model that was not wrapped is left alone.
+    """Restore the forward that a precision replaced; a model that was not wrapped is unchanged.
 
     Args:
         model: The model.

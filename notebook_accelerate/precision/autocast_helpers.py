@@ -14,7 +14,7 @@ from notebook_accelerate.state import AcceleratorState
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """Return the autocast of the process's precision.
+    """Return the autocast context of the process's precision.
 
     Args:
         native_amp: False returns a context that does nothing.
@@ -29,7 +29,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
     """Return a gradient scaler.
 
     Args:
-        distributed_type: The kind of parallelism; sharded parameters need the scaler that looks at all ranks.
+        distributed_type: The kind of parallelism; sharded parameters need a scaler that checks all ranks.
         kwargs: Arguments of the scaler.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
@@ -37,5 +37,5 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
 
         return ShardedGradScaler(**kwargs)
     accelerator = torch.accelerator.current_accelerator()
-    # Without an accelerator the scaler does nothing, as everywhere in torch.
+    # Without an accelerator the scaler does nothing.
     return torch.amp.GradScaler(accelerator.type if accelerator is not None else "cuda", **kwargs)

@@ -1,4 +1,4 @@
-"""The null object: float32 all through. Other precisions override what they change."""
+"""Full precision (float32), and the base class of the other precisions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Precision:
     """Full precision, and the base class of the others.
 
     Args:
-        device_type: Type of the device that computes: cpu, cuda, ...
+        device_type: Type of the computing device: cpu, cuda, ...
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
         scaler_handler: `GradScalerKwargs`; None means torch's defaults.
-        fp8_recipe: How fp8 is computed; None in other precisions.
+        fp8_recipe: Recipe of the fp8 library; None in other precisions.
     """
 
     name: ClassVar[str] = "no"
     compute_dtype: ClassVar[torch.dtype | None] = None
-    """What the model computes in; None means what its parameters have."""
+    """Dtype of the model's computation; None means that of its parameters."""
 
     def __init__(
         self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
@@ -36,30 +36,30 @@ class Precision:
     def join(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Change models and optimizers that only change together, before anything else is done to them.
+        """Replace models and optimizers that can only be replaced together, before any other preparation.
 
         Args:
-            models: The models of one `prepare`.
+            models: The models of one `prepare` call.
             optimizers: Its optimizers.
 
         Returns:
-            What stands for them from now on, in the same order.
+            Their replacements, in the same order.
         """
         return models, optimizers
 
     def convert_layers(self, model: torch.nn.Module) -> None:
-        """Have a model's layers compute in this precision, in place, for an engine that casts what is around them.
+        """Make a model's layers compute in this precision, in place, for an engine that casts the other tensors.
 
         Args:
-            model: The model, before the engine takes it. Its parameters stay the same objects.
+            model: The model, before it is passed to the engine. Its parameters stay the same objects.
         """
 
     def wrap_model(self, model: torch.nn.Module, sharded: bool = False) -> torch.nn.Module:
-        """Make the model compute in this precision, in place; what another precision did to it is undone.
+        """Make the model compute in this precision, in place; the changes of another precision are undone.
 
         Args:
             model: The model, before it is wrapped for several ranks.
-            sharded: Whether FSDP 2 will shard its parameters, which may be replaced then.
+            sharded: Whether FSDP 2 will shard its parameters; they may then be replaced.
 
         Returns:
             The model.
@@ -68,27 +68,20 @@ class Precision:
         return model
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
-        """Return a context in which code outside of a prepared model computes in this precision.
+        """Return a context manager in which code outside of a prepared model computes in this precision.
 
         Args:
             handler: `AutocastKwargs` for this block; None means those of the constructor.
-
-        Returns:
-            A context manager.
         """
         return nullcontext()
 
     def after_step(self, model: torch.nn.Module) -> None:
-        """Do what this precision needs after a step of the optimizer of a sharded model; every rank must call this.
+        """Update state of this precision after an optimizer step of a sharded model; every rank must call this.
 
         Args:
             model: The model.
         """
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
-        """Return a new scaler of losses, where this precision needs one.
-
-        Returns:
-            The scaler, or None.
-        """
+        """Return a new loss scaler, or None if this precision needs none."""
         return None

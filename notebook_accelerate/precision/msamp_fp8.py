@@ -1,4 +1,4 @@
-"""fp8 by Microsoft's MS-AMP: weights, gradients and optimizer states in fp8.
+"""fp8 with Microsoft's MS-AMP: weights, gradients and optimizer states in fp8.
 
 API: https://azure.github.io/MS-AMP/docs/user-tutorial/usage
 """
@@ -14,11 +14,11 @@ import torch
 
 from notebook_accelerate.config.enums import FP8BackendType
 from notebook_accelerate.config.fp8_recipes import MSAMPRecipeKwargs
-from notebook_accelerate.precision.torch_autocast import Bf16Precision
+from notebook_accelerate.precision.torch_autocast import Bf16Precision, require_cuda
 
 
 class MSAMPPrecision(Bf16Precision):
-    """MS-AMP changes a model and its optimizer together.
+    """MS-AMP, which replaces a model and its optimizer together.
 
     Args:
         device_type: Must be cuda.
@@ -28,7 +28,7 @@ class MSAMPPrecision(Bf16Precision):
 
     Raises:
         ImportError: MS-AMP is missing.
-        ValueError: The device is no GPU.
+        ValueError: The device is not a GPU.
     """
 
     name: ClassVar[str] = "fp8"
@@ -42,34 +42,23 @@ class MSAMPPrecision(Bf16Precision):
                 "MS-AMP is not installed: it is built from source, https://azure.github.io/MS-AMP/docs/getting-started/"
                 "installation; or pass kwargs_handlers=[AORecipeKwargs()] (pip install torchao)"
             )
-        if device_type != "cuda":
-            raise ValueError(
-                f"MS-AMP computes in fp8 on NVIDIA GPUs, and this rank's device is {device_type}; pass "
-                "kwargs_handlers=[AORecipeKwargs()], which emulates fp8 elsewhere, or mixed_precision='bf16'"
-            )
+        require_cuda("MS-AMP", device_type)
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or MSAMPRecipeKwargs())
 
     def join(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[list[Any], list[Any]]:
-        """Change one model and its optimizer together.
-
-        Args:
-            models: The models of one `prepare`, on their device.
-            optimizers: Its optimizers.
-
-        Returns:
-            The new model and the new optimizer.
+        """Replace one model and its optimizer together; see `Precision.join`.
 
         Raises:
-            ValueError: There is not one of each.
+            ValueError: `prepare` did not get exactly one of each.
         """
         if not models and not optimizers:
             return [], []
         if len(models) != 1 or len(optimizers) != 1:
             raise ValueError(
-                f"MS-AMP changes one model and its optimizer together, and prepare() was given {len(models)} models "
-                f"and {len(optimizers)} optimizers; write model, optimizer = accelerator.prepare(model, optimizer)"
+                f"prepare() got {len(models)} models and {len(optimizers)} optimizers, but MS-AMP replaces one model "
+                "and its optimizer together: model, optimizer = accelerator.prepare(model, optimizer)"
             )
         msamp = importlib.import_module("msamp")
         model, optimizer = msamp.initialize(

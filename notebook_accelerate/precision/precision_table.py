@@ -1,4 +1,4 @@
-"""The precisions by name."""
+"""The table of precisions by name."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recip
 
 
 def _fp8_backend(device_type: str, recipe: Any) -> str:
-    """Choose the library: the recipe's, the one that was asked for, or the first that is installed."""
+    """Choose the library: the recipe's, the one of ACCELERATE_FP8_BACKEND, or the first that is installed."""
     if isinstance(recipe, FP8RecipeKwargs):
         return str(recipe.backend)
     for kind, backend in ((AORecipeKwargs, "AO"), (TERecipeKwargs, "TE"), (MSAMPRecipeKwargs, "MSAMP")):
         if isinstance(recipe, kind):
             return backend
-    asked = environ.choice("ACCELERATE_FP8_BACKEND", [name.lower() for name in _FP8])
-    if asked is not None:
-        return asked.upper()
+    requested = environ.choice("ACCELERATE_FP8_BACKEND", [name.lower() for name in _FP8])
+    if requested is not None:
+        return requested.upper()
     if device_type == "cuda" and is_transformer_engine_available():
         return "TE"
     if is_torchao_available():
@@ -50,14 +50,14 @@ _FP8 = {
 """Module and class for each library, by `FP8BackendType`."""
 
 PRECISIONS: dict[str, PrecisionFactory] = {"no": Precision, "bf16": Bf16Precision, "fp16": Fp16Precision, "fp8": _fp8}
-"""What makes a precision, by the name that `mixed_precision` takes."""
+"""Factories by the name in `mixed_precision`."""
 
 
 def register_precision(name: str, factory: PrecisionFactory) -> None:
-    """Add a row, or replace one.
+    """Add or replace a row of the table.
 
     Args:
-        name: What `mixed_precision` takes.
+        name: The name in `mixed_precision`.
         factory: Called with device type, `AutocastKwargs` or None, `GradScalerKwargs` or None, fp8 recipe or None.
     """
     PRECISIONS[name] = factory
@@ -66,20 +66,17 @@ def register_precision(name: str, factory: PrecisionFactory) -> None:
 def make_precision(
     name: str, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
 ) -> Precision:
-    """Make the precision of that name.
+    """Return the precision of a name.
 
     Args:
-        name: no, bf16, fp16, fp8, or one that was registered.
-        device_type: Type of the device that computes: cpu, cuda, ...
+        name: no, bf16, fp16, fp8, or a registered one.
+        device_type: Type of the computing device: cpu, cuda, ...
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
         scaler_handler: `GradScalerKwargs`; None means torch's defaults.
-        fp8_recipe: `AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`; None: of the library that is there.
-
-    Returns:
-        The precision.
+        fp8_recipe: `AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`; None means defaults.
 
     Raises:
-        ValueError: It is not known, or not available here.
+        ValueError: The name is unknown, or the precision is not available here.
     """
     if name not in PRECISIONS:
         raise ValueError(f"mixed_precision={name!r} is not known; pass one of {', '.join(map(repr, PRECISIONS))}")

@@ -1,4 +1,4 @@
-"""bf16 and fp16 by torch's own autocast."""
+"""bf16 and fp16 with torch's own autocast."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ from notebook_accelerate.precision.full_precision import Precision
 
 
 class NativePrecision(Precision):
-    """Autocast to `compute_dtype`; outputs come back in float32."""
+    """Autocast to `compute_dtype`; outputs are converted to float32."""
 
     def wrap_model(self, model: torch.nn.Module, sharded: bool = False) -> torch.nn.Module:
-        """Run the model's forward under autocast and give back float32, in place.
-
-        Args:
-            model: The model.
-            sharded: Not used.
-
-        Returns:
-            The model; `_original_forward` keeps its forward.
-        """
+        """Run the model's forward under autocast; `_original_forward` keeps it. See `Precision.wrap_model`."""
         super().wrap_model(model, sharded)
         original = model.forward
         model._original_forward = original  # type: ignore[assignment]
@@ -31,40 +23,46 @@ class NativePrecision(Precision):
         return model
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
-        """Return torch's autocast for this dtype.
-
-        Args:
-            handler: `AutocastKwargs` for this block; None means those of the constructor.
-
-        Returns:
-            A context manager.
-        """
+        """Return torch's autocast for this dtype; see `Precision.autocast`."""
         return torch.autocast(**self._settings(handler))
 
     def _settings(self, handler: Any) -> dict[str, Any]:
         chosen = handler or self.autocast_handler
-        more = chosen.to_kwargs() if chosen is not None else {}
-        return {"device_type": self.device_type, "dtype": self.compute_dtype, **more}
+        options = chosen.to_kwargs() if chosen is not None else {}
+        return {"device_type": self.device_type, "dtype": self.compute_dtype, **options}
 
 
 class Bf16Precision(NativePrecision):
-    """bfloat16: the exponents of float32, so nothing is scaled."""
+    """bfloat16, which has the exponent range of float32: no loss scaling is needed."""
 
     name: ClassVar[str] = "bf16"
     compute_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
 
 class Fp16Precision(NativePrecision):
-    """float16: gradients would underflow, so losses are scaled up and gradients down again."""
+    """float16: losses are scaled up, and gradients down again, because gradients would underflow."""
 
     name: ClassVar[str] = "fp16"
     compute_dtype: ClassVar[torch.dtype | None] = torch.float16
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
-        """Return a new scaler.
+        """Return torch's `GradScaler` for the device, with the settings of `GradScalerKwargs`."""
+        options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+        return torch.amp.GradScaler(self.device_type, **options)
 
-        Returns:
-            torch's `GradScaler` for the device, with the settings of `GradScalerKwargs`.
-        """
-        more = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
-        return torch.amp.GradScaler(self.device_type, **more)
+
+def require_cuda(library: str, device_type: str) -> None:
+    """Check the device of an fp8 library that needs an NVIDIA GPU.
+
+    Args:
+        library: Its name, for the error.
+        device_type: Type of the computing device.
+
+    Raises:
+        ValueError: The device is not a GPU.
+    """
+    if device_type != "cuda":
+        raise ValueError(
+            f"{library} computes in fp8 on NVIDIA GPUs, but this rank's device is {device_type}; pass "
+            "kwargs_handlers=[AORecipeKwargs()], which emulates fp8 on other devices, or mixed_precision='bf16'"
+        )

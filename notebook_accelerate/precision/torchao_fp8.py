@@ -1,4 +1,4 @@
-"""fp8 by torchao: linear layers that compute their products in fp8 and keep their weights in full precision."""
+"""fp8 with torchao: linear layers compute their products in fp8 and keep their weights in full precision."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 _MULTIPLE = 16
-"""torch's fp8 product takes dimensions that are multiples of it."""
+"""torch's fp8 product requires dimensions that are multiples of this."""
 
 
 class AOPrecision(Bf16Precision):
     """Autocast to bfloat16, and linear layers of torchao that compute in fp8.
 
     Args:
-        device_type: Type of the device that computes; fp8 is emulated on a CPU.
+        device_type: Type of the computing device; fp8 is emulated on a CPU.
         autocast_handler: `AutocastKwargs`; None means torch's defaults.
         scaler_handler: Not used: bfloat16 needs no scaler.
         fp8_recipe: `AORecipeKwargs`; None means its defaults.
@@ -40,24 +40,15 @@ class AOPrecision(Bf16Precision):
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or AORecipeKwargs())
 
     def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
-        """Convert linear layers and run the model's forward under autocast, in place.
+        """Convert linear layers and run the model's forward under autocast; see `Precision.wrap_model`.
 
-        Args:
-            model: The model.
-            sharded: Whether FSDP 2 will shard it, which can gather weights in fp8.
-
-        Returns:
-            The model.
+        FSDP 2 (`sharded`) can gather weights in fp8.
         """
         self._convert(model, sharded)
         return super().wrap_model(model, sharded)
 
     def convert_layers(self, model: nn.Module) -> None:
-        """Convert linear layers, in place.
-
-        Args:
-            model: The model.
-        """
+        """Convert linear layers; see `Precision.convert_layers`."""
         self._convert(model, sharded=False)
 
     def _convert(self, model: nn.Module, sharded: bool) -> None:
@@ -71,10 +62,9 @@ class AOPrecision(Bf16Precision):
             convert_model_to_fp8_ao(model, config, recipe.module_filter_func)
 
     def after_step(self, model: nn.Module) -> None:
-        """Compute the scales of all weights that are gathered in fp8, in one reduction; every rank must call this.
+        """Compute the scales of all weights that FSDP 2 gathers in fp8, in one reduction; every rank must call this.
 
-        Args:
-            model: A model sharded by FSDP 2, after a step of its optimizer.
+        See `Precision.after_step`.
         """
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -83,7 +73,7 @@ class AOPrecision(Bf16Precision):
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layers, in the order of registration; None without any.
+    """Return the names of a model's first and last linear layers, in order of registration; None if it has none.
 
     Args:
         model: The model.
@@ -100,8 +90,8 @@ def filter_linear_layers(
     Args:
         module: The module.
         fqn: Its name in the model.
-        first_layer_name: Name of a layer to leave out.
-        last_layer_name: Name of another.
+        first_layer_name: Name of a layer to exclude.
+        last_layer_name: Name of another layer to exclude.
     """
     if not isinstance(module, nn.Linear) or fqn in {first_layer_name, last_layer_name}:
         return False
@@ -111,7 +101,7 @@ def filter_linear_layers(
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     """Tell whether a layer of a model can compute in fp8 and is neither the first nor the last linear one.
 
-    The first and the last layer are the most sensitive ones: training in fp8 often does not converge with them.
+    The first and the last layer are the most sensitive: with them in fp8, training often does not converge.
 
     Args:
         module: The model.
@@ -127,7 +117,7 @@ def has_ao_layers(model: nn.Module) -> bool:
     Args:
         model: The model.
     """
-    # Not imported for the answer: a model that has such layers has imported it. FSDP 2 derives classes of its own.
+    # By name, because importing torchao is slow. FSDP 2 derives classes of its own, hence the MRO.
     return any(
         kind.__module__.startswith("torchao.float8") for module in model.modules() for kind in type(module).__mro__
     )
@@ -141,14 +131,14 @@ def convert_model_to_fp8_ao(
 ) -> None:
     """Make linear layers compute in fp8, in place. Their parameters stay the same objects, in full precision.
 
-    With `config.enable_fsdp_float8_all_gather` the parameters are wrapped, for FSDP 2 to gather them in fp8: an
-    optimizer must be made from them afterwards.
+    With `config.enable_fsdp_float8_all_gather` the parameters are wrapped so that FSDP 2 can gather them in fp8: create
+    the optimizer afterwards.
 
     Args:
         model: The model.
         config: torchao's settings; None means its defaults.
-        module_filter_func: Called with a module and its name, says whether it is converted; None means all linear
-            layers whose dimensions are multiples of 16, but for the first and the last.
+        module_filter_func: Called with a module and its name, returns whether to convert it; None means all linear
+            layers whose dimensions are multiples of 16, except the first and the last.
 
     Raises:
         ImportError: torchao is missing.

@@ -1,4 +1,4 @@
-"""fp8 by NVIDIA's Transformer Engine: its layers in the place of torch's, and its autocast around the forward.
+"""fp8 with NVIDIA's Transformer Engine: its layers replace torch's, and its autocast wraps the forward.
 
 API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 from notebook_accelerate.config.enums import FP8BackendType
 from notebook_accelerate.config.fp8_recipes import TERecipeKwargs
-from notebook_accelerate.precision.torch_autocast import Bf16Precision
+from notebook_accelerate.precision.torch_autocast import Bf16Precision, require_cuda
 
 
 class TEPrecision(Bf16Precision):
@@ -27,7 +27,7 @@ class TEPrecision(Bf16Precision):
         fp8_recipe: `TERecipeKwargs`, or `FP8RecipeKwargs`; None means defaults.
 
     Raises:
-        ValueError: The device is no GPU.
+        ValueError: The device is not a GPU.
     """
 
     name: ClassVar[str] = "fp8"
@@ -36,33 +36,17 @@ class TEPrecision(Bf16Precision):
     def __init__(
         self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
     ) -> None:
-        if device_type != "cuda":
-            raise ValueError(
-                f"Transformer Engine computes in fp8 on NVIDIA GPUs, and this rank's device is {device_type}; pass "
-                "kwargs_handlers=[AORecipeKwargs()], which emulates fp8 elsewhere, or mixed_precision='bf16'"
-            )
+        require_cuda("Transformer Engine", device_type)
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or TERecipeKwargs())
 
     def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
-        """Replace layers and run the model's forward in fp8, in place.
-
-        Args:
-            model: The model.
-            sharded: Not used.
-
-        Returns:
-            The model.
-        """
+        """Replace layers and run the model's forward in fp8; see `Precision.wrap_model`."""
         _replace_layers(model)
         wrapped = super().wrap_model(model, sharded)
         return apply_fp8_autowrap(wrapped, self.fp8_recipe)
 
     def convert_layers(self, model: nn.Module) -> None:
-        """Replace layers, and have them compute in fp8, in place.
-
-        Args:
-            model: The model.
-        """
+        """Replace layers and make them compute in fp8; see `Precision.convert_layers`."""
         _replace_layers(model)
         apply_fp8_autowrap(model, self.fp8_recipe)
 
@@ -93,14 +77,14 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace torch's linear layers and layer norms by Transformer Engine's, or the other way round, in place.
+    """Replace torch's linear layers and layer norms by Transformer Engine's, or the reverse, in place.
 
-    The new layers take the parameters over as they are, so an optimizer that has them keeps them.
+    The new layers get the same parameter objects, so existing optimizers stay valid.
 
     Args:
         model: The model.
-        to_transformer_engine: False: back to torch's.
-        _convert_linear: Whether linear layers are replaced; those whose dimensions are no multiples of 16 never are.
+        to_transformer_engine: False converts back to torch's.
+        _convert_linear: Whether linear layers are replaced; those whose dimensions are not multiples of 16 never are.
         _convert_ln: Whether layer norms are replaced.
 
     Raises:
@@ -119,27 +103,28 @@ def convert_model(
 
 
 def _replacement(te: Any, child: Any, to_te: bool, linear: bool, norm: bool) -> Any:
-    """Return an empty layer to stand in for a module, or None where it stays."""
+    """Return an uninitialized replacement of a module, or None if the module is kept."""
     source, target = (nn, te) if to_te else (te, nn)
     if linear and type(child) is source.Linear:
         weight = child.weight
         if to_te and (weight.shape[0] % 16 or weight.shape[1] % 16):
             return None
-        # torch leaves a missing bias None, Transformer Engine an empty tensor.
+        # A missing bias is None in torch, an empty tensor in Transformer Engine.
         bias = child.bias is not None and child.bias.numel() > 0
-        place = {"params_dtype": weight.dtype} if to_te else {"dtype": weight.dtype}
-        return target.Linear(child.in_features, child.out_features, bias=bias, device=weight.device, **place)
+        return target.Linear(child.in_features, child.out_features, bias=bias, **_placement(weight, to_te))
     if norm and type(child) is source.LayerNorm and child.weight is not None:
-        weight = child.weight
-        place = {"params_dtype": weight.dtype} if to_te else {"dtype": weight.dtype}
-        return target.LayerNorm(tuple(weight.shape), eps=child.eps, device=weight.device, **place)
+        return target.LayerNorm(tuple(child.weight.shape), eps=child.eps, **_placement(child.weight, to_te))
     return None
+
+
+def _placement(weight: torch.Tensor, to_te: bool) -> dict[str, Any]:
+    return {"device": weight.device, "params_dtype" if to_te else "dtype": weight.dtype}
 
 
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """Return a forward that runs in fp8 while its module trains, and in evaluation where asked for.
+    """Return a forward that runs in fp8 while its module trains, and optionally in evaluation.
 
     Args:
         model_forward: The module's bound forward.
@@ -147,7 +132,7 @@ def contextual_fp8_autocast(
         use_during_eval: Whether evaluation runs in fp8 too.
 
     Returns:
-        A function that takes the module, then what its forward takes.
+        A function of the module and the arguments of its forward.
     """
     te = _te()
 
@@ -159,10 +144,10 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """Run a model's forward in fp8 of Transformer Engine, in place.
+    """Run a model's forward in Transformer Engine's fp8, in place.
 
     Args:
-        model: The model, its layers replaced by `convert_model`.
+        model: The model, after `convert_model`.
         fp8_recipe_handler: `TERecipeKwargs`; None means Transformer Engine's own defaults.
 
     Returns:
