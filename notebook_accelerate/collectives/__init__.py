@@ -1,6 +1,6 @@
-"""Collectives over nested containers of tensors, and the containers' own tools.
+"""Collectives over nested containers of tensors, and tools for such containers.
 
-A call moves all leaves of one dtype in one collective, however many there are. In a world of one rank nothing is sent.
+A call moves all tensors of one dtype in one collective. In a world of one rank it sends nothing.
 """
 
 from __future__ import annotations

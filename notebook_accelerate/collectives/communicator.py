@@ -1,4 +1,4 @@
-"""How tensors and objects travel between ranks: one row per kind of world."""
+"""Sends tensors and objects between ranks: one communicator per kind of world."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gat
 
 
 class Communicator:
-    """A world of one rank: everything is there already. Base class of the other rows.
+    """A world of one rank, which sends nothing; base class of the other communicators.
 
-    Tensors given to a row are contiguous and one-dimensional, on the rank's device.
+    Tensors are contiguous and one-dimensional, on the rank's device.
     """
 
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ class TorchCommunicator(Communicator):
 
     @step_time.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
-        """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
+        """See `Communicator.all_gather`."""
         out = flat.new_empty(size * flat.numel())
         assert _all_gather is not None, "a torch without torch.distributed has no world of several ranks"
         _all_gather(out, flat)
@@ -59,35 +59,35 @@ class TorchCommunicator(Communicator):
 
     @step_time.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
-        """Return the sum (or maximum) of `flat` over ranks, in place; every rank must call this."""
+        """See `Communicator.all_reduce`."""
         dist.all_reduce(flat, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return flat
 
     @step_time.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the `flat` of rank `source`, in place; every rank must call this."""
+        """See `Communicator.broadcast`."""
         dist.broadcast(flat, src=source)
         return flat
 
     @step_time.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
-        """Return the object of each rank; every rank must call this."""
+        """See `Communicator.all_gather_object`."""
         found: list[Any] = [None] * size
         dist.all_gather_object(found, item)
         return found
 
     @step_time.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
-        """Replace the items of the list by those of rank `source`; every rank must call this."""
+        """See `Communicator.broadcast_object_list`."""
         dist.broadcast_object_list(items, src=source, device=device)
 
 
 class XlaCommunicator(Communicator):
-    """torch_xla's collectives, which are traced into the step's graph."""
+    """torch_xla's collectives, which become part of the step's graph."""
 
     @step_time.collective
     def all_gather(self, flat: torch.Tensor, size: int) -> torch.Tensor:
-        """Return the `flat` of each rank as the rows of one matrix; every rank must call this."""
+        """See `Communicator.all_gather`."""
         import torch_xla.core.xla_model as xm
 
         gathered: torch.Tensor = xm.all_gather(flat[None], pin_layout=False)
@@ -95,7 +95,7 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
-        """Return the sum (or maximum) of `flat` over ranks; every rank must call this."""
+        """See `Communicator.all_reduce`."""
         import torch_xla.core.xla_model as xm
 
         reduced: torch.Tensor = xm.all_reduce(xm.REDUCE_MAX if maximum else xm.REDUCE_SUM, flat)
@@ -103,7 +103,7 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the `flat` of rank `source`; every rank must call this."""
+        """See `Communicator.broadcast`."""
         import torch_xla.core.xla_model as xm
 
         mine = flat if PartialState().process_index == source else torch.zeros_like(flat)
@@ -113,7 +113,7 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def all_gather_object(self, item: Any, size: int) -> list[Any]:
-        """Return the object of each rank; every rank must call this."""
+        """See `Communicator.all_gather_object`."""
         import pickle
 
         import torch_xla.core.xla_model as xm
@@ -123,7 +123,7 @@ class XlaCommunicator(Communicator):
 
     @step_time.collective
     def broadcast_object_list(self, items: list[Any], source: int, device: torch.device) -> None:
-        """Replace the items of the list by those of rank `source`; every rank must call this."""
+        """See `Communicator.broadcast_object_list`."""
         items[:] = self.all_gather_object(items, PartialState().num_processes)[source]
 
 
@@ -132,13 +132,9 @@ COMMUNICATORS: dict[str, Communicator] = {
     "torch": TorchCommunicator(),
     "xla": XlaCommunicator(),
 }
-"""The rows, by the name that `PartialState.communicator` gives."""
+"""The communicators, by the name in `PartialState.communicator`."""
 
 
 def communicator() -> Communicator:
-    """Return the row that serves this process's world.
-
-    Returns:
-        The row.
-    """
+    """Return the communicator of this process's world."""
     return COMMUNICATORS[PartialState().communicator]

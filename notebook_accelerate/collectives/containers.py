@@ -1,4 +1,4 @@
-"""Nested lists, tuples, namedtuples, mappings and dataclasses: walking through them and building them again."""
+"""Walks and rebuilds nested lists, tuples, namedtuples, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -12,43 +12,22 @@ import torch
 from notebook_accelerate.config.training_config import TensorInformation
 
 Nested = TypeVar("Nested")
-"""Nested containers of tensors: functions that keep the structure return the type that they take."""
-Test = Callable[[Any], bool]
+"""Nested containers of tensors: functions that keep the structure return the type of their argument."""
+LeafTest = Callable[[Any], bool]
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Tell whether `tensor` is a `torch.Tensor`.
-
-    Args:
-        tensor: Anything.
-
-    Returns:
-        True for tensors.
-    """
+    """Tell whether `tensor` is a `torch.Tensor`."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Tell whether `tensor_info` describes a tensor's shape and dtype.
-
-    Args:
-        tensor_info: Anything.
-
-    Returns:
-        True for `TensorInformation`.
-    """
+    """Tell whether `tensor_info` is a `TensorInformation`: the shape and dtype of a tensor."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Tell whether `data` is an instance of a namedtuple class.
-
-    Args:
-        data: Anything.
-
-    Returns:
-        True for namedtuples.
-    """
+    """Tell whether `data` is an instance of a namedtuple class."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
@@ -57,10 +36,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
     Args:
         obj: A list, tuple or namedtuple.
-        generator: Its new items.
-
-    Returns:
-        The new sequence.
+        generator: The new items.
     """
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
@@ -69,60 +45,60 @@ def _is_dataclass(data: Any) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def rebuilt_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Build a mapping of the type of `data`, which may need more than its items to be made.
+def is_container(node: Any) -> bool:
+    """Tell whether `node` is a list, tuple, mapping or dataclass instance."""
+    return isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node)
 
-    Args:
-        data: The original: a dict, a UserDict, an OrderedDict, a transformers output, ...
-        items: The new items, same keys.
 
-    Returns:
-        The new mapping.
-    """
+def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Build a mapping of the type of `data` (UserDict, a transformers output, ...) with new values."""
     if type(data) is dict:
         return items
     try:
         return type(data)(items)  # type: ignore[call-arg]
     except TypeError:
-        made: Any = copy.copy(data)
+        rebuilt: Any = copy.copy(data)  # its constructor takes other arguments
         for key, value in items.items():
-            made[key] = value
-        return made
+            rebuilt[key] = value
+        return rebuilt
 
 
-def rebuilt_dataclass(data: Any, values: dict[str, Any]) -> Any:
-    """Copy a dataclass instance with other field values, also where the class is frozen or its init is its own.
+def map_children(node: Any, convert: Callable[[Any, Any], Any]) -> Any:
+    """Build a container of the same type with converted children; a leaf is returned unchanged.
 
     Args:
-        data: The original.
-        values: The new value of each field.
-
-    Returns:
-        The new instance.
+        node: A list, tuple, mapping, dataclass instance (also a frozen one), or a leaf.
+        convert: Called with the index, key or field name of each child, and the child.
     """
-    made = copy.copy(data)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+    if isinstance(node, (list, tuple)):
+        return honor_type(node, [convert(index, item) for index, item in enumerate(node)])
+    if isinstance(node, Mapping):
+        return _rebuild_mapping(node, {key: convert(key, value) for key, value in node.items()})
+    if not _is_dataclass(node):
+        return node
+    rebuilt = copy.copy(node)
+    for field in dataclasses.fields(node):
+        object.__setattr__(rebuilt, field.name, convert(field.name, getattr(node, field.name)))
+    return rebuilt
 
 
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Test = is_torch_tensor,
+    test_type: LeafTest = is_torch_tensor,
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Apply a function to every leaf of a nested structure.
 
     Args:
-        func: What to apply; called as `func(leaf, *args, **kwargs)`.
+        func: The function, called as `func(leaf, *args, **kwargs)`.
         data: Nested lists, tuples, namedtuples, mappings, dataclasses.
-        args: More arguments for `func`.
-        test_type: Which leaves it is applied to.
+        args: Further arguments of `func`.
+        test_type: Selects the leaves to apply it to.
         error_on_other_type: Raise on a leaf that fails the test, instead of keeping it.
-        kwargs: More keyword arguments for `func`.
+        kwargs: Keyword arguments of `func`.
 
     Returns:
         The structure, with the same types, and the function's results as leaves.
@@ -134,12 +110,8 @@ def recursively_apply(
     def walk(node: Any) -> Any:
         if test_type(node):
             return func(node, *args, **kwargs)
-        if isinstance(node, (list, tuple)):
-            return honor_type(node, [walk(item) for item in node])
-        if isinstance(node, Mapping):
-            return rebuilt_mapping(node, {key: walk(value) for key, value in node.items()})
-        if _is_dataclass(node):
-            return rebuilt_dataclass(node, {f.name: walk(getattr(node, f.name)) for f in dataclasses.fields(node)})
+        if is_container(node):
+            return map_children(node, lambda _, child: walk(child))
         if error_on_other_type:
             raise TypeError(
                 f"{type(node).__name__} cannot be passed to {getattr(func, '__name__', func)!r}: only nested lists, "
@@ -151,41 +123,33 @@ def recursively_apply(
     return walk(data)
 
 
-def leaves_of(data: Any, test_type: Test = is_torch_tensor) -> list[Any]:
+def leaves_of(data: Any, test_type: LeafTest = is_torch_tensor) -> list[Any]:
     """List the leaves of a nested structure that pass a test, in order.
 
     Args:
         data: Nested lists, tuples, namedtuples, mappings, dataclasses.
-        test_type: Which leaves to list.
-
-    Returns:
-        The leaves.
+        test_type: Selects the leaves.
     """
-    found: list[Any] = []
-
-    def collect(node: Any) -> None:
-        if test_type(node):
-            found.append(node)
-        else:
-            for child in children_of(node):
-                collect(child)
-
-    collect(data)
-    return found
+    return list(_iterate_leaves(data, test_type))
 
 
-def tensors_of(data: Any, operation: str) -> list[torch.Tensor]:
-    """List the tensors of a nested structure, in order, where it holds nothing else.
+def _iterate_leaves(node: Any, test_type: LeafTest = is_torch_tensor) -> Iterator[Any]:
+    if test_type(node):
+        yield node
+    else:
+        for child in children_of(node):
+            yield from _iterate_leaves(child, test_type)
+
+
+def require_tensors(data: Any, operation: str) -> list[torch.Tensor]:
+    """List the tensors of a nested structure, in order; it must contain nothing else.
 
     Args:
         data: Nested lists, tuples, namedtuples, mappings, dataclasses.
-        operation: Who asks, for the error.
-
-    Returns:
-        The tensors.
+        operation: Name of the collective, for the error.
 
     Raises:
-        TypeError: A leaf is no tensor.
+        TypeError: A leaf is not a tensor.
     """
     found: list[torch.Tensor] = []
     _collect_tensors(data, operation, found)
@@ -196,10 +160,10 @@ def _collect_tensors(node: Any, operation: str, found: list[torch.Tensor]) -> No
     if isinstance(node, torch.Tensor):
         found.append(node)
         return
-    if not (isinstance(node, (list, tuple, Mapping)) or _is_dataclass(node)):
+    if not is_container(node):
         raise TypeError(
-            f"{operation}() was given {type(node).__name__} ({node!r:.60}): it takes tensors, and lists, tuples, dicts "
-            "and dataclasses of tensors; gather_object() takes any object"
+            f"{operation}() got {type(node).__name__} ({node!r:.60}): it takes tensors, and lists, tuples, dicts and "
+            "dataclasses of tensors; for other objects call gather_object([value])"
         )
     for child in children_of(node):
         if isinstance(child, torch.Tensor):
@@ -209,14 +173,7 @@ def _collect_tensors(node: Any, operation: str, found: list[torch.Tensor]) -> No
 
 
 def children_of(node: Any) -> Iterable[Any]:
-    """List what a container holds directly; nothing for a leaf.
-
-    Args:
-        node: A list, tuple, mapping, dataclass, or a leaf.
-
-    Returns:
-        Its items, values or field values.
-    """
+    """Return the items, values or field values of a container; nothing for a leaf."""
     if isinstance(node, (list, tuple)):
         return node
     if isinstance(node, Mapping):
@@ -226,30 +183,24 @@ def children_of(node: Any) -> Iterable[Any]:
     return ()
 
 
-def with_leaves(data: Any, leaves: Iterable[Any], test_type: Test = is_torch_tensor) -> Any:
-    """Build a nested structure again with other leaves.
+def with_leaves(data: Any, leaves: Iterable[Any], test_type: LeafTest = is_torch_tensor) -> Any:
+    """Rebuild a nested structure with other leaves.
 
     Args:
         data: The original.
         leaves: The new leaves, in the order of `leaves_of`.
-        test_type: Which leaves are replaced.
-
-    Returns:
-        The new structure.
+        test_type: Selects the leaves to replace.
     """
     replacement: Iterator[Any] = iter(leaves)
     return recursively_apply(lambda _: next(replacement), data, test_type=test_type)
 
 
 def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
-    """Build a nested structure that holds tensors alone again, with other tensors.
+    """Rebuild a nested structure that contains only tensors, with other tensors.
 
     Args:
         data: The original.
-        leaves: The new tensors, in the order of `tensors_of`.
-
-    Returns:
-        The new structure.
+        leaves: The new tensors, in the order of `require_tensors`.
     """
     rebuilt: Nested = _with_tensors(data, iter(leaves))
     return rebuilt
@@ -258,7 +209,7 @@ def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
 def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:
     if isinstance(node, torch.Tensor):
         return next(leaves)
-    if type(node) is dict:  # the usual container, without a call per tensor: a quarter of the time
+    if type(node) is dict:  # the common container, without a call per tensor: a quarter of the time
         return {
             key: next(leaves) if isinstance(value, torch.Tensor) else _with_tensors(value, leaves)
             for key, value in node.items()
@@ -267,13 +218,10 @@ def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:
 
 
 def listify(data: Any) -> Any:
-    """Turn every tensor of a nested structure into numbers in lists.
+    """Convert every tensor of a nested structure to numbers in lists.
 
     Args:
-        data: Nested containers of tensors.
-
-    Returns:
-        The structure; bfloat16, which numbers of other libraries do not have, goes through float32.
+        data: Nested containers of tensors; bfloat16, which other libraries lack, is converted through float32.
     """
 
     def numbers(tensor: torch.Tensor) -> Any:
@@ -293,36 +241,26 @@ def find_batch_size(data: Any) -> int | None:
         The size; None for an empty structure.
 
     Raises:
-        ValueError: Nothing in it is a tensor with at least one dimension.
+        ValueError: It contains no tensor with at least one dimension.
     """
     if isinstance(data, (list, tuple, Mapping)) and len(data) == 0:
         return None
-    size = _first_dimension(data)
+    size = ignorant_find_batch_size(data)
     if size is None:
-        raise ValueError(f"no batch size in {type(data).__name__}: it holds no tensor with at least one dimension")
+        raise ValueError(
+            f"no batch size in {type(data).__name__}: it contains no tensor with at least one dimension; pass a "
+            "batch of tensors, for instance torch.ones(batch_size, 3)"
+        )
     return size
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the first dimension of the first tensor in a nested structure, or None where there is none.
+    """Return the first dimension of the first tensor in a nested structure; None if it contains none.
 
     Args:
-        data: Anything.
-
-    Returns:
-        The size, or None.
+        data: Any object.
     """
-    return _first_dimension(data)
-
-
-def _first_dimension(node: Any) -> int | None:
-    if isinstance(node, torch.Tensor):
-        return node.shape[0] if node.ndim else None
-    for child in children_of(node):
-        size = _first_dimension(child)
-        if size is not None:
-            return size
-    return None
+    return next((tensor.shape[0] for tensor in _iterate_leaves(data) if tensor.ndim), None)
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -332,12 +270,6 @@ def find_device(data: Any) -> torch.device | None:
         data: Nested containers of tensors.
 
     Returns:
-        The device; None where there is no tensor.
+        The device; None if it contains no tensor.
     """
-    if isinstance(data, torch.Tensor):
-        return data.device
-    for child in children_of(data):
-        device = find_device(child)
-        if device is not None:
-            return device
-    return None
+    return next((tensor.device for tensor in _iterate_leaves(data)), None)

@@ -1,4 +1,4 @@
-"""Gathering results so that every sample of the dataset counts once."""
+"""Gathers results so that every sample of the dataset counts once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from notebook_accelerate.state import GradientState, PartialState
 
 
 def gather_for_metrics(input_data: Nested, gradient_state: GradientState, use_gather_object: bool = False) -> Nested:
-    """Join results over ranks, without the samples that fill up the last batches; every rank must call this.
+    """Join results over ranks, without the samples that pad the last batches; every rank must call this.
 
     Args:
         input_data: Nested containers of tensors, or picklable objects in a list.
-        gradient_state: Knows the loader that is being read.
-        use_gather_object: Treat it as Python objects although it holds tensors.
+        gradient_state: Refers to the loader that is being read.
+        use_gather_object: Treat the data as Python objects although it contains tensors.
 
     Returns:
-        The results for each sample once. In a world of one too: libraries repeat a short batch's loss to the full
-        batch size and rely on the cut.
+        The results for each sample once, also in a world of one: libraries repeat a short batch's loss to the full
+        batch size and rely on this cut.
     """
     kept = gradient_state.remainder if gradient_state.end_of_dataloader else -1
     if PartialState().num_processes == 1 and kept <= 0:

@@ -22,20 +22,13 @@ _DTYPES = (
     torch.int64, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
-"""A number for each dtype, to send it between ranks."""
+"""Numbers that represent dtypes between ranks."""
 TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = dict(enumerate(_DTYPES, start=1))
 """The dtype of each number."""
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Tell whether `tensor` is on an Intel GPU.
-
-    Args:
-        tensor: Anything.
-
-    Returns:
-        True for tensors on an xpu device.
-    """
+    """Tell whether `tensor` is a tensor on an xpu device (an Intel GPU)."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
@@ -52,28 +45,28 @@ def get_shape(data: Any) -> Any:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None, int | None]:
-    """Tell all ranks the shape of a tensor that only one has; every rank must call this.
+    """Send the shape of a tensor that only one rank has to all ranks; every rank must call this.
 
     Args:
         tensor: The tensor, on one rank; None on the others.
 
     Returns:
-        Its shape, and the number of its dtype in `TENSOR_TYPE_TO_INT`; None and None where no rank has one.
+        Its shape, and the number of its dtype in `TENSOR_TYPE_TO_INT`; None and None if no rank has one.
     """
     state = PartialState()
     mine = None if tensor is None else (tensor.shape, TENSOR_TYPE_TO_INT[tensor.dtype])
-    told = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
-    return next((found for found in told if found is not None), (None, None))
+    gathered = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
+    return next((found for found in gathered if found is not None), (None, None))
 
 
 def verify_operation(function: Operation) -> Operation:
-    """Make a collective check, in debug mode, that all ranks pass the same shapes.
+    """Decorate a collective to check, in debug mode, that all ranks pass the same shapes.
 
     Args:
         function: A function whose first argument is a nested structure of tensors.
 
     Returns:
-        The function; it raises `DistributedOperationException` where ranks disagree.
+        The function; it raises `DistributedOperationException` if ranks pass different shapes.
     """
 
     @functools.wraps(function)
@@ -88,13 +81,10 @@ def verify_operation(function: Operation) -> Operation:
 
 
 def chained_operation(function: Operation) -> Operation:
-    """Name the function in the error of a collective that it calls.
+    """Add the function's name to the errors of collectives that it calls.
 
     Args:
         function: A function that calls collectives.
-
-    Returns:
-        The function.
     """
 
     @functools.wraps(function)
@@ -112,16 +102,13 @@ def chained_operation(function: Operation) -> Operation:
 def GatheredParameters(  # noqa: N802 - Accelerate's name
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Gather parameters that DeepSpeed's ZeRO stage 3 has sharded; does nothing for others.
+    """Gather parameters that DeepSpeed's ZeRO stage 3 sharded; does nothing for other parameters.
 
     Args:
         params: The parameters.
-        modifier_rank: The rank whose changes inside the block all get.
-        fwd_module: The module they are gathered for.
-        enabled: Whether to do it at all.
-
-    Yields:
-        Nothing.
+        modifier_rank: The rank whose changes inside the block are sent to all ranks.
+        fwd_module: The module that uses them.
+        enabled: False does nothing.
     """
     sharded = [item for item in (params if isinstance(params, (list, tuple)) else [params]) if hasattr(item, "ds_id")]
     if not (enabled and sharded):

@@ -1,8 +1,7 @@
-"""What needs no other rank: moving, slicing, joining, padding and describing nested tensors."""
+"""Operations on nested tensors without other ranks: moving, slicing, joining, padding and describing them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,17 +9,16 @@ import torch
 
 from notebook_accelerate.collectives.containers import (
     Nested,
-    honor_type,
+    is_container,
     is_tensor_information,
-    rebuilt_dataclass,
-    rebuilt_mapping,
+    map_children,
     recursively_apply,
 )
 from notebook_accelerate.config.training_config import TensorInformation
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A tensor of nested layout was to be padded; it is left as it is."""
+    """A tensor of nested layout cannot be padded and is unchanged."""
 
 
 def send_to_device(
@@ -35,45 +33,27 @@ def send_to_device(
         tensor: Nested containers of tensors, or anything with a `.to(device)` method.
         device: The device (`torch.device`, name or index).
         non_blocking: Do not wait for copies from pinned memory.
-        skip_keys: Keys of mappings whose values stay where they are.
+        skip_keys: Keys of mappings whose values are not moved.
 
     Returns:
         The structure on the device; leaves that cannot be moved are kept.
     """
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
-    moved: Nested = _moved(tensor, device, non_blocking, skipped)
+    moved: Nested = _move(tensor, device, non_blocking, skipped)
     return moved
 
 
-def _moved(node: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
+def _move(node: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
     if isinstance(node, torch.Tensor):
         return node.to(device, non_blocking=non_blocking)
-    if hasattr(node, "to") and not isinstance(node, type):
-        return _moved_itself(node, device, non_blocking, skipped)
-    if isinstance(node, (list, tuple)):
-        return honor_type(node, [_moved(item, device, non_blocking, skipped) for item in node])
-    if isinstance(node, Mapping):
-        items = {
-            key: value if key in skipped else _moved(value, device, non_blocking, skipped)
-            for key, value in node.items()
-        }
-        return rebuilt_mapping(node, items)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        values = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
-        return rebuilt_dataclass(
-            node, {k: v if k in skipped else _moved(v, device, non_blocking, skipped) for k, v in values.items()}
+    moves_itself = hasattr(node, "to") and not isinstance(node, type)
+    if not moves_itself or (skipped and isinstance(node, Mapping)):
+        return map_children(
+            node, lambda key, child: child if key in skipped else _move(child, device, non_blocking, skipped)
         )
-    return node
-
-
-def _moved_itself(node: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
-    """Move an object by its own `to`, which may not know `non_blocking` (transformers' BatchEncoding once did not)."""
-    if skipped and isinstance(node, Mapping):
-        items = {k: v if k in skipped else _moved(v, device, non_blocking, skipped) for k, v in node.items()}
-        return rebuilt_mapping(node, items)
     try:
         return node.to(device, non_blocking=non_blocking)
-    except TypeError:
+    except TypeError:  # early versions of transformers' BatchEncoding have no `non_blocking`
         return node.to(device)
 
 
@@ -109,21 +89,18 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
         One structure of that form.
 
     Raises:
-        TypeError: The leaves are no tensors.
+        TypeError: A leaf is not a tensor.
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
-    if isinstance(first, (list, tuple)):
-        return honor_type(first, [concatenate([part[i] for part in data], dim=dim) for i in range(len(first))])
-    if isinstance(first, Mapping):
-        return rebuilt_mapping(first, {key: concatenate([part[key] for part in data], dim=dim) for key in first})
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [f.name for f in dataclasses.fields(first)]
-        return rebuilt_dataclass(
-            first, {name: concatenate([getattr(part, name) for part in data], dim=dim) for name in names}
-        )
-    raise TypeError(f"only tensors can be concatenated; got {type(first).__name__}")
+    if not is_container(first):
+        raise TypeError(f"only tensors can be concatenated; got {type(first).__name__}")
+    return map_children(first, lambda key, _: concatenate([_child(part, key) for part in data], dim=dim))
+
+
+def _child(node: Any, key: Any) -> Any:
+    return node[key] if isinstance(node, (list, tuple, Mapping)) else getattr(node, key)
 
 
 def get_data_structure(data: Any) -> Any:
@@ -139,7 +116,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Make uninitialised tensors of the shapes that `get_data_structure` described.
+    """Create uninitialized tensors of the shapes that `get_data_structure` returned.
 
     Args:
         data_structure: Nested containers of `TensorInformation`.
@@ -175,7 +152,7 @@ def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: 
     Args:
         tensor: Nested containers of tensors.
         batch_size: Size of the batch along `dim`; tensors of another size are kept.
-        num_processes: Into how many parts the batch is split.
+        num_processes: Number of parts that the batch is split into.
         dim: The dimension that is split.
 
     Returns:

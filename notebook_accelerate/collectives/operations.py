@@ -1,4 +1,4 @@
-"""The collectives: gather, reduce, broadcast, pad_across_processes, and those for Python objects."""
+"""The collectives: gather, reduce, broadcast and pad_across_processes for tensors, and those for Python objects."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from notebook_accelerate.collectives import shape_checks
+from notebook_accelerate.collectives.block_exchange import broadcast_blocks, gather_blocks
+from notebook_accelerate.collectives.buckets import Bucket, Buckets, can_stack
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
-from notebook_accelerate.collectives.containers import Nested, tensors_of, with_tensors
-from notebook_accelerate.collectives.fused import Bundle, Bundles, can_stack
-from notebook_accelerate.collectives.header import Call, blocks_of
+from notebook_accelerate.collectives.containers import Nested, require_tensors, with_tensors
 from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once
@@ -28,83 +28,80 @@ def gather(tensor: Nested) -> Nested:
 
     Returns:
         The structure; tensors of shape (n, ...) become (ranks * n, ...), those without dimensions (ranks,), on every
-        rank, in the order of ranks. In a world of one, what was given.
+        rank, in the order of ranks. In a world of one, the argument.
 
     Raises:
-        TypeError: A leaf is no tensor; use `gather_object`.
-        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is noticed always, on other
+        TypeError: A leaf is not a tensor; use `gather_object`.
+        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is always detected, on other
             back ends in debug mode, which also compares the names of nested values.
     """
     state = PartialState()
-    leaves = _checked_leaves(tensor, "gather", state)
+    leaves = _check_leaves(tensor, "gather", state)
     if state.num_processes == 1:
         return tensor
-    bundles = Bundles(_on(state.device, leaves))
-    blocks = blocks_of(state)
-    rows = blocks.gather(Call("gather", tensor, bundles.bundles)) if blocks is not None else None
+    buckets = Buckets(_move_to(state.device, leaves))
+    rows = gather_blocks(state, "gather", tensor, buckets.buckets)
     if rows is not None:
-        return with_tensors(tensor, bundles.each(lambda bundle: bundle.unpack_rows(rows[bundle])))
+        return with_tensors(tensor, buckets.apply(lambda bucket: bucket.unpack_rows(rows[bucket])))
     row = COMMUNICATORS[state.communicator]
     return with_tensors(
         tensor,
-        bundles.each(lambda bundle: bundle.unpack_rows(row.all_gather(bundle.pack(), state.num_processes))),
+        buckets.apply(lambda bucket: bucket.unpack_rows(row.all_gather(bucket.pack(), state.num_processes))),
     )
 
 
 def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Nested:
-    """Add up, or average, every tensor of a nested structure over ranks; every rank must call this.
+    """Sum or average every tensor of a nested structure over ranks; every rank must call this.
 
     Args:
         tensor: Nested containers of tensors with the same shapes on every rank.
-        reduction: mean, sum or none. A mean of whole numbers is a float.
+        reduction: mean, sum or none. The mean of integers is a float.
         scale: Factor applied to the result, on XLA only, as in Accelerate.
 
     Returns:
-        The structure, with new tensors; in a world of one, what was given.
+        The structure, with new tensors; in a world of one, the argument.
 
     Raises:
-        ValueError: There is no such reduction.
-        TypeError: A leaf is no tensor.
-        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is noticed always, on other
-            back ends in debug mode, which also compares the names of nested values.
+        ValueError: The reduction is unknown.
+        TypeError: A leaf is not a tensor.
+        DistributedOperationException: As for `gather`.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'")
     state = PartialState()
-    leaves = _checked_leaves(tensor, "reduce", state)
+    leaves = _check_leaves(tensor, "reduce", state)
     if state.num_processes == 1 or reduction == "none":
         return tensor
-    factor = _scale_of(state, scale)
-    bundles = Bundles(_on(state.device, leaves))
-    blocks = blocks_of(state)
-    rows = blocks.gather(Call("reduce", tensor, bundles.bundles)) if blocks is not None else None
+    factor = _supported_scale(state, scale)
+    buckets = Buckets(_move_to(state.device, leaves))
+    rows = gather_blocks(state, "reduce", tensor, buckets.buckets)
 
-    def move(bundle: Bundle) -> list[torch.Tensor]:
-        total = _sum_over_ranks(bundle, state) if rows is None else _sum_of_rows(rows[bundle])
+    def move(bucket: Bucket) -> list[torch.Tensor]:
+        total = _sum_over_ranks(bucket, state) if rows is None else _sum_of_rows(rows[bucket])
         if reduction == "mean":
             total = total / state.num_processes
-        return bundle.unpack(total if factor == 1.0 else total * factor)
+        return bucket.unpack(total if factor == 1.0 else total * factor)
 
-    return with_tensors(tensor, bundles.each(move))
+    return with_tensors(tensor, buckets.apply(move))
 
 
-def _sum_over_ranks(bundle: Bundle, state: PartialState) -> torch.Tensor:
-    return COMMUNICATORS[state.communicator].all_reduce(_countable(bundle.pack()))
+def _sum_over_ranks(bucket: Bucket, state: PartialState) -> torch.Tensor:
+    return COMMUNICATORS[state.communicator].all_reduce(_summable(bucket.pack()))
 
 
 def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Add up what the ranks sent, in their order and in the tensors' own dtype, as `all_reduce` does."""
-    total = _countable(rows[0]) + _countable(rows[1])
+    """Sum the rows of the ranks, in their order and in the tensors' own dtype, as `all_reduce` does."""
+    total = _summable(rows[0]) + _summable(rows[1])
     for row in rows[2:]:
-        total += _countable(row)
+        total += _summable(row)
     return total
 
 
-def _countable(flat: torch.Tensor) -> torch.Tensor:
+def _summable(flat: torch.Tensor) -> torch.Tensor:
     return flat.to(torch.int64) if flat.dtype == torch.bool else flat
 
 
-def _scale_of(state: PartialState, scale: float) -> float:
+def _supported_scale(state: PartialState, scale: float) -> float:
     if scale != 1.0 and state.communicator != "xla":
         warn_once(f"reduce(scale={scale}) has an effect on XLA only: multiply the result instead")
         return 1.0
@@ -112,39 +109,38 @@ def _scale_of(state: PartialState, scale: float) -> float:
 
 
 def broadcast(tensor: Nested, from_process: int = 0) -> Nested:
-    """Give every rank the tensors of one rank; every rank must call this.
+    """Send the tensors of one rank to all; every rank must call this.
 
     Args:
         tensor: Nested containers of tensors with the same shapes on every rank. They are overwritten in place.
-        from_process: The rank whose values all get.
+        from_process: The source rank.
 
     Returns:
         The structure, on the rank's device.
 
     Raises:
-        TypeError: A leaf is no tensor.
-        DistributedOperationException: Shapes or dtypes differ between ranks. On gloo this is noticed always, on other
-            back ends in debug mode, which also compares the names of nested values.
+        ValueError: `from_process` is not a rank.
+        TypeError: A leaf is not a tensor.
+        DistributedOperationException: As for `gather`.
     """
     state = PartialState()
-    leaves = _checked_leaves(tensor, "broadcast", state)
+    leaves = _check_leaves(tensor, "broadcast", state)
     if state.num_processes == 1:
         return tensor
     _check_rank("from_process", from_process, state)
-    moved = _on(state.device, leaves)
-    bundles = Bundles(moved)
+    moved = _move_to(state.device, leaves)
+    buckets = Buckets(moved)
     mine = state.process_index == from_process
-    blocks = blocks_of(state)
-    sent = blocks.broadcast(Call("broadcast", tensor, bundles.bundles), from_process, mine) if blocks else None
+    sent = broadcast_blocks(state, tensor, buckets.buckets, from_process)
     row = COMMUNICATORS[state.communicator]
 
-    def move(bundle: Bundle) -> list[torch.Tensor]:
+    def move(bucket: Bucket) -> list[torch.Tensor]:
         if sent is not None:
-            return bundle.unpack(sent[bundle])
-        return bundle.unpack(row.broadcast(bundle.pack() if mine else bundle.empty(), from_process))
+            return bucket.unpack(sent[bucket])
+        return bucket.unpack(row.broadcast(bucket.pack() if mine else bucket.empty(), from_process))
 
     if not mine or sent is None:
-        received = bundles.each(move)
+        received = buckets.apply(move)
     if not mine and moved:
         with torch.no_grad():
             torch._foreach_copy_(moved, received)
@@ -153,7 +149,7 @@ def broadcast(tensor: Nested, from_process: int = 0) -> Nested:
 
 def _check_rank(name: str, rank: int, state: PartialState) -> None:
     if not isinstance(rank, int) or not 0 <= rank < state.num_processes:
-        raise ValueError(f"{name}={rank!r}: there is no such rank; pass one from 0 to {state.num_processes - 1}")
+        raise ValueError(f"{name}={rank!r} is not a rank; pass one from 0 to {state.num_processes - 1}: {name}=0")
 
 
 def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Nested:
@@ -162,36 +158,35 @@ def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_f
     Args:
         tensor: Nested containers of tensors; between ranks they may differ in the size of `dim` only.
         dim: The dimension that is padded; tensors without it are kept.
-        pad_index: What is padded with.
+        pad_index: The padding value.
         pad_first: Pad at the beginning instead of the end.
 
     Returns:
-        The structure; in a world of one, what was given.
+        The structure; in a world of one, the argument.
 
     Raises:
-        TypeError: A leaf is no tensor.
+        TypeError: A leaf is not a tensor.
         DistributedOperationException: The number of tensors differs between ranks; in debug mode, also other sizes.
     """
     state = PartialState()
-    leaves = _checked_leaves(tensor, "pad_across_processes", state, dim)
+    leaves = _check_leaves(tensor, "pad_across_processes", state, dim)
     if state.num_processes == 1:
         return tensor
     sizes = _sizes_along(leaves, dim)
-    told = Bundle([torch.tensor(sizes, dtype=torch.int64, device=state.device)])
-    blocks = blocks_of(state)
-    rows = blocks.gather(Call("pad_across_processes", tensor, [told], dim)) if blocks is not None else None
+    own_sizes = Bucket([torch.tensor(sizes, dtype=torch.int64, device=state.device)])
+    rows = gather_blocks(state, "pad_across_processes", tensor, [own_sizes], dim)
     if rows is not None:
-        largest = rows[told].amax(0)
+        largest = rows[own_sizes].amax(0)
     else:
-        largest = COMMUNICATORS[state.communicator].all_reduce(told.pack(), maximum=True)
-    return with_tensors(tensor, _all_padded(leaves, dim, sizes, largest.tolist(), pad_index, pad_first))
+        largest = COMMUNICATORS[state.communicator].all_reduce(own_sizes.pack(), maximum=True)
+    return with_tensors(tensor, _pad_all(leaves, dim, sizes, largest.tolist(), pad_index, pad_first))
 
 
 def _sizes_along(leaves: list[torch.Tensor], dim: int) -> list[int]:
-    """Return the sizes of a dimension; -1 where a tensor has none such or cannot be padded."""
+    """Return each tensor's size in a dimension; -1 if it has no such dimension or cannot be padded."""
     if any(leaf.is_nested for leaf in leaves):
         warnings.warn(
-            "a tensor of nested layout cannot be padded: it stays as it is", CannotPadNestedTensorWarning, stacklevel=4
+            "a tensor of nested layout cannot be padded: it is unchanged", CannotPadNestedTensorWarning, stacklevel=4
         )
     return [
         leaf.shape[dim] if not leaf.is_nested and -leaf.ndim <= dim < leaf.ndim else -1  # a nested one has no shape
@@ -199,23 +194,23 @@ def _sizes_along(leaves: list[torch.Tensor], dim: int) -> list[int]:
     ]
 
 
-def _all_padded(
+def _pad_all(
     leaves: list[torch.Tensor], dim: int, sizes: list[int], wanted: list[int], pad_index: int, pad_first: bool
 ) -> list[torch.Tensor]:
     if wanted == sizes:
         return leaves
     graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if not graph and wanted.count(wanted[0]) == len(wanted) > 1 and can_stack(leaves):
-        # All at once: a fifth of the time for 50 tensors of 64 x 4. (With a graph, such views refuse changes in place.)
+        # All at once: a fifth of the time for 50 tensors of 64 x 4. With a graph, such views reject in-place changes.
         dim = dim + 1 if dim >= 0 else dim
-        return list(_padded(torch.stack(leaves), dim, wanted[0], pad_index, pad_first).unbind(0))
+        return list(_pad(torch.stack(leaves), dim, wanted[0], pad_index, pad_first).unbind(0))
     return [
-        _padded(leaf, dim, size, pad_index, pad_first) if size > own >= 0 else leaf
+        _pad(leaf, dim, size, pad_index, pad_first) if size > own >= 0 else leaf
         for leaf, own, size in zip(leaves, sizes, wanted, strict=True)
     ]
 
 
-def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: int, pad_first: bool) -> torch.Tensor:
+def _pad(leaf: torch.Tensor, dim: int, size: int, pad_index: int, pad_first: bool) -> torch.Tensor:
     missing = size - leaf.shape[dim]
     edges = [0] * (2 * leaf.ndim)  # torch counts dimensions from the last one, and both ends of each
     last = 2 * (-dim - 1 if dim < 0 else leaf.ndim - 1 - dim)
@@ -223,16 +218,16 @@ def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: int, pad_first: 
     return torch.constant_pad_nd(leaf, edges, pad_index)
 
 
-def _checked_leaves(data: Any, operation: str, state: PartialState, free_dim: int | None = None) -> list[torch.Tensor]:
-    """List the tensors, after checking that there is nothing else and, in debug mode, that ranks agree."""
-    leaves = tensors_of(data, operation)
+def _check_leaves(data: Any, operation: str, state: PartialState, free_dim: int | None = None) -> list[torch.Tensor]:
+    """Return the tensors; check that there are no other leaves and, in debug mode, that all ranks pass the same."""
+    leaves = require_tensors(data, operation)
     if state.debug and state.num_processes > 1:
         shape_checks.check(operation, data, state, free_dim)
     return leaves
 
 
-def _on(device: torch.device, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    # Comparing devices costs a quarter of a `.to` that has nothing to do.
+def _move_to(device: torch.device, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    # Comparing devices takes a quarter of the time of a `.to` without effect.
     return [leaf if leaf.device == device else leaf.to(device) for leaf in leaves]
 
 
@@ -243,8 +238,8 @@ def gather_object(object: Any) -> Any:
         object: A list (or tuple) of picklable objects, or any other picklable object.
 
     Returns:
-        The lists of all ranks one after the other; a list with one entry per rank where the object is no list. In a
-        world of one, what was given.
+        The lists of all ranks joined; a list with one entry per rank if the object is not a list. In a world of one,
+        the argument.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -256,21 +251,24 @@ def gather_object(object: Any) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give every rank the Python objects of one rank; every rank must call this.
+    """Send the Python objects of one rank to all; every rank must call this.
 
     Args:
         object_list: Picklable objects; equally long on every rank, overwritten in place.
-        from_process: The rank whose objects all get.
+        from_process: The source rank.
 
     Returns:
         The list.
 
     Raises:
-        ValueError: It is no list, or there is no such rank.
+        ValueError: `object_list` is not a list, or `from_process` is not a rank.
     """
     state = PartialState()
     if not isinstance(object_list, list):
-        raise ValueError(f"broadcast_object_list overwrites a list in place; got {type(object_list).__name__}")
+        raise ValueError(
+            f"broadcast_object_list overwrites a list in place; got {type(object_list).__name__}. Pass a list: "
+            "broadcast_object_list([value])"
+        )
     if state.num_processes > 1:
         _check_rank("from_process", from_process, state)
         COMMUNICATORS[state.communicator].broadcast_object_list(object_list, from_process, state.device)
@@ -278,7 +276,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give every rank a tensor that only one rank has, whose shape the others do not know; every rank must call this.
+    """Send a tensor of one rank to all, which need not know its shape; every rank must call this.
 
     Args:
         tensor: The tensor, on exactly one rank; None on the others.
@@ -292,12 +290,13 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     state = PartialState()
     row = COMMUNICATORS[state.communicator]
     mine = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-    told = row.all_gather_object(mine, state.num_processes)
-    holders = [rank for rank, what in enumerate(told) if what is not None]
-    if len(holders) != 1:
+    found = row.all_gather_object(mine, state.num_processes)
+    sources = [rank for rank, shape in enumerate(found) if shape is not None]
+    if len(sources) != 1:
         raise ValueError(
-            f"copy_tensor_to_devices needs a tensor on exactly one rank; ranks {holders or 'none'} passed one"
+            f"copy_tensor_to_devices needs a tensor on exactly one rank; ranks {sources or 'none'} passed one: "
+            "copy_tensor_to_devices(tensor if accelerator.is_main_process else None)"
         )
-    shape, dtype = told[holders[0]]
+    shape, dtype = found[sources[0]]
     buffer = torch.empty(shape, dtype=dtype, device=state.device) if tensor is None else tensor.to(state.device)
-    return row.broadcast(buffer.contiguous(), holders[0]) if state.num_processes > 1 else buffer
+    return row.broadcast(buffer.contiguous(), sources[0]) if state.num_processes > 1 else buffer

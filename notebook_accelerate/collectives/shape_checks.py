@@ -1,4 +1,4 @@
-"""Debug mode: ranks compare what they are about to exchange, before they exchange it."""
+"""Debug mode: compares the arguments of a collective over ranks before the collective runs."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def check(operation: str, data: Any, state: PartialState, free_dim: int | None = None) -> None:
-    """Compare an operation and the tensors it was given over ranks; every rank must call this.
+    """Compare an operation and its tensors over ranks; every rank must call this.
 
     Args:
         operation: Name of the collective.
-        data: What this rank passed.
+        data: This rank's argument.
         state: The world.
         free_dim: A dimension whose size may differ between ranks.
 
     Raises:
         DistributedOperationException: Ranks disagree; the message shows what each passed, and where.
     """
-    mine = (operation, described(data), described(data, free_dim), call_line())
-    told = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
-    if all((name, compared) == (operation, mine[2]) for name, _, compared, _ in told):
+    mine = (operation, describe(data), describe(data, free_dim), caller_line())
+    reports = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
+    if all((name, compared) == (operation, mine[2]) for name, _, compared, _ in reports):
         return
-    rows = [(f"rank {rank}", name, shown, where) for rank, (name, shown, _, where) in enumerate(told)]
+    rows = [(f"rank {rank}", name, shown, where) for rank, (name, shown, _, where) in enumerate(reports)]
     raise DistributedOperationException(
         f"ranks passed different tensors to {operation!r}; they must have the same structure, shapes and dtypes on "
         f"every rank (pad_across_processes makes sizes equal):\n{_table(('rank', 'operation', 'passed', 'at'), rows)}"
     )
 
 
-def described(data: Any, free_dim: int | None = None) -> str:
-    """Put a nested structure into words.
+def describe(data: Any, free_dim: int | None = None) -> str:
+    """Describe the shapes and dtypes of a nested structure.
 
     Args:
         data: Nested containers of tensors.
@@ -49,19 +49,19 @@ def described(data: Any, free_dim: int | None = None) -> str:
         For example ``{'x': float32[2, 4]}``.
     """
 
-    def words(tensor: Any) -> _Words:
+    def format_tensor(tensor: Any) -> _Unquoted:
         sizes = [str(size) for size in tensor.shape]
         if free_dim is not None and -len(sizes) <= free_dim < len(sizes):
             sizes[free_dim] = "*"
-        return _Words(f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
+        return _Unquoted(f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
 
     if not is_torch_tensor(data) and not list(children_of(data)):
         return repr(data)
-    return repr(recursively_apply(words, data))
+    return repr(recursively_apply(format_tensor, data))
 
 
-class _Words(str):
-    """Text that is shown without quotes."""
+class _Unquoted(str):
+    """A string whose representation has no quotes."""
 
     __slots__ = ()
 
@@ -69,8 +69,8 @@ class _Words(str):
         return str(self)
 
 
-def call_line() -> str:
-    """Return file, line and source of the innermost frame outside of this package; the kernel names its cells in it."""
+def caller_line() -> str:
+    """Return file, line and source of the innermost frame outside of this package; notebook cells have file names."""
     import linecache
 
     frame = sys._getframe(1)

@@ -273,7 +273,7 @@ def test_different_sizes_are_told_without_debug_mode_too(operation: str, length:
 def test_a_rank_that_is_sent_other_sizes_than_it_has_says_so() -> None:
     first, second = run_ranks(different_lengths, "broadcast", 2)
     assert first == "no error"
-    assert "'broadcast' was given {'x': float32[3], 'y': float32[1]} on rank 1" in second
+    assert "'broadcast' got {'x': float32[3], 'y': float32[1]} on rank 1" in second
 
 
 def equal_amounts() -> str:
@@ -313,11 +313,11 @@ def test_other_operations_are_told() -> None:
 
 
 def no_such_rank() -> None:
-    with pytest.raises(ValueError, match="from_process=2: there is no such rank; pass one from 0 to 1"):
+    with pytest.raises(ValueError, match="from_process=2 is not a rank; pass one from 0 to 1"):
         collectives.broadcast(torch.ones(1), from_process=2)
-    with pytest.raises(ValueError, match="from_process='1': there is no such rank"):
+    with pytest.raises(ValueError, match="from_process='1' is not a rank"):
         collectives.broadcast(torch.ones(1), from_process="1")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="from_process=-1: there is no such rank"):
+    with pytest.raises(ValueError, match="from_process=-1 is not a rank"):
         collectives.broadcast_object_list([1], from_process=-1)
     with pytest.raises(ValueError, match="overwrites a list in place; got tuple"):
         collectives.broadcast_object_list((1,))  # type: ignore[arg-type]
