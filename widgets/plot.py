@@ -198,7 +198,7 @@ class Plot(Feed):
             self._send_message("full", packet.message())
 
     def _add_envelope(self, packet: _Packet, source: Source, name: str, cursor: tuple[int, int]) -> None:
-        envelope = source.store.band(name, cursor)
+        envelope = source.store.envelope(name, cursor)
         assert envelope is not None, "the store keeps one for fewer ranks than ENVELOPE_RANKS"
         source.cursors[name, ENVELOPE] = envelope.cursor
         if len(envelope.times):

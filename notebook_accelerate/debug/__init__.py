@@ -1,5 +1,1 @@
-"""Seeing into ranks: stacks, hang diagnosis, questions, pauses and breakpoints.
-
-``protocol`` is shared. ``agent``, ``frames``, ``flight`` and ``breakpoints`` work in a rank; ``session``, ``diagnosis``
-and ``dumps`` work in the kernel and import nothing of the worker's side.
-"""
+"""The kernel's side of debugging: stacks, hang diagnosis, evaluation, pauses, breakpoints and sanity checks."""

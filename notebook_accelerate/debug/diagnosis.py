@@ -1,4 +1,4 @@
-"""From where every rank is to why the run is stuck, in one sentence. Pure: facts in, words out."""
+"""Explains from the positions of all ranks why a run is stuck. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """Where one rank is.
+class RankPosition:
+    """The position of one rank.
 
     Attributes:
         rank: Global index.
         state: "running", "succeeded", "failed", "stopped", ...
-        frames: The main thread's frames, outermost first; empty when it has ended or cannot be seen.
-        moved: When it was last seen to move, in seconds since the epoch; None when not known.
-        waiting: The collectives it has entered and not left.
-        last: By process group, the number of the last collective it entered; empty when not known.
-        note: What else there is to say, as "holds the GIL in native code".
-        answered: Whether its interpreter answered; if not, collectives are not known.
-        native: The main thread's frames with the native ones, where py-spy could look.
+        frames: The main thread's frames, outermost first; empty when it has ended or could not be read.
+        moved: Time of its last movement, in seconds since the epoch; None when unknown.
+        waiting: The collectives that it has entered and not left.
+        last: By process group, the number of the last collective that it entered; empty when unknown.
+        note: Additional information, as "it holds the GIL in native code".
+        answered: Whether its interpreter replied; if not, the collectives are unknown.
+        native: The main thread's frames with the native ones, where py-spy could read them.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class RankPlace:
 
     @property
     def user_frame(self) -> FrameInfo | None:
-        """The innermost frame that is the user's: in a cell, or in a file that is no installed library."""
+        """The user's innermost frame: in a cell, or in a file outside the installed libraries."""
         for frame in reversed(self.frames):
             if is_user_code(frame.filename):
                 return frame
@@ -52,18 +52,18 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ``run.diagnose()`` found.
+    """The result of ``run.diagnose()``.
 
     Attributes:
         verdict: One sentence.
-        places: Where every rank is, by rank.
-        groups: Ranks that are at the same place, the largest group first.
-        time: When it was made, in seconds since the epoch.
-        mistake: The usual mistake that it comes from, with the fix, in a line; "" where it shows none.
+        places: The position of every rank, by rank.
+        groups: Ranks at the same position, the largest group first.
+        time: Time of the diagnosis, in seconds since the epoch.
+        mistake: The common mistake that causes it, with the fix, in a line; "" where there is none.
     """
 
     verdict: str
-    places: tuple[RankPlace, ...]
+    places: tuple[RankPosition, ...]
     groups: tuple[tuple[int, ...], ...]
     time: float
     name_place: Callable[[FrameInfo], str] = field(
@@ -73,17 +73,17 @@ class Diagnosis:
 
     @property
     def text(self) -> str:
-        """The verdict, and below it where each group of ranks is."""
+        """The verdict, followed by the position of each group of ranks."""
         by_rank = {place.rank: place for place in self.places}
         return "\n".join(
             [self.verdict, *(f"{rank_names(group)}: {self._line(by_rank[group[0]])}" for group in self.groups)]
         )
 
     def line_of(self, rank: int) -> str:
-        """Return where one rank is, in a line."""
+        """Return the position of one rank in a line."""
         return next(self._line(place) for place in self.places if place.rank == rank)
 
-    def _line(self, place: RankPlace) -> str:
+    def _line(self, place: RankPosition) -> str:
         if place.state not in ("running", "starting", "stopping"):
             return place.state
         parts = []
@@ -109,13 +109,13 @@ class Diagnosis:
 
 
 def diagnose(
-    places: Sequence[RankPlace], name_place: Callable[[FrameInfo], str], now: float | None = None
+    places: Sequence[RankPosition], name_place: Callable[[FrameInfo], str], now: float | None = None
 ) -> Diagnosis:
-    """Say why a run is stuck.
+    """Explain why a run is stuck.
 
     Args:
-        places: Where every rank is.
-        name_place: Names a frame's place, as "Cell In[7], line 12".
+        places: The position of every rank.
+        name_place: Returns the location of a frame, as "Cell In[7], line 12".
         now: Seconds since the epoch; None means now.
     """
     moment = time.time() if now is None else now
@@ -123,7 +123,7 @@ def diagnose(
     return Diagnosis(verdict.sentence(), tuple(places), _groups(places), moment, name_place, verdict.mistake)
 
 
-def _groups(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], ...]:
+def _groups(places: Sequence[RankPosition]) -> tuple[tuple[int, ...], ...]:
     found: dict[object, list[int]] = {}
     for place in places:
         frame = place.user_frame
@@ -138,7 +138,7 @@ def _groups(places: Sequence[RankPlace]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Verdict:
-    def __init__(self, places: Sequence[RankPlace], name_place: Callable[[FrameInfo], str], now: float) -> None:
+    def __init__(self, places: Sequence[RankPosition], name_place: Callable[[FrameInfo], str], now: float) -> None:
         self._places, self._name_place, self._now = places, name_place, now
         self._running = [place for place in places if place.state in ("running", "starting", "stopping")]
         self.mistake = ""
@@ -148,23 +148,23 @@ class _Verdict:
             return "no rank is running"
         waiting = [place for place in self._running if place.waiting]
         if not waiting:
-            return self._nobody_waits()
+            return self._without_collectives()
         first = min((c for place in waiting for c in place.waiting), key=lambda c: (c.number, c.since))
-        here = [place for place in waiting if any(_same_spot(c, first) for c in place.waiting)]
+        here = [place for place in waiting if any(_same_collective(c, first) for c in place.waiting)]
         return self._mismatch(first, here) or self._absent(first, here)
 
-    def _nobody_waits(self) -> str:
+    def _without_collectives(self) -> str:
         stuck = [p for p in self._running if (p.moved is not None and self._now - p.moved > 2) or not p.answered]
         if not stuck:
             return "no rank waits in a collective, and all are moving"
-        return "no rank waits in a collective; " + "; ".join(self._whereabouts(place) for place in stuck)
+        return "no rank waits in a collective; " + "; ".join(self._position(place) for place in stuck)
 
-    def _mismatch(self, first: Collective, here: Sequence[RankPlace]) -> str:
-        """Name ranks that are at the same number with another operation, shape or type."""
+    def _mismatch(self, first: Collective, here: Sequence[RankPosition]) -> str:
+        """Describe ranks whose collectives of the same number differ in operation, shape or type."""
         calls: dict[object, list[int]] = {}
         texts: dict[object, str] = {}
         for place in here:
-            collective = next(c for c in place.waiting if _same_spot(c, first))
+            collective = next(c for c in place.waiting if _same_collective(c, first))
             calls.setdefault(collective.call(), []).append(place.rank)
             texts[collective.call()] = collective.text()
         if len(calls) < 2:
@@ -172,7 +172,7 @@ class _Verdict:
         sides = [f"{rank_names(ranks)} called {texts[call]}" for call, ranks in calls.items()]
         return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides) + self._guard(first, here)
 
-    def _absent(self, first: Collective, here: Sequence[RankPlace]) -> str:
+    def _absent(self, first: Collective, here: Sequence[RankPosition]) -> str:
         present = {place.rank for place in here}
         absent = [
             place
@@ -188,21 +188,21 @@ class _Verdict:
             return f"all ranks wait in {first.text()}, for {waited}: the network or a device is the likely cause"
         ranks = rank_names([place.rank for place in absent])
         guard = self._guard(first, here)
-        rest = "; ".join(self._whereabouts(place, subject="it" if len(absent) == 1 else "") for place in absent)
+        rest = "; ".join(self._position(place, subject="it" if len(absent) == 1 else "") for place in absent)
         return f"{ranks} never reached {first.text()}; {rest}; {who}{guard}"
 
-    def _guard(self, first: Collective, here: Sequence[RankPlace]) -> str:
-        """Say what to do when the waiting ranks call the collective under a condition that names ranks."""
+    def _guard(self, first: Collective, here: Sequence[RankPosition]) -> str:
+        """Describe the fix where the waiting ranks call the collective under a condition on the rank."""
         for place in here:
             frame = place.user_frame
-            guard = guard_above(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
+            guard = rank_condition(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
             if guard and frame is not None:
                 fix = f"under {guard!r}: every rank must make it, so move it out of that block"
                 self.mistake = f"the call of {first.text()} at {self._name_place(frame)} stands {fix}"
                 return f". The call stands {fix}"
         return ""
 
-    def _whereabouts(self, place: RankPlace, subject: str = "") -> str:
+    def _position(self, place: RankPosition, subject: str = "") -> str:
         name = subject or rank_names([place.rank])
         if place.state not in ("running", "starting", "stopping"):
             return f"{name} has already ended ({place.state})"
@@ -220,8 +220,8 @@ _GUARD = re.compile(
 )
 
 
-def guard_above(lines: Sequence[str], number: int) -> str:
-    """Return the condition naming ranks under which a line stands, in its function; "" where there is none.
+def rank_condition(lines: Sequence[str], number: int) -> str:
+    """Return the condition on the rank around a line, within its function; "" where there is none.
 
     Args:
         lines: The file's lines.
@@ -244,7 +244,7 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _same_spot(one: Collective, other: Collective) -> bool:
+def _same_collective(one: Collective, other: Collective) -> bool:
     return one.group == other.group and one.number == other.number
 
 

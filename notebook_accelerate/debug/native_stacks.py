@@ -1,4 +1,4 @@
-"""Native stacks of a rank that cannot answer, by py-spy where it is installed and allowed to look."""
+"""Native stacks of a rank that cannot reply, read by py-spy where it is installed and has permission."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 SECONDS = 1.0
-"""How long py-spy may take: it stops the process for that long."""
+"""Time limit of py-spy, which stops the process while it runs."""
 _FRAME = re.compile(r"^\s+(?P<name>.+?) \((?P<file>.*)\)$")
 
 
@@ -20,13 +20,13 @@ def command() -> str | None:
 
 
 def stack(pid: int) -> tuple[str, ...]:
-    """Return the frames of a process's main thread as "name (file:line)", native ones too, outermost first.
+    """Return the frames of a process's main thread as "name (file:line)", with native ones, outermost first.
 
     Args:
         pid: The process.
 
     Returns:
-        The frames; empty where py-spy is missing or may not look (ptrace is forbidden in many containers).
+        The frames; empty where py-spy is missing or lacks permission (many containers forbid ptrace).
     """
     spy = command()
     if spy is None:
@@ -41,7 +41,7 @@ def stack(pid: int) -> tuple[str, ...]:
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """Return the frames of the main thread in what py-spy printed, outermost first."""
+    """Return the frames of the main thread in the output of py-spy, outermost first."""
     frames: list[str] = []
     inside = False
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""What can be seen of a rank that cannot answer, from a process on its machine."""
+"""Inspection of a rank that cannot reply, from another process on its machine."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from notebook_accelerate.debug import native_stacks, stack_dumps
 DUMP_SECONDS = 0.5
 
 
-class Look(NamedTuple):
-    """What was seen.
+class ProcessStacks(NamedTuple):
+    """The stacks of a process.
 
     Attributes:
-        dump: What faulthandler wrote; "" where the rank has no such handler.
-        native: Its main thread's frames by py-spy; empty where that is missing, or may not look.
+        dump: The output of faulthandler; "" where the rank has not installed it.
+        native: The main thread's frames by py-spy; empty where py-spy is missing or lacks permission.
     """
 
     dump: str = ""
     native: tuple[str, ...] = ()
 
 
-class Outside:
-    """Looks at one process.
+class ProcessInspector:
+    """Reads the stacks of one process.
 
     Args:
         pid: The process.
@@ -39,17 +39,17 @@ class Outside:
         self._lock = threading.Lock()
 
     def open_dump(self, path: str) -> None:
-        """The rank's stacks will appear in ``path``, held open: the rank may end of the signal that asks for them."""
+        """Open ``path``, to which the rank writes its stacks; early, because the signal for that may end the rank."""
         with suppress(OSError), self._lock:
             if self._dump is not None:
                 os.close(self._dump)
             self._dump = os.open(path, os.O_RDONLY)
 
-    def look(self, send_signal: Callable[[int], None]) -> Look:
-        """Have the rank's signal handler write its stacks, and look at it natively."""
-        return Look(self._dumped(send_signal), native_stacks.stack(self._pid))
+    def read_stacks(self, send_signal: Callable[[int], None]) -> ProcessStacks:
+        """Let the rank's signal handler write its stacks, and read the native stack."""
+        return ProcessStacks(self._read_dump(send_signal), native_stacks.stack(self._pid))
 
-    def _dumped(self, send_signal: Callable[[int], None]) -> str:
+    def _read_dump(self, send_signal: Callable[[int], None]) -> str:
         with self._lock:
             dump = None if self._dump is None else os.dup(self._dump)
         if dump is None:
@@ -60,7 +60,7 @@ class Outside:
             return stack_dumps.read_new(dump, before, DUMP_SECONDS)
 
     def close(self) -> None:
-        """Let go of the dump."""
+        """Close the dump."""
         with self._lock:
             dump, self._dump = self._dump, None
         if dump is not None:

@@ -1,4 +1,4 @@
-"""The kernel's desk for questions to ranks: sends requests down the channels and matches replies to them."""
+"""Requests from the kernel to ranks: sends them over the channels and matches the replies."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from notebook_accelerate.debug.process_inspection import Look
+from notebook_accelerate.debug.process_inspection import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry.channel import Sender
 from notebook_accelerate.telemetry.debug_protocol import Reply, Request
 
 
 class RankRequests:
-    """One per run; safe from any thread but the supervisor's, which delivers the replies."""
+    """The open requests of a run; usable on any thread except the supervisor's, which delivers the replies."""
 
     def __init__(self) -> None:
-        # Two notebooks may ask one rank, and each hears the answers to both.
+        # Two notebooks may send requests to one rank, and each receives the replies to both.
         self._numbers = itertools.count(secrets.randbelow(1 << 40))
         self._changed = threading.Condition()
         self._channels: dict[int, Sender] = {}
-        self._looks: dict[int, Callable[[], Look]] = {}
+        self._looks: dict[int, Callable[[], ProcessStacks]] = {}
         self._replies: dict[tuple[int, int], Reply] = {}
         self._awaited: set[tuple[int, int]] = set()
 
-    def open(self, rank: int, channel: Sender, look: Callable[[], Look]) -> None:
-        """A rank has started.
+    def open(self, rank: int, channel: Sender, look: Callable[[], ProcessStacks]) -> None:
+        """Register a rank that has started.
 
         Args:
             rank: Its global index.
-            channel: The way down to it.
-            look: Looks at it without its help.
+            channel: Sends requests to it.
+            look: Reads its stacks from outside.
         """
         with self._changed:
             self._channels[rank], self._looks[rank] = channel, look
 
     def close(self, rank: int) -> None:
-        """A rank has ended: nobody waits for it any longer."""
+        """Remove a rank that has ended, and stop waiting for it."""
         with self._changed:
             self._channels.pop(rank, None)
             self._looks.pop(rank, None)
             self._changed.notify_all()
 
-    def look(self, rank: int) -> Look:
-        """Look at a rank that cannot answer; nothing is seen of one that is not there."""
+    def look(self, rank: int) -> ProcessStacks:
+        """Read the stacks of a rank that cannot reply; they are empty where the rank has ended."""
         with self._changed:
             look = self._looks.get(rank)
-        return look() if look is not None else Look()
+        return look() if look is not None else ProcessStacks()
 
     def open_ranks(self) -> list[int]:
-        """Return the ranks that can be asked, in order."""
+        """Return the ranks that accept requests, in order."""
         with self._changed:
             return sorted(self._channels)
 
     def deliver(self, rank: int, reply: Reply) -> None:
-        """A reply has come; one that nobody waits for any longer is dropped."""
+        """Handle a reply; one that is no longer awaited is dropped."""
         with self._changed:
             if (rank, reply.number) in self._awaited:
                 self._replies[rank, reply.number] = reply
                 self._changed.notify_all()
 
     def ask(self, ranks: Iterable[int], make: Callable[[int], Request], timeout: float) -> dict[int, Reply]:
-        """Send a request to each rank and return the replies that come within ``timeout`` seconds.
+        """Send a request to each rank and return the replies that arrive within ``timeout`` seconds.
 
         Args:
-            ranks: Whom to ask.
-            make: Makes the request of a number.
-            timeout: Seconds to wait for all of them.
+            ranks: The ranks.
+            make: Creates the request with a number.
+            timeout: Seconds to wait for all replies.
         """
         keys = set(self.send(ranks, make).items())
         deadline = time.monotonic() + timeout
@@ -80,11 +80,11 @@ class RankRequests:
             return {rank: self._replies.pop((rank, number)) for rank, number in keys if (rank, number) in self._replies}
 
     def send(self, ranks: Iterable[int], make: Callable[[int], Request]) -> dict[int, int]:
-        """Send a request to each rank that is there and return the numbers to ``collect`` by."""
+        """Send a request to each living rank and return the numbers for ``collect``, by rank."""
         return {rank: number for rank in ranks if (number := self._send(rank, make)) is not None}
 
     def collect(self, sent: dict[int, int], timeout: float) -> dict[int, Reply]:
-        """Wait up to ``timeout`` seconds for one more reply to what was ``sent``, and take those that are there."""
+        """Wait up to ``timeout`` seconds for a reply to the ``sent`` requests, and return all that have arrived."""
         with self._changed:
             if not any(key in self._replies for key in sent.items()):
                 self._changed.wait(timeout)
@@ -93,7 +93,7 @@ class RankRequests:
             return found
 
     def forget(self, sent: dict[int, int]) -> None:
-        """Wait no longer for what was ``sent``."""
+        """Stop waiting for replies to the ``sent`` requests."""
         with self._changed:
             self._awaited -= set(sent.items())
 

@@ -1,4 +1,4 @@
-"""The kernel's half of the checks for the usual mistakes: compares what ranks told. Pure: facts in, warnings out."""
+"""The kernel's part of the checks for common mistakes: compares facts over ranks and returns warnings. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 RELATIVE = 1e-4
-"""Parameters that differ by less are equal: kernels of unlike devices round differently."""
-TELLING_SECONDS = 1.5
-"""How long the other ranks have to tell of a number that is not finite, before the first ones are named."""
+"""Parameters that differ by less count as equal: kernels of different devices round differently."""
+COMPARE_SECONDS = 1.5
+"""Time for other ranks to report a number that is not finite, before the first ranks are named."""
 BEHIND_STEPS = 20
 BEHIND_SHARE = 0.1
 BEHIND_SECONDS = 3.0
-"""A rank is far behind when, for so long, it lacks at least 20 steps and a tenth of those of the foremost rank."""
+"""A rank is far behind when, for this long, it lacks at least 20 steps and a tenth of the leading rank's steps."""
 CONFIRMED_BATCH = 2
 
 
@@ -26,15 +26,15 @@ _NUMBERS = {
     "gradients": ("gradients' norm", "clip_grad_norm_"),
     "local gradients": ("gradients (before they are averaged)", "backward"),
 }
-"""Numbers that should be finite: what they are called, and what is counted."""
+"""Numbers that should be finite: their name in a warning, and the call that is counted."""
 
 
 class SanityChecks:
-    """The facts of one group of ranks, and what has been said of them.
+    """The facts of one group of ranks, and the warnings given.
 
     Args:
         world: Number of ranks.
-        clock: Seconds; a fake one in tests.
+        clock: Returns seconds; fake in tests.
     """
 
     def __init__(self, world: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,10 +44,10 @@ class SanityChecks:
         self._numbers: dict[str, dict[int, tuple[int, float]]] = {}
         self._since: dict[str, float] = {}
         self._behind: dict[int, float] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def note(self, rank: int, event: CheckEvent) -> list[str]:
-        """Take in a fact; return the warnings that follow from it."""
+        """Add a fact and return the warnings that follow."""
         if event.check == "mistake":
             return self._once(event.text, event.text)
         if event.check in _NUMBERS:
@@ -56,48 +56,48 @@ class SanityChecks:
             return []
         if event.check == "parameters" and not event.key:
             return self._model(rank, event.values)
-        told = self._facts.setdefault((event.check, event.key), {})
-        told[rank] = event.values
-        if len(told) < self._world or self._world < 2:
+        rows = self._facts.setdefault((event.check, event.key), {})
+        rows[rank] = event.values
+        if len(rows) < self._world or self._world < 2:
             return []
-        return self._parameters(event.key, told) if event.check == "parameters" else self._batch(event.key)
+        return self._parameters(event.key, rows) if event.check == "parameters" else self._batch(event.key)
 
     def beat(self, steps: Mapping[int, int]) -> list[str]:
-        """Return the warnings that time brings.
+        """Return the warnings that depend on time; call it regularly.
 
         Args:
             steps: The step that each running rank has reached.
         """
-        due = [check for check, since in self._since.items() if self._clock() - since > TELLING_SECONDS]
+        due = [check for check, since in self._since.items() if self._clock() - since > COMPARE_SECONDS]
         return [text for check in due for text in self._not_finite(check)] + self._far_behind(steps)
 
     def finish(self) -> list[str]:
-        """Return what is still to be said at the end of the run."""
+        """Return the remaining warnings at the end of the run."""
         return [text for check in list(self._since) for text in self._not_finite(check)]
 
     def _once(self, name: str, text: str) -> list[str]:
-        if name in self._said:
+        if name in self._warned:
             return []
-        self._said.add(name)
+        self._warned.add(name)
         return [text]
 
     def _model(self, rank: int, values: list[float]) -> list[str]:
-        """Compare a prepared model with the same one of the others; a rank may be models ahead of them."""
+        """Compare a prepared model with those of the other ranks, which may not have prepared theirs yet."""
         self._models.setdefault(rank, deque()).append(values)
         if self._world < 2 or len(self._models) < self._world or not all(self._models.values()):
             return []
         return self._parameters(0, {each: waiting.popleft() for each, waiting in self._models.items()})
 
-    def _parameters(self, step: int, told: Mapping[int, list[float]]) -> list[str]:
-        first = told[min(told)]
-        others = [rank for rank in sorted(told) if not _close(told[rank], first)]
+    def _parameters(self, step: int, rows: Mapping[int, list[float]]) -> list[str]:
+        first = rows[min(rows)]
+        others = [rank for rank in sorted(rows) if not _close(rows[rank], first)]
         if not others:
             return []
-        who = f"parameters of {rank_names(others)} differ from those of rank {min(told)}"
+        who = f"parameters of {rank_names(others)} differ from those of rank {min(rows)}"
         if not step:
-            fix = "build the model alike on every rank: set_seed(42) before it is made, or load the same weights"
+            fix = "build the same model on every rank: call set_seed(42) first, or load the same weights"
             return self._once("parameters", f"{who} after prepare; {fix}")
-        if "parameters" in self._said:
+        if "parameters" in self._warned:
             return []
         fix = "ranks train apart: model = accelerator.prepare(model), and accelerator.backward(loss)"
         return self._once("parameters", f"{who} after optimizer step {step}; {fix}")
@@ -106,25 +106,25 @@ class SanityChecks:
         if number != CONFIRMED_BATCH:
             return []
         batches = [self._facts.get(("batch", key), {}) for key in range(1, CONFIRMED_BATCH + 1)]
-        if any(len(told) < self._world or not _all_equal(list(told.values())) for told in batches):
+        if any(len(rows) < self._world or not _all_equal(list(rows.values())) for rows in batches):
             return []
-        first, second = (next(iter(told.values())) for told in batches)
-        if first == second or len(set(first[1:])) < 2:  # the same all the time: made up, or one batch on purpose
+        first, second = (next(iter(rows.values())) for rows in batches)
+        if first == second or len(set(first[1:])) < 2:  # constant: generated, or one batch on purpose
             return []
         fix = "loader = accelerator.prepare(loader) gives each rank its share"
         return self._once("batch", f"every rank trains on the same data (batches 1 and 2 are equal everywhere); {fix}")
 
     def _not_finite(self, check: str) -> list[str]:
-        told = self._numbers[check]
-        first = min(key for key, _ in told.values())
-        ranks = sorted(rank for rank, (key, _) in told.items() if key == first)
+        numbers = self._numbers[check]
+        first = min(key for key, _ in numbers.values())
+        ranks = sorted(rank for rank, (key, _) in numbers.items() if key == first)
         del self._since[check]
         if len(ranks) == self._world:
             return []
         lost = {rank for rank, (key, _) in self._numbers.get("loss", {}).items() if key <= first}
-        if check == "local gradients" and lost.issuperset(ranks):  # no wonder, and said already
+        if check == "local gradients" and lost.issuperset(ranks):  # they follow from a loss that was reported
             return []
-        value = told[ranks[0]][1]
+        value = numbers[ranks[0]][1]
         what, where = _NUMBERS[check]
         text = f"the {what} of {rank_names(ranks)} became {value} at {where} #{first}, before any other rank's; "
         return self._once(check, text + f"look at the data there: run.ask('batch', ranks={ranks})")

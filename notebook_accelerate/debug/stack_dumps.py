@@ -1,4 +1,4 @@
-"""Stacks of a rank that cannot answer: its signal handler writes them, whatever holds the interpreter."""
+"""Stacks of a rank that cannot reply: its signal handler writes them, even while native code holds the GIL."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ SETTLE_SECONDS = 0.05
 
 
 def read_new(descriptor: int, before: int, timeout: float) -> str:
-    """Return what was written to a dump file after its first ``before`` bytes, once it has stopped growing.
+    """Return the bytes of a dump file after its first ``before`` ones, once the file has stopped growing.
 
     Args:
         descriptor: The rank's dump file, open for reading.
         before: Its size when the signal was sent.
-        timeout: Seconds to wait for something to come.
+        timeout: Seconds to wait for the first bytes.
     """
     deadline = time.monotonic() + timeout
     size, settled = before, False
     while not settled:
         time.sleep(SETTLE_SECONDS)
-        over = time.monotonic() >= deadline  # said before the look: what has come while this process waited counts
+        over = time.monotonic() >= deadline  # read before the size: bytes that arrive in between count
         now = os.fstat(descriptor).st_size
         settled, size = over or now == size > before, now
     return os.pread(descriptor, size - before, before).decode(errors="replace")
 
 
 def parse(text: str) -> dict[str, tuple[FrameInfo, ...]]:
-    """Return a faulthandler dump's stacks by thread, the thread that got the signal first, outermost frame first."""
+    """Return the stacks of a faulthandler dump by thread, first the signalled thread's, outermost frame first."""
     threads: dict[str, list[FrameInfo]] = {}
     current: list[FrameInfo] = []
     first = ""

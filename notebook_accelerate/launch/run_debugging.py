@@ -62,7 +62,7 @@ class RunDebugging:
         raise NotImplementedError
 
     def _session(self) -> Session:
-        return Session(self._desk, lambda: {info.rank: info.state for info in self.ranks}, tracebacks.place)
+        return Session(self._desk, lambda: {info.rank: info.state for info in self.ranks}, tracebacks.frame_location)
 
     def diagnose(self) -> Diagnosis:
         """Say, within about two seconds, where every rank is and why the run is stuck.

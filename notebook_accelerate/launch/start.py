@@ -317,7 +317,7 @@ class _Launcher:
         if self._party is not None:
             backend = self._party.backend(backend)
             self._party.attend(group)
-        backend.hear(self._run.config, self._tell, lambda: bool(self._calls))
+        backend.configure(self._run.config, self._tell, lambda: bool(self._calls))
         group.start(backend, number, self._inherited)
         self._group = group
         self._started.set()

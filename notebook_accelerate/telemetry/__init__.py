@@ -1,6 +1,6 @@
-"""Events, the duplex channel they travel on, the sampler, and the bounded store they end in.
+"""Events, the duplex channel that carries them, the sampler, and the bounded store that keeps them.
 
-This room is shared by the kernel side and the worker side. It imports no torch.
+The kernel's side and the worker's side share this package. It imports no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The duplex channel between the kernel and one rank.
 
-Events go up; commands, replies and standard input go down. It is a stream of frames over any connected stream
-socket: a socket pair locally. A frame is ``!IQ`` (length of the JSON, length of the payload), the JSON
-``[[type, time, fields...], ...]``, and the payload bytes of its last event. Nothing here is ever unpickled.
+Ranks send events; the kernel sends requests, replies and standard input. The channel is a stream of frames over any
+connected stream socket: a socket pair locally. A frame is ``!IQ`` (length of the JSON, length of the payload), the JSON
+``[[type, time, fields...], ...]``, and the payload bytes of its last event. The channel unpickles nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("!IQ")
 _CHUNK = 1 << 18
 MAX_ROWS = 500
-"""Events of a frame: reading JSON holds the reader's interpreter, half a millisecond for so many."""
+"""Most events of a frame: parsing JSON holds the reader's GIL, half a millisecond for this many."""
 MAX_JSON_BYTES = 1 << 28
-"""A longer JSON part is not ours: the stream is broken or hostile."""
+"""A longer JSON part is not of this protocol: the stream is broken or hostile."""
 
 
 class Stamped(NamedTuple):
@@ -38,7 +38,7 @@ class Stamped(NamedTuple):
 
 
 def encode(messages: Iterable[Stamped]) -> bytes:
-    """Return the frames for ``messages``: events without payload share frames, one with a payload ends its frame."""
+    """Return the frames for ``messages``: events without payload share frames, an event with one ends its frame."""
     parts: list[bytes] = []
     rows: list[list[Any]] = []
 
@@ -60,7 +60,7 @@ def encode(messages: Iterable[Stamped]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Turn number-like objects (numpy scalars, 0-d tensors) into plain numbers, anything else into text."""
+    """Convert number-like objects (numpy scalars, 0-d tensors) to plain numbers, anything else to text."""
     try:
         return value.item()  # type: ignore[attr-defined]
     except Exception:  # noqa: BLE001 - no such method, or more than one element
@@ -68,13 +68,13 @@ def _plain(value: object) -> object:
 
 
 class Decoder:
-    """Turns bytes as they arrive into events."""
+    """Decodes events from bytes as they arrive."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Stamped]:
-        """Return the events that are complete now.
+        """Return the events that ``data`` completes.
 
         Raises:
             ChannelClosedError: The bytes are not frames of this protocol.
@@ -87,7 +87,7 @@ class Decoder:
             json_length, payload_length = _HEADER.unpack_from(buffer, start)
             if json_length > MAX_JSON_BYTES:
                 raise ChannelClosedError(
-                    f"a frame of {json_length} bytes of JSON came; at most {MAX_JSON_BYTES} are allowed"
+                    f"received a frame with {json_length} bytes of JSON; at most {MAX_JSON_BYTES} are allowed"
                 )
             body = start + _HEADER.size
             end = body + json_length + payload_length
@@ -96,7 +96,7 @@ class Decoder:
             try:
                 found += _decode_frame(buffer[body : body + json_length], bytes(buffer[body + json_length : end]))
             except (ValueError, TypeError) as error:
-                raise ChannelClosedError(f"a frame came that is not of this protocol: {error}") from error
+                raise ChannelClosedError(f"received a frame that is not of this protocol: {error}") from error
             start = end
         if start:
             del buffer[:start]
@@ -104,37 +104,37 @@ class Decoder:
 
 
 _parse = json.JSONDecoder().raw_decode
-"""Without looking for an encoding and for white space first: it is UTF-8, and there is none."""
+"""Does not detect the encoding or skip white space: frames are UTF-8 without white space."""
 
 
 def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
-    told = text.decode()
-    rows, end = _parse(told)
-    if end != len(told):
-        raise ValueError("something follows its JSON")
+    document = text.decode()
+    rows, end = _parse(document)
+    if end != len(document):
+        raise ValueError("there is text after its JSON")
     found: list[Stamped] = []
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
-        if kind is None:  # a newer peer: what is not known is skipped
+        if kind is None:  # an event of a newer peer is skipped
             continue
         names = kind.field_names or kind.names()
         if "payload" in kind.__dataclass_fields__:
             arguments = {**dict(zip(names, values, strict=False)), "payload": payload}
             found.append(Stamped(stamp, kind(**arguments)))
-        else:  # a newer peer may say more of it
+        else:  # so are additional fields of a newer peer
             found.append(Stamped(stamp, kind(*values[: len(names)])))
     return found
 
 
 class Sender(Protocol):
-    """The kernel's way down to a rank."""
+    """Sends events to a rank."""
 
     def send(self, *events: Event) -> None:
-        """Send events now; safe from any thread; raises ``ChannelClosedError`` when the rank is gone."""
+        """Send events now; safe from any thread; raises ``ChannelClosedError`` when the rank has ended."""
 
 
 class Connection(Protocol):
-    """What a channel needs of a socket."""
+    """The methods of a socket that a channel needs."""
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -143,7 +143,7 @@ class Connection(Protocol):
         """Send everything."""
 
     def recv(self, size: int, flags: int, /) -> bytes:
-        """Return what is there, ``b""`` at the end; raise ``BlockingIOError`` while there is nothing."""
+        """Return the available bytes, ``b""`` at the end; raise ``BlockingIOError`` when there are none."""
 
     def shutdown(self, how: int, /) -> None:
         """End the stream in one direction or both."""
@@ -156,7 +156,7 @@ class Channel:
     """One end of a duplex channel.
 
     Args:
-        connection: A connected stream socket, or what behaves like one; the channel owns it from now on.
+        connection: A connected stream socket, or an equivalent; the channel owns it from now on.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -168,7 +168,7 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """Return the kernel's end and the socket of the other end, to be handed to a rank."""
+        """Return the kernel's end, and the socket of the rank's end."""
         ours, theirs = socket.socketpair()
         with contextlib.suppress(OSError):
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
@@ -183,7 +183,7 @@ class Channel:
         """Send events now; safe from any thread.
 
         Raises:
-            ChannelClosedError: The other end is gone.
+            ChannelClosedError: The other end has closed.
         """
         now = time.time()
         self.send_stamped([Stamped(now, event) for event in events])
@@ -193,41 +193,37 @@ class Channel:
         self.send_bytes(encode(messages))
 
     def receive(self, timeout: float | None = None) -> list[Stamped]:
-        """Wait up to ``timeout`` seconds (None: for ever) and return what has come, possibly nothing.
+        """Wait up to ``timeout`` seconds (None: no limit) and return the received events, possibly none.
 
         Raises:
-            ChannelClosedError: The other end has closed and everything it sent was returned.
+            ChannelClosedError: The other end has closed, and all it sent was returned.
         """
         if self._closed:
             raise ChannelClosedError("the channel is closed")
         if self._unread:
             unread, self._unread = self._unread, []
             return unread
-        # poll, unlike select, has no limit of 1024 descriptors.
-        waiter = select.poll()
-        waiter.register(self._socket, select.POLLIN)
-        if not waiter.poll(None if timeout is None else timeout * 1000):
-            return []
-        return self.receive_available()
+        return self.receive_available() if self._poll(timeout) else []
 
     def put_back(self, messages: list[Stamped]) -> None:
-        """Have the next ``receive`` return ``messages``, which came too early for who waited for something else."""
+        """Let the next ``receive`` return ``messages``, which arrived before the event that the caller waits for."""
         self._unread = messages + self._unread
 
     def readable(self) -> bool:
         """Whether there is something to read now: messages, a part of one, or the end of the stream."""
-        if self._closed:
-            return False
-        waiter = select.poll()
+        return not self._closed and self._poll(0)
+
+    def _poll(self, timeout: float | None) -> bool:
+        waiter = select.poll()  # select has a limit of 1024 descriptors
         waiter.register(self._socket, select.POLLIN)
-        return bool(waiter.poll(0))
+        return bool(waiter.poll(None if timeout is None else timeout * 1000))
 
     def receive_available(self) -> list[Stamped]:
-        """Return what can be read without waiting; raises ``ChannelClosedError`` at the end of the stream."""
+        """Return the events that can be read without waiting; raises ``ChannelClosedError`` at the end."""
         return self.decode(self.receive_bytes())
 
     def receive_bytes(self) -> bytes:
-        """Return the undecoded bytes that can be read without waiting, for who passes them on.
+        """Return the undecoded bytes that can be read without waiting, to relay them.
 
         Raises:
             ChannelClosedError: The end of the stream.
@@ -237,29 +233,29 @@ class Channel:
         except BlockingIOError:
             return b""
         except OSError as error:
-            raise ChannelClosedError(f"the other end is gone: {error}") from None
+            raise ChannelClosedError(f"the other end has closed: {error}") from None
         if not data:
             raise ChannelClosedError("the other end has closed")
         return data
 
     def decode(self, data: bytes) -> list[Stamped]:
-        """Return the events that ``data``, which follows on what was decoded before, completes."""
+        """Return the events that ``data`` completes, which follows the bytes decoded before."""
         return self._decoder.feed(data)
 
     def send_bytes(self, data: bytes) -> None:
-        """Send frames that somebody else has encoded; safe from any thread.
+        """Send encoded frames; safe from any thread.
 
         Raises:
-            ChannelClosedError: The other end is gone.
+            ChannelClosedError: The other end has closed.
         """
         with self._send_lock:
             try:
                 self._socket.sendall(data)
             except OSError as error:
-                raise ChannelClosedError(f"the other end is gone: {error}") from None
+                raise ChannelClosedError(f"the other end has closed: {error}") from None
 
     def shut(self) -> None:
-        """End the stream in both directions: whoever waits on either end, on any thread, comes back."""
+        """End the stream in both directions, which wakes all threads that wait on either end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""What the kernel asks of a rank's agent and what it answers."""
+"""Requests of the kernel to a rank's agent, and the replies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class Collective(NamedTuple):
-    """A collective operation as torch's flight recorder knows it.
+    """A collective operation, as torch's flight recorder records it.
 
     Attributes:
         group: Name of the process group.
@@ -39,13 +39,13 @@ class Collective(NamedTuple):
         return f"{name} ({inputs})" if inputs else name
 
     def call(self) -> tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]:
-        """Return what must be the same on every rank."""
+        """Return what must be equal on all ranks."""
         return self.operation, self.shapes, self.dtypes
 
 
 @dataclass(slots=True)
 class Request(Event):
-    """Something the kernel wants of a rank; the reply carries the same number."""
+    """Base of the kernel's requests; the reply carries the same number."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -54,7 +54,7 @@ class Request(Event):
 
 @dataclass(slots=True)
 class Reply(Event):
-    """A rank's answer to the request of the same number."""
+    """Base of a rank's replies; each answers the request with the same number."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -63,21 +63,21 @@ class Reply(Event):
 
 @dataclass(slots=True)
 class StacksRequest(Request):
-    """Where are you?"""
+    """Return the stacks of all threads."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(slots=True)
 class StacksReply(Reply):
-    """Where a rank is.
+    """The stacks and collectives of a rank.
 
     Attributes:
-        threads: By thread name, the frames, the outermost first; the main thread comes first.
-        moved: When the main thread was last seen to move, in seconds since the epoch.
+        threads: Frames by thread name, outermost first; the main thread is the first.
+        moved: Time of the main thread's last movement, in seconds since the epoch.
         waiting: The collectives that this rank has entered and not left.
         last: By process group, the number of the last collective entered.
-        paused: Whether it waits for ``run.resume()`` or at a breakpoint.
+        paused: Where the rank waits for ``run.resume()`` or at a breakpoint; "" where it does not.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -100,7 +100,7 @@ class StacksReply(Reply):
 
 
 def to_collective(row: Any) -> Collective:
-    """Make a ``Collective`` again of what JSON made of one."""
+    """Restore a ``Collective`` from its JSON form."""
     group, number, operation, shapes, dtypes, since = row
     return Collective(group, number, operation, tuple(tuple(shape) for shape in shapes), tuple(dtypes), since)
 
@@ -117,7 +117,7 @@ class AskRequest(Request):
 
 @dataclass(slots=True)
 class AskReply(Reply):
-    """The pickled value; an error's text in its place when there is one."""
+    """The pickled value, or an error's text."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -128,7 +128,7 @@ class AskReply(Reply):
 
 @dataclass(slots=True)
 class CompleteRequest(Request):
-    """Which names of a frame of the main thread complete a text?"""
+    """Complete a text with the names in a frame of the main thread."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -138,7 +138,7 @@ class CompleteRequest(Request):
 
 @dataclass(slots=True)
 class CompleteReply(Reply):
-    """The text with each of the names that complete it."""
+    """The text, completed by each name that fits."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -147,14 +147,14 @@ class CompleteReply(Reply):
 
 @dataclass(slots=True)
 class PauseRequest(Request):
-    """Wait at the next step boundary."""
+    """Pause at the next step boundary."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(slots=True)
 class ResumeRequest(Request):
-    """Go on."""
+    """Resume."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -175,7 +175,7 @@ class AttachRequest(Request):
 
 @dataclass(slots=True)
 class DoneReply(Reply):
-    """It is done; ``text`` says what there is to say."""
+    """The request was carried out, with ``text`` as its result; or it failed with ``error``."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -185,7 +185,7 @@ class DoneReply(Reply):
 
 @dataclass(slots=True)
 class HeartbeatEvent(Event):
-    """Once a second, from a rank's agent: when its main thread moved last, and the collective it waits in."""
+    """Sent by a rank's agent every second: when its main thread last moved, and the collective it waits in."""
 
     droppable: ClassVar[bool] = True
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -206,13 +206,13 @@ class HeartbeatEvent(Event):
 
 @dataclass(slots=True)
 class CheckEvent(Event):
-    """A small fact that the kernel compares over ranks, to find the usual mistakes.
+    """A small fact that the kernel compares over ranks, to find common mistakes.
 
     Attributes:
         check: "parameters", "batch", "loss", "gradients" or "mistake".
-        key: The step or batch that it is about, from 1.
-        values: What is compared.
-        text: The warning itself, where a rank alone can tell.
+        key: The step or batch, from 1.
+        values: The values to compare.
+        text: The warning, where one rank is enough to find the mistake.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -225,7 +225,7 @@ class CheckEvent(Event):
 
 @dataclass(slots=True)
 class DumpReadyEvent(Event):
-    """Where a rank's stacks appear when it gets SIGUSR1, readable on the same machine."""
+    """The file to which a rank writes its stacks on SIGUSR1, readable on the same machine."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -234,7 +234,7 @@ class DumpReadyEvent(Event):
 
 @dataclass(slots=True)
 class DebuggerLeftEvent(Event):
-    """The debugger has let the rank go."""
+    """The debugger has released the rank."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -253,7 +253,7 @@ class CellRequest(Request):
 
 @dataclass(slots=True)
 class CellReply(Reply):
-    """A cell has ended: the ``repr`` of its value, or the exceptions; ``payload`` holds what was fetched."""
+    """A cell has ended: the ``repr`` of its value, or the exceptions; ``payload`` holds the fetched variables."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 

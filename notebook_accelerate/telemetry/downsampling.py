@@ -1,9 +1,9 @@
-"""Fewer points of a curve that look the same: M4.
+"""Downsampling of curves by M4.
 
-M4 keeps of every group of neighbours the first, the last, the smallest and the largest value, so that a line drawn
-through what is left has the same extremes and the same joints as the whole (Jugel, Jerzak, Hackenbroich and Markl,
-"M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014). A group with NaN keeps one NaN besides: that is
-what the reader looks for.
+M4 keeps the first, the last, the smallest and the largest value of every group of neighbours, so that a line through
+the kept points has the same extremes and the same joints as the complete line (Jugel, Jerzak, Hackenbroich and Markl,
+"M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014). A group with NaN keeps one NaN too, because
+readers look for it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
     """Return the indices that M4 keeps.
 
     Args:
-        values: float64, shape (n,), in the order they are drawn.
-        points: About how many to keep, at least 4; NaN may add a quarter.
+        values: float64, shape (n,), in drawing order.
+        points: Approximate number of points to keep, at least 4; NaN may add a quarter.
 
     Returns:
-        Ascending indices, int64; all of them where n is at most ``points``.
+        Ascending indices, int64; all indices where n is at most ``points``.
     """
     import numpy as np
 
@@ -30,9 +30,9 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
     if count <= points:
         return np.arange(count)
     size = -(-count // max(1, points // 4))
-    whole = count // size * size
-    groups = values[:whole].reshape(-1, size)
-    base = np.arange(0, whole, size)
+    full = count // size * size
+    groups = values[:full].reshape(-1, size)
+    base = np.arange(0, full, size)
     missing = np.isnan(groups)
     kept = [
         base,
@@ -42,8 +42,8 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
     ]
     rows = missing.any(axis=1)
     kept.append(base[rows] + missing[rows].argmax(axis=1))
-    if whole < count:  # the last, shorter group
-        kept.append(whole + m4(values[whole:], 4) if count - whole > 4 else np.arange(whole, count))
+    if full < count:  # the last, shorter group
+        kept.append(full + m4(values[full:], 4) if count - full > 4 else np.arange(full, count))
     return np.unique(np.concatenate(kept))
 
 

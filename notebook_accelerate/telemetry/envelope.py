@@ -1,8 +1,8 @@
-"""One metric over all ranks at once: the smallest, the mean and the largest value of each stretch of steps.
+"""The envelope of one metric over all ranks: the smallest, the mean and the largest value of each range of steps.
 
-What many ranks logged is drawn as a band: nobody can tell hundreds of curves apart, and no front end should be sent
-them. A band is kept while points come in, at the price of one addition each, in at most ``MAX_BUCKETS`` buckets: when
-there are more, neighbours are merged and each bucket holds twice as many steps.
+The curves of many ranks are drawn as an envelope: hundreds of curves are illegible, and too many for a front end. The
+store updates an envelope with every point, at the cost of one addition, in at most ``MAX_BUCKETS`` buckets: when more
+are needed, neighbours are merged, and each bucket covers twice as many steps.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-BAND_FROM = 8
-"""Of more ranks than this a band is kept."""
+FEW_RANKS = 8
+"""Metrics of more ranks have an envelope."""
 MAX_BUCKETS = 512
 _PER_SECOND = 4.0
-"""Buckets per second at first, of a metric that is logged without steps."""
+"""Initial buckets per second, for a metric that is logged without steps."""
 
 
 class EnvelopeTail(NamedTuple):
-    """What a band has that is new since the last look.
+    """The buckets of an envelope that changed since a cursor.
 
     Attributes:
-        steps: Where each bucket lies, float64, shape (n,); NaN where no steps were given.
-        times: Mean time of what is in it, in seconds since the epoch, float64, shape (n,).
+        steps: Middle of each bucket, float64, shape (n,); NaN where no steps were given.
+        times: Mean time of the points, in seconds since the epoch, float64, shape (n,).
         low: Smallest finite value, float64, shape (n,).
         mean: Mean, float64, shape (n,); not finite where a value was not.
         high: Largest finite value, float64, shape (n,).
-        cut: What earlier looks returned counts only up to here, in ``steps`` or, without those, ``times``.
-        cursor: What to pass next time.
+        cut: Earlier results are valid only up to here, in ``steps`` or, without those, ``times``.
+        cursor: The cursor for the next call.
     """
 
     steps: np.ndarray
@@ -44,7 +44,7 @@ class EnvelopeTail(NamedTuple):
 
 
 class MetricEnvelope:
-    """Buckets of equally many steps, the first of which begins where the first point lay."""
+    """Buckets of equal width; the first one starts at the first point."""
 
     def __init__(self) -> None:
         self._begin: int | None = None
@@ -52,15 +52,15 @@ class MetricEnvelope:
         self._timed = False
         self._width = 1
         self._merged = 0
-        self._look = 1
-        self._count, self._seen = array("q"), array("q")
+        self._version = 1
+        self._count, self._changed = array("q"), array("q")
         self._sum, self._time, self._low, self._high = (array("d") for _ in range(4))
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Take in a point.
+        """Add a point.
 
         Args:
-            step: Where; -1 where no step was given.
+            step: The step; -1 where none was given.
             time: Seconds since the epoch.
             value: Any float.
         """
@@ -70,14 +70,14 @@ class MetricEnvelope:
         key = int((time - self._origin) * _PER_SECOND) if self._timed else step
         index = (key - self._begin) // self._width
         if not 0 <= index < len(self._count):
-            if key < 0 and not self._timed:  # without a step, where others have one
+            if key < 0 and not self._timed:  # no step, where other points have one
                 return
-            index = self._make_room(key)
+            index = self._create_bucket(key)
         self._count[index] += 1
-        self._seen[index] = self._look
+        self._changed[index] = self._version
         self._sum[index] += value
         self._time[index] += time
-        if value - value == 0.0:  # finite; comparing is faster than calling min and max
+        if value - value == 0.0:  # finite; comparing is faster than min and max
             if value < self._low[index]:  # noqa: PLR1730
                 self._low[index] = value
             if value > self._high[index]:  # noqa: PLR1730
@@ -87,28 +87,28 @@ class MetricEnvelope:
         """Return the buckets from the first one that has changed since ``cursor``."""
         import numpy as np
 
-        changed = np.frombuffer(self._seen, dtype=np.int64) > (cursor[1] if cursor[0] == self._merged else 0)
+        changed = np.frombuffer(self._changed, dtype=np.int64) > (cursor[1] if cursor[0] == self._merged else 0)
         first = int(changed.argmax()) if changed.any() else len(changed)
         counts = np.array(self._count[first:], dtype=np.int64)
-        there = counts > 0
-        at = ((self._begin or 0) + (first + np.arange(len(counts)) + 0.5) * self._width - 0.5)[there]
-        number = counts[there]
-        low, high = (np.array(column[first:], dtype=float)[there] for column in (self._low, self._high))
-        times = np.array(self._time[first:], dtype=float)[there] / number
+        used = counts > 0
+        at = ((self._begin or 0) + (first + np.arange(len(counts)) + 0.5) * self._width - 0.5)[used]
+        number = counts[used]
+        low, high = (np.array(column[first:], dtype=float)[used] for column in (self._low, self._high))
+        times = np.array(self._time[first:], dtype=float)[used] / number
         cut = (float("-inf") if not first else float(times[0] if self._timed else at[0])) if len(at) else float("inf")
-        self._look += 1
+        self._version += 1
         return EnvelopeTail(
             np.full(len(at), np.nan) if self._timed else at,
             times,
             np.where(np.isfinite(low), low, np.nan),
-            np.array(self._sum[first:], dtype=float)[there] / number,
+            np.array(self._sum[first:], dtype=float)[used] / number,
             np.where(np.isfinite(high), high, np.nan),
             cut,
-            (self._merged, self._look - 1),
+            (self._merged, self._version - 1),
         )
 
-    def _make_room(self, key: int) -> int:
-        """Return the bucket of ``key``, which there is from now on."""
+    def _create_bucket(self, key: int) -> int:
+        """Create the bucket of ``key`` and return its index."""
         assert self._begin is not None
         while key < self._begin:
             missing = -(-(self._begin - key) // self._width)
@@ -129,10 +129,10 @@ class MetricEnvelope:
             setattr(self, name, more + column if front else column + more)
 
     def _merge(self) -> None:
-        """Let every bucket hold twice as many steps."""
+        """Merge pairs of buckets."""
         if len(self._count) % 2:
             self._extend(1, front=False)
-        joins = {"_low": min, "_high": max, "_seen": max}
+        joins = {"_low": min, "_high": max, "_changed": max}
         for name, kind, _ in _COLUMNS:
             column, join = getattr(self, name), joins.get(name, lambda a, b: a + b)
             setattr(self, name, array(kind, map(join, column[::2], column[1::2])))
@@ -142,7 +142,7 @@ class MetricEnvelope:
 
 _COLUMNS = (
     ("_count", "q", 0),
-    ("_seen", "q", 0),
+    ("_changed", "q", 0),
     ("_sum", "d", 0.0),
     ("_time", "d", 0.0),
     ("_low", "d", math.inf),
@@ -150,4 +150,4 @@ _COLUMNS = (
 )
 
 
-__all__ = ["BAND_FROM", "MAX_BUCKETS", "EnvelopeTail", "MetricEnvelope"]
+__all__ = ["FEW_RANKS", "MAX_BUCKETS", "EnvelopeTail", "MetricEnvelope"]

@@ -1,7 +1,7 @@
-"""What travels between the kernel and a rank, as named dataclasses.
+"""The messages between the kernel and a rank, as named dataclasses.
 
-Fields hold what JSON can say; one field named ``payload`` may hold bytes, which travel behind the JSON untouched and
-are never unpickled by the channel. A class becomes part of the protocol by deriving from ``Event``.
+Fields hold JSON values. One field named ``payload`` may hold bytes, which follow the JSON unchanged; the channel never
+unpickles them. Every subclass of ``Event`` is part of the protocol.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Any, ClassVar
 
 @dataclass(slots=True)
 class Event:
-    """Base of everything that crosses a channel; subclasses register themselves by name."""
+    """Base of all messages on a channel; subclasses register themselves by name."""
 
     registry: ClassVar[dict[str, type[Event]]] = {}
     droppable: ClassVar[bool] = False
-    """Whether a full queue may drop it (and say how many were)."""
+    """Whether a full queue may drop it (and then reports the number of dropped events)."""
     boundary: ClassVar[bool] = False
     """Whether it marks the boundary between two training steps."""
     field_names: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # dataclass(slots=True) makes the class a second time; the later one replaces the earlier in the table.
-        # (Zero-argument super() would look for the class that the decorator replaced.)
+        # dataclass(slots=True) creates the class again, and the later class replaces the earlier one in the registry.
+        # (Zero-argument super() would use the replaced class.)
         super(Event, cls).__init_subclass__(**kwargs)
         Event.registry[cls.__name__] = cls
 
     def shift(self, seconds: float) -> None:
-        """Add ``seconds`` to the points in time that the event holds: it comes from a machine with another clock."""
+        """Add ``seconds`` to the times in the event, to convert them from another machine's clock."""
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the field names that travel in the JSON, in order."""
+        """Return the names of the fields in the JSON, in order."""
         if not cls.field_names:
             cls.field_names = tuple(f.name for f in fields(cls) if f.name != "payload")
         return cls.field_names
@@ -52,7 +52,7 @@ class MetricEvent(Event):
 
 @dataclass(slots=True)
 class ProgressEvent(Event):
-    """How far a loop has come."""
+    """Progress of a loop."""
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class StatusEvent(Event):
 
 @dataclass(slots=True)
 class LogEvent(Event):
-    """Whole lines of text a rank wrote to ``stream`` ("stdout" or "stderr"), without the last line break."""
+    """Complete lines that a rank wrote to ``stream`` ("stdout" or "stderr"), without the last line break."""
 
     droppable: ClassVar[bool] = True
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -86,7 +86,7 @@ class LogEvent(Event):
 
 @dataclass(slots=True)
 class ResourceEvent(Event):
-    """What a rank's process uses: percent of one core, bytes of memory, and of its accelerator where there is one."""
+    """Use of a rank's process: percent of one core, bytes of memory, and the same of its accelerator if it has one."""
 
     droppable: ClassVar[bool] = True
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -99,7 +99,7 @@ class ResourceEvent(Event):
 
 @dataclass(slots=True)
 class DisplayEvent(Event):
-    """A rich output made by ``display()`` in a rank: a MIME bundle for the kernel to publish."""
+    """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -113,8 +113,8 @@ class DisplayEvent(Event):
 class InputRequest(Event):
     """A rank waits for a line of text from the user.
 
-    ``shown`` are lines that belong before the prompt; ``kind`` is "input" or "debugger"; ``number`` counts the rank's
-    questions, from 1.
+    ``shown`` holds the lines to show before the prompt; ``kind`` is "input" or "debugger"; ``number`` counts the rank's
+    prompts, from 1.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -130,7 +130,7 @@ class InputRequest(Event):
 class InputReply(Event):
     """The user's line, without the line break; None means end of file.
 
-    ``number`` is the question's: two notebooks may show one question, and only the first answer counts.
+    ``number`` is that of the prompt: two notebooks may show the same prompt, and only the first answer counts.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -141,7 +141,7 @@ class InputReply(Event):
 
 @dataclass(slots=True)
 class AnsweredEvent(Event):
-    """A rank waits no longer for the answer to its question ``number``: nobody else need give one."""
+    """A rank no longer waits for the answer to its prompt ``number``."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -150,7 +150,7 @@ class AnsweredEvent(Event):
 
 @dataclass(slots=True)
 class DroppedEvent(Event):
-    """So many droppable events were lost because the channel could not keep up."""
+    """The channel could not keep up, and ``count`` droppable events were lost."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -168,9 +168,9 @@ class ResultEvent(Event):
 
 @dataclass(slots=True)
 class GroupTimeoutEvent(Event):
-    """The time limit that was asked for of the default process group's collectives, in seconds.
+    """The requested time limit of the default process group's collectives, in seconds.
 
-    The kernel enforces it, so that it can stand still at a breakpoint: torch cannot extend a waiting operation.
+    The kernel enforces it, and stops its clock at a breakpoint: torch cannot extend a waiting operation.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -180,7 +180,7 @@ class GroupTimeoutEvent(Event):
 
 @dataclass(slots=True)
 class TraceEvent(Event):
-    """A rank has written a profiler's trace: an absolute path on its machine, and the file's size in bytes."""
+    """A rank has written a profiler trace: its absolute path on the rank's machine, and its size in bytes."""
 
     field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -190,12 +190,12 @@ class TraceEvent(Event):
 
 @dataclass(slots=True)
 class ShardingEvent(Event):
-    """What a rank holds of what it trains, told when it has been prepared; ``telemetry.sharding`` says what is in it.
+    """The shards of a rank, sent when it has been prepared; see ``sharding_events.ShardReport``.
 
-    ``axes`` are the sizes of the mesh of ranks, the outermost first, and ``place`` is where the rank stands in it;
-    ``stages`` names the axis along which ranks have layers of their own, "" where none has. ``held`` is, by kind, a
-    table of: bytes ``whole`` and ``here`` (None: not known), the axes over which it is ``sharded``, where it rests when
-    it is ``offloaded``, and a ``note``. ``units`` counts what ``unit`` says: units of FSDP, layers of a stage.
+    ``axes`` are the sizes of the mesh of ranks, outermost first, and ``place`` is the rank's position on each;
+    ``stages`` names the axis along which ranks have different layers, "" where none has. ``held`` maps each kind to:
+    bytes ``whole`` and ``here`` (None: unknown), the axes over which it is ``sharded``, where it is stored while
+    ``offloaded``, and a ``note``. ``units`` is the number of ``unit``: units of FSDP, layers of a stage.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()

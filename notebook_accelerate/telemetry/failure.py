@@ -1,4 +1,4 @@
-"""How a rank ended without success, told so that the kernel can show it at its cell line."""
+"""The event of a rank's failure, with which the kernel shows the failing line of a cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from notebook_accelerate.telemetry.events import Event
 
 
 def to_chain(rows: Iterable[Any]) -> tuple[ExceptionInfo, ...]:
-    """Make exceptions again of the lists that JSON made of them."""
+    """Restore exceptions from their JSON form."""
     return tuple(
         ExceptionInfo(type_, message, tuple(FrameInfo(*frame) for frame in frames), link)
         for type_, message, frames, link in rows
@@ -20,9 +20,9 @@ def to_chain(rows: Iterable[Any]) -> tuple[ExceptionInfo, ...]:
 
 @dataclass(slots=True)
 class FailureEvent(Event):
-    """The function raised; ``chain`` ends with the exception that left it, ``payload`` is that exception pickled.
+    """The function raised; ``chain`` ends with the raised exception, and ``payload`` is that exception, pickled.
 
-    ``payload`` is empty when the exception cannot be pickled; ``note`` then says why.
+    When the exception cannot be pickled, ``payload`` is empty and ``note`` has the reason.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()

@@ -9,7 +9,7 @@ from typing import Any
 from notebook_accelerate.telemetry.pickling import Payload, dump, dump_bytes, load_bytes, load_file
 
 MAX_SOURCE_BYTES = 8 << 20
-"""Cell sources beyond this are left out, the oldest first."""
+"""Cell sources beyond this are omitted, the oldest first."""
 
 
 def cell_sources() -> dict[str, str]:
@@ -28,7 +28,7 @@ def cell_sources() -> dict[str, str]:
 
 
 NAMED_CELL = "Cell In["
-"""How a file name begins that stands for a cell of another notebook: this kernel has no file of it."""
+"""Prefix of the file name of another notebook's cell, of which this kernel has no file."""
 
 
 def is_cell(filename: str) -> bool:
@@ -37,7 +37,7 @@ def is_cell(filename: str) -> bool:
 
 
 def install_sources(sources: dict[str, str]) -> None:
-    """Make ``sources`` known to tracebacks of this process."""
+    """Add ``sources`` to this process's linecache, for tracebacks."""
     for name, source in sources.items():
         # No loader and no modification time: linecache.checkcache leaves such entries alone.
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)

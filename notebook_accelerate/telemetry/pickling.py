@@ -1,8 +1,8 @@
-"""Pickles what must reach another process: functions, arguments, return values, answers.
+"""Pickling of functions, arguments, return values and answers for another process.
 
-cloudpickle carries notebook classes, closures and lambdas. The bytes of tensors and arrays travel beside the pickle,
-in one anonymous file that every rank maps privately: they are copied once whatever the number of ranks, and a rank
-that writes to its tensor changes no other's.
+cloudpickle supports notebook classes, closures and lambdas. The bytes of tensors and arrays are stored outside the
+pickle, in one anonymous file that every rank maps privately: they are copied once for any number of ranks, and a rank's
+writes to its tensors change no other rank's.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from notebook_accelerate.errors import SerializationError
 _HEADER = struct.Struct("!QQ")
 _ALIGN = 64
 MAX_ANSWER_BYTES = 16 << 20
-"""A larger value that was asked for in passing is shown, not sent."""
+"""Of a larger value that the user evaluates on a rank, only the ``repr`` is sent."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A pickle and the buffers that travel beside it."""
+    """A pickle and its out-of-band buffers."""
 
     pickled: bytes
     buffers: tuple[memoryview, ...]
@@ -50,7 +50,7 @@ class Payload:
 
 
 def load_file(descriptor: int) -> Any:
-    """Return the object that a ``Payload`` was made of, its buffers mapped privately; closes ``descriptor``."""
+    """Return the object of a ``Payload``, with its buffers mapped privately; closes ``descriptor``."""
     size = os.fstat(descriptor).st_size
     view = memoryview(mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     os.close(descriptor)
@@ -68,7 +68,7 @@ def load_file(descriptor: int) -> Any:
 
 
 def anonymous_file() -> int:
-    """Return the descriptor of a file that has no name and goes with its last descriptor."""
+    """Return the descriptor of an unnamed file, which is deleted when its last descriptor is closed."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("notebook-accelerate-payload")
     with tempfile.TemporaryFile() as file:
@@ -76,7 +76,7 @@ def anonymous_file() -> int:
 
 
 class _StorageHandle:
-    """Stands for one torch storage, so that views of it stay views and are copied once."""
+    """Represents one torch storage, so that its views stay views and it is copied once."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
@@ -96,7 +96,7 @@ def _tensor_of(storage: Any) -> Any:
 
 
 def _rebuild_storage(buffer: Any) -> Any:
-    torch: Any = importlib.import_module("torch")  # its storages have no type information
+    torch: Any = importlib.import_module("torch")  # typed as Any: its storages have no type information
     if memoryview(buffer).nbytes == 0:
         return torch.UntypedStorage(0)
     view = memoryview(buffer)
@@ -124,8 +124,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with plain dense tensors out of band.
 
     Args:
-        keep_device: Whether tensors return to the device they were on; results come back on the CPU instead, so that
-            the kernel's process starts no accelerator runtime.
+        keep_device: Whether tensors are restored on their device; results are restored on the CPU, so that the kernel
+            starts no accelerator runtime.
     """
 
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *, keep_device: bool) -> None:
@@ -171,12 +171,12 @@ def dump(value: Any, what: str, *, keep_device: bool = True) -> Payload:
     """Pickle ``value`` with its tensors and arrays out of band.
 
     Args:
-        value: Anything that cloudpickle can take.
-        what: How the error names it, as "the function or its arguments".
-        keep_device: Whether tensors return to the device they are on, or come back on the CPU.
+        value: Any value that cloudpickle supports.
+        what: Name of the value in an error, as "the function or its arguments".
+        keep_device: Whether tensors are restored on their device, or on the CPU.
 
     Raises:
-        SerializationError: Something in ``value`` cannot be pickled; the message says what and why.
+        SerializationError: A part of ``value`` cannot be pickled; the message says which and why.
     """
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
@@ -196,16 +196,16 @@ def dump_bytes(value: Any, what: str) -> bytes:
 
 
 def load_bytes(data: bytes) -> Any:
-    """Return what ``dump_bytes`` was given."""
+    """Return the value that ``dump_bytes`` pickled."""
     pickled, buffers = pickle.loads(data)
     return pickle.loads(pickled, buffers=buffers)
 
 
 def dump_answer(value: Any) -> bytes:
-    """Pickle a value that was asked for in passing; b"" when it cannot be pickled, or is too large to be looked at."""
+    """Pickle a value that the user evaluates on a rank; b"" when it cannot be pickled, or is too large."""
     try:
         data = dump_bytes(_detached(value), "the value")
-    except Exception:  # noqa: BLE001 - its repr travels in any case
+    except Exception:  # noqa: BLE001 - its repr is sent in any case
         return b""
     return data if len(data) <= MAX_ANSWER_BYTES else b""
 

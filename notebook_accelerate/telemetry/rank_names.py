@@ -1,11 +1,11 @@
-"""How ranks are named in messages."""
+"""Names of ranks in messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LEAST_RANGE = 3
-"""Neighbours from so many on are written as a range."""
+MIN_RANGE = 3
+"""As many neighbours, or more, are written as a range."""
 
 
 def rank_names(ranks: Iterable[int]) -> str:
@@ -17,7 +17,7 @@ def rank_names(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [f"{run[0]}–{run[-1]}" if len(run) >= LEAST_RANGE else ", ".join(map(str, run)) for run in runs]
+    parts = [f"{run[0]}–{run[-1]}" if len(run) >= MIN_RANGE else ", ".join(map(str, run)) for run in runs]
     return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Samples what each rank's process uses, once a second, from the kernel's machine."""
+"""Samples the resources of each rank's process, once a second."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PERIOD = 1.0
 
 
 def proportional_memory(pid: int) -> int:
-    """Return the PSS of a process in bytes (RSS where the system has no PSS), 0 when it is gone.
+    """Return the PSS of a process in bytes (RSS where the system has no PSS); 0 when it has ended.
 
-    Forked ranks share most pages with the kernel; PSS counts each shared page by its share, so that ranks add up.
+    Forked ranks share most pages with the kernel; PSS divides each shared page among them, so that the sum is right.
     """
     try:
         with Path(f"/proc/{pid}/smaps_rollup").open("rb") as file:
@@ -51,7 +51,7 @@ class GpuReader:
             self._nvml = pynvml
 
     def read(self) -> dict[int, tuple[float, int]]:
-        """Return, by pid, the utilisation in percent of its GPU and the bytes it holds there."""
+        """Return, by pid, the utilisation of its GPU in percent and its GPU memory in bytes."""
         found: dict[int, tuple[float, int]] = {}
         if self._nvml is None:
             return found
@@ -72,7 +72,7 @@ class GpuReader:
 
 
 class Sampler:
-    """A thread that feeds ``ResourceEvent`` records of some processes to ``sink``.
+    """A thread that samples processes and passes ``ResourceEvent`` records to ``sink``.
 
     Args:
         pids: Rank to process id.
@@ -99,7 +99,7 @@ class Sampler:
 
     def _run(self) -> None:
         gpus: GpuReader | None = None
-        # The first sample comes soon, so that short runs have one; psutil needs two readings for a CPU rate.
+        # The first sample is early, for short runs; psutil needs two readings for a CPU rate.
         delay = min(0.2, self._period)
         while not self._stop.wait(delay):
             if gpus is None:
@@ -110,7 +110,7 @@ class Sampler:
             gpus.close()
 
     def sample(self, gpus: GpuReader) -> list[Record]:
-        """Return one record per process that is still there."""
+        """Return one record per living process."""
         import psutil
 
         gpu = gpus.read()

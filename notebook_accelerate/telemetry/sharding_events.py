@@ -1,4 +1,4 @@
-"""What a rank holds of parameters, gradients and optimizer state, and how ranks share them."""
+"""How ranks share parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ShardSizes:
     """One kind of tensors on one rank.
 
     Attributes:
-        whole: Bytes of what the rank has a part of: of the model, or of its pipeline stage; None: not known.
-        here: Bytes that this rank holds, padding included; None: not known.
-        sharded: The axes of the mesh over which it is sharded; along the others every rank holds the same.
-        offloaded: Where it rests while nothing is computed with it: "cpu", "nvme"; "": on the device.
-        note: What else is worth knowing, as "gathered unit by unit".
+        whole: Bytes of all shards: of the model, or of the rank's pipeline stage; None: unknown.
+        here: Bytes that this rank holds, padding included; None: unknown.
+        sharded: The axes of the mesh over which it is sharded; along the others all ranks hold the same.
+        offloaded: Where it is stored while unused: "cpu", "nvme"; "": on the device.
+        note: Additional information, as "gathered unit by unit".
     """
 
     whole: int | None
@@ -32,17 +32,17 @@ class ShardSizes:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What one rank holds.
+    """The shards of one rank.
 
     Attributes:
         strategy: The strategy's name.
-        variant: Which of its ways, as FULL_SHARD or ZeRO-2; "" where there is one.
-        axes: Sizes of the mesh of ranks by axis, the outermost first; none for one rank.
-        place: Where the rank stands on each axis.
-        held: By kind, in the order of ``KINDS``.
-        stages: The axis along which ranks have layers of their own; "": none.
-        units: How many of ``unit`` the rank computes; 0: nothing to count.
-        unit: What is counted: units, layers.
+        variant: The strategy's variant, as FULL_SHARD or ZeRO-2; "" where it has one only.
+        axes: Sizes of the mesh of ranks by axis, outermost first; empty for one rank.
+        place: The rank's position on each axis.
+        held: Sizes by kind, in the order of ``KINDS``.
+        stages: The axis along which ranks have different layers; "": none.
+        units: Number of ``unit`` that the rank computes; 0: not counted.
+        unit: What ``units`` counts: units, layers.
     """
 
     strategy: str
@@ -55,16 +55,12 @@ class ShardReport:
     unit: str = "units"
 
     def event(self) -> ShardingEvent:
-        """Return it as it travels."""
+        """Return the event that carries the report."""
         return ShardingEvent(**asdict(self))
 
 
-def read(event: ShardingEvent) -> ShardReport | None:
-    """Return what an event says; None where it makes no sense: a rank may send anything.
-
-    Args:
-        event: What a rank sent.
-    """
+def to_report(event: ShardingEvent) -> ShardReport | None:
+    """Return the report in a rank's event; None where the event is invalid: a rank may send anything."""
     try:
         axes = {str(name): int(size) for name, size in event.axes.items()}
         place = {name: int(event.place[name]) for name in axes}
@@ -89,4 +85,4 @@ def _bytes(given: Any) -> int | None:
     return None if given is None else max(0, int(given))
 
 
-__all__ = ["KINDS", "ShardReport", "ShardSizes", "read"]
+__all__ = ["KINDS", "ShardReport", "ShardSizes", "to_report"]

@@ -1,4 +1,4 @@
-"""Where a worker's events go: ``emit`` from any room, any thread, at the price of one append."""
+"""The queue of a rank's events: ``emit`` works on any thread, at the cost of one append."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUEUE_LIMIT = 50_000
 
 
 class Sink:
-    """A queue in front of a channel, emptied by whoever calls ``flush`` (the worker's agent, 20 times a second)."""
+    """A queue in front of a channel; the rank's agent flushes it 20 times a second."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -27,7 +27,7 @@ class Sink:
         self._dropped = 0
         self._flush_lock = threading.Lock()
         self.on_step: Callable[[], None] | None = None
-        """Called at every step boundary, on the thread that makes it, while somebody waits for one."""
+        """Called at every step boundary, on the training thread, while a request waits for one."""
 
     def emit(self, event: Event) -> None:
         """Queue ``event``; never blocks."""
@@ -35,7 +35,7 @@ class Sink:
             self._dropped += 1
             return
         self._queue.append(Stamped(time.time(), event))
-        on_step = self.on_step  # once: a signal's handler may take it away
+        on_step = self.on_step  # read once: a signal handler may remove it
         if on_step is not None and event.boundary:
             on_step()
 
@@ -43,7 +43,7 @@ class Sink:
         """Send what is queued, in order.
 
         Raises:
-            ChannelClosedError: The kernel is gone.
+            ChannelClosedError: The kernel has ended.
         """
         with self._flush_lock:
             batch = [self._queue.popleft() for _ in range(len(self._queue))]
@@ -63,17 +63,17 @@ _sink: Sink | None = None
 
 
 def install_sink(sink: Sink | None) -> None:
-    """Make ``sink`` the one that ``emit`` feeds in this process; None undoes it."""
+    """Make ``emit`` send to ``sink`` in this process; None removes it."""
     global _sink  # noqa: PLW0603 - one worker, one sink
     _sink = sink
 
 
 def current_sink() -> Sink | None:
-    """Return this worker's sink; None outside a launched worker."""
+    """Return this rank's sink; None outside a launched rank."""
     return _sink
 
 
 def emit(event: Event) -> None:
-    """Send ``event`` to the kernel that launched this worker; outside one, do nothing."""
+    """Queue ``event`` for the kernel that launched this rank; outside a launched rank, do nothing."""
     if _sink is not None:
         _sink.emit(event)

@@ -1,9 +1,10 @@
-"""Where a rank's step time goes: one clock that is always in one of five parts.
+"""Measures how a rank's step time divides into five parts.
 
-The worker side calls ``switch`` where one part ends and another begins; the time since the last call belongs to the
-part that was current. The clock runs only while a sink is installed (``running``), and tells of its sums once a second.
-What it measures is the host's time: kernels that an accelerator runs behind the host's back show up where the host
-waits for them, and the all-reduce that DistributedDataParallel overlaps with backward counts as backward.
+The worker's side calls ``switch`` where one part ends and another begins; the time since the last call belongs to the
+previous part. The clock runs only while a sink is installed (``running``), and emits its sums once a second.
+
+It measures the host's time: asynchronous kernels of an accelerator count where the host waits for them, and the
+all-reduce that DistributedDataParallel overlaps with backward counts as backward.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ PERIOD = 1.0
 
 @dataclass(slots=True)
 class StepTimeEvent(Event):
-    """Where the time since the last such event went: seconds by part, over ``steps`` steps that end with ``step``.
+    """The time since the last such event: seconds by part, over ``steps`` steps that end with ``step``.
 
-    ``own`` are the seconds in which the rank cannot have waited for others: outside of collectives, and outside of
-    backward, where gradients are exchanged. By them a straggler is told from those it holds up. 0.0: not known.
+    ``own`` is the time in which the rank cannot have waited for others: outside of collectives, and of backward, which
+    exchanges gradients. It distinguishes a straggler from the ranks that wait for it. 0.0: unknown.
     """
 
     droppable: ClassVar[bool] = True
@@ -42,23 +43,23 @@ class StepTimeEvent(Event):
     own: float = 0.0
 
 
-_BACKWARD = len(PARTS)  # told as part of "forward and backward", but a rank may wait for others in it
+_BACKWARD = len(PARTS)  # reported in "forward and backward", but a rank may wait for others in it
 _seconds = [0.0] * (len(PARTS) + 1)
 _part = OTHER
 _since = 0.0
-_told = 0.0
+_reported = 0.0
 _steps = 0
 _total_steps = 0
-_told_to: Sink | None = None
+_sink: Sink | None = None
 
 
 def running() -> bool:
-    """Whether there is somebody to tell."""
+    """Whether a sink is installed."""
     return current_sink() is not None
 
 
 def switch(part: int) -> int:
-    """Begin ``part``; return the part that was current, to go back to.
+    """Start ``part``; return the previous part.
 
     0.15 microseconds; for the thread that trains, and only while ``running()``.
     """
@@ -79,23 +80,23 @@ def _event() -> StepTimeEvent:
 
 
 def end_step() -> None:
-    """Count a step; once a second, tell where the time went. A run's first step begins the clock."""
-    global _steps, _total_steps, _told, _told_to  # noqa: PLW0603 - as in switch
+    """Count a step, and emit the sums once a second. A run's first step starts the clock."""
+    global _steps, _total_steps, _reported, _sink  # noqa: PLW0603 - as in switch
     sink = current_sink()
-    if sink is not _told_to:  # a new run: what was before is nobody's step
-        _told_to, _told, _steps, _total_steps = sink, _since, 0, 1
+    if sink is not _sink:  # a new run: the time before belongs to no step
+        _sink, _reported, _steps, _total_steps = sink, _since, 0, 1
         _seconds[:] = [0.0] * len(_seconds)
         return
     _steps += 1
     _total_steps += 1
-    if _since - _told >= PERIOD:
+    if _since - _reported >= PERIOD:
         emit(_event())
-        _told, _steps = _since, 0
+        _reported, _steps = _since, 0
         _seconds[:] = [0.0] * len(_seconds)
 
 
 def backward(function: Function) -> Function:
-    """Return a backward pass whose time is counted; the function itself where nobody is told."""
+    """Return a backward pass that counts its time; without a sink, the function itself."""
     if not running():
         return function
 
@@ -111,7 +112,7 @@ def backward(function: Function) -> Function:
 
 
 def collective(function: Function) -> Function:
-    """Decorate a collective: its time counts as time in collectives while there is somebody to tell."""
+    """Decorate a collective: while a sink is installed, its time counts as time in collectives."""
 
     @wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +128,7 @@ def collective(function: Function) -> Function:
 
 
 def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
-    """Hand on ``batches``; the time each takes to come is time waited for data, what follows it is computing."""
+    """Yield ``batches``: the time until each arrives counts as waiting for data, the time after it as computing."""
     end = object()
     try:
         while True:
@@ -138,7 +139,7 @@ def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
                 return
             switch(COMPUTE)
             yield batch
-            batch = None  # the next one is read without this one in memory
+            batch = None  # free it before the next one is read
     finally:
         close = getattr(batches, "close", None)
         if close is not None:

@@ -1,11 +1,10 @@
-"""The bounded store: what a run's ranks said, kept for panels, reports and ``run.metrics``.
+"""The bounded store of a run's events, for panels, reports and ``run.metrics``.
 
-Bounds: ``max_points`` points per metric and rank (a fuller series is thinned by keeping the smallest and the largest
-of every four neighbours, so that extremes survive), ``MAX_TOTAL_POINTS`` over all of them (the more series there are,
-the fewer points each may have; each may have ``MIN_POINTS``), ``max_series`` metrics, ``max_log_bytes`` of text per
-rank. A point weighs 24 bytes in an array with an eighth to spare, so a run of any length holds at most 108 MB of curves
-and 8 MB of text per rank; a band over more than eight ranks (``telemetry.bands``) adds 24 KB per metric. Failures and
-results are never dropped.
+Bounds: ``max_points`` points per metric and rank (a full series is thinned: of every four neighbours the smallest and
+the largest stay, so that extremes survive), ``MAX_TOTAL_POINTS`` over all series (with more series, each may have fewer
+points, but always ``MIN_POINTS``), ``max_series`` metrics, and ``max_log_bytes`` of text per rank. A point takes 24
+bytes in an array with an eighth to spare, so a run of any length needs at most 108 MB for curves and 8 MB of text per
+rank; an envelope over more than eight ranks adds 24 KB per metric. Failures and results are never dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from notebook_accelerate.telemetry.envelope import BAND_FROM, EnvelopeTail, MetricEnvelope
+from notebook_accelerate.telemetry.envelope import FEW_RANKS, EnvelopeTail, MetricEnvelope
 from notebook_accelerate.telemetry.events import (
     DroppedEvent,
     Event,
@@ -29,7 +28,7 @@ from notebook_accelerate.telemetry.events import (
     ShardingEvent,
     TraceEvent,
 )
-from notebook_accelerate.telemetry.sharding_events import ShardReport, read
+from notebook_accelerate.telemetry.sharding_events import ShardReport, to_report
 from notebook_accelerate.telemetry.step_time import StepTimeEvent
 
 if TYPE_CHECKING:
@@ -41,9 +40,9 @@ MAX_SERIES = 2_000
 MAX_LOG_BYTES = 8 << 20
 MAX_TOTAL_POINTS = 4_000_000
 MIN_POINTS = 64
-"""What every series may keep, however many there are."""
+"""Points that a series may always have."""
 MAX_TRACES = 1_000
-"""Traces that are listed; of more, the latest."""
+"""Most traces that are listed; the latest ones stay."""
 RECENT_STEP_TIMES = 10
 """Step times kept per rank: about as many seconds."""
 
@@ -64,15 +63,15 @@ class LogLine(NamedTuple):
     text: str
 
 
-class Tail(NamedTuple):
-    """What one rank logged of one metric since the last look.
+class SeriesTail(NamedTuple):
+    """The points of one metric and rank since a cursor.
 
     Attributes:
         steps: int64, shape (n,); -1 where no step was given.
         times: Seconds since the epoch, float64, shape (n,).
         values: float64, shape (n,).
-        cursor: What to pass next time.
-        whole: Whether these are all points there are, in place of what earlier looks returned.
+        cursor: The cursor for the next call.
+        whole: Whether these are all points, which replace earlier results.
     """
 
     steps: np.ndarray
@@ -90,7 +89,7 @@ class _Points:
         self.thinned = 0
 
     def append(self, step: int, time: float, value: float, limit: int) -> int:
-        """Keep a point; return by how much the number of points has changed."""
+        """Add a point; return the change in the number of points."""
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
@@ -105,12 +104,12 @@ class _Points:
         while len(self.values) > max(4, limit):
             self._thin()
 
-    def since(self, cursor: tuple[int, int]) -> Tail:
+    def since(self, cursor: tuple[int, int]) -> SeriesTail:
         import numpy as np
 
-        # Thinning moves points, so that an index from before it means nothing.
+        # Thinning moves points, which makes earlier indices invalid.
         begin = cursor[1] if cursor[0] == self.thinned else 0
-        return Tail(
+        return SeriesTail(
             np.array(self.steps[begin:], dtype=np.int64),
             np.array(self.times[begin:], dtype=float),
             np.array(self.values[begin:], dtype=float),
@@ -126,7 +125,7 @@ class _Points:
         finite = np.where(np.isnan(groups), np.inf, groups), np.where(np.isnan(groups), -np.inf, groups)
         base = np.arange(len(groups)) * 4
         picked = np.concatenate([base + finite[0].argmin(axis=1), base + finite[1].argmax(axis=1)])
-        # A group with NaN keeps one NaN: that is what the reader looks for.
+        # A group with NaN keeps one NaN, because readers look for it.
         nan_rows = np.isnan(groups).any(axis=1)
         picked = np.concatenate([picked, base[nan_rows] + np.isnan(groups[nan_rows]).argmax(axis=1)])
         keep = np.unique(np.concatenate([picked, np.arange(len(base) * 4, len(values))]))
@@ -146,7 +145,7 @@ class MetricSeries(NamedTuple):
         times: Seconds since the epoch, float64, shape (n,).
         ranks: int64, shape (n,).
         values: float64, shape (n,).
-        thinned: Whether points were left out to stay within the store's bound (extremes are kept).
+        thinned: Whether points were removed to stay within the store's bounds (extremes are kept).
     """
 
     name: str
@@ -157,7 +156,7 @@ class MetricSeries(NamedTuple):
     thinned: bool
 
     def rank(self, rank: int) -> MetricSeries:
-        """Return the part that ``rank`` logged."""
+        """Return the points that ``rank`` logged."""
         mask = self.ranks == rank
         return MetricSeries(
             self.name, self.steps[mask], self.times[mask], self.ranks[mask], self.values[mask], self.thinned
@@ -198,24 +197,24 @@ class Metrics(Mapping[str, MetricSeries]):
         return pd.concat(frames, ignore_index=True)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def _band_of(ranks: Mapping[int, _Points]) -> MetricEnvelope:
-    band = MetricEnvelope()
+def _envelope(ranks: Mapping[int, _Points]) -> MetricEnvelope:
+    envelope = MetricEnvelope()
     for points in ranks.values():
         for step, time, value in zip(points.steps, points.times, points.values, strict=True):
-            band.add(step, time, value)
-    return band
+            envelope.add(step, time, value)
+    return envelope
 
 
-def _whole(value: object) -> int | None:
-    """Return a step as a number of 64 bits; None for what is none: a rank may send anything."""
+def _int64(value: object) -> int | None:
+    """Return a value as a 64-bit integer; None where it is none: a rank may send anything."""
     try:
-        step = int(value)  # type: ignore[call-overload]
+        number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
         return None
-    return step if -(2**63) <= step < 2**63 else None
+    return number if -(2**63) <= number < 2**63 else None
 
 
-def _number(value: object) -> float | None:
+def _float(value: object) -> float | None:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -223,7 +222,7 @@ def _number(value: object) -> float | None:
 
 
 class Store:
-    """Everything a run's ranks said, within bounds; safe from any thread."""
+    """The events of a run's ranks, within bounds; safe from any thread."""
 
     def __init__(
         self, max_points: int = MAX_POINTS, max_series: int = MAX_SERIES, max_log_bytes: int = MAX_LOG_BYTES
@@ -231,7 +230,7 @@ class Store:
         self._lock = threading.RLock()
         self._max_points, self._max_series, self._max_log_bytes = max_points, max_series, max_log_bytes
         self._metrics: dict[str, dict[int, _Points]] = {}
-        self._bands: dict[str, MetricEnvelope] = {}
+        self._envelopes: dict[str, MetricEnvelope] = {}
         self._series_count = 0
         self._points_count = 0
         self._most_points = max_points
@@ -263,7 +262,7 @@ class Store:
         }
 
     def add(self, records: list[Record]) -> None:
-        """Keep ``records`` and tell the subscribers."""
+        """Store ``records`` and call the subscribers."""
         with self._lock:
             for record in records:
                 if not isinstance(record.event, ResourceEvent):
@@ -273,9 +272,9 @@ class Store:
                     handler(record)
             subscribers = list(self._subscribers)
         for subscriber in subscribers:
-            self._tell(subscriber, records)
+            self._notify(subscriber, records)
 
-    def _tell(self, subscriber: Callable[[list[Record]], None], records: list[Record]) -> None:
+    def _notify(self, subscriber: Callable[[list[Record]], None], records: list[Record]) -> None:
         try:
             subscriber(records)
         except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
@@ -283,7 +282,7 @@ class Store:
             warnings.warn(f"a subscriber failed and was dropped: {type(error).__name__}: {error}", stacklevel=2)
 
     def subscribe(self, callback: Callable[[list[Record]], None]) -> Callable[[], None]:
-        """Call ``callback(records)`` for all that comes from now on, on the supervisor's thread.
+        """Call ``callback(records)`` for all later records, on the supervisor's thread.
 
         Returns:
             A function that ends the subscription.
@@ -301,12 +300,12 @@ class Store:
 
     def _add_metric(self, record: Record) -> None:
         event: Any = record.event
-        step = self.last_step.get(record.rank, -1) if event.step is None else _whole(event.step)
+        step = self.last_step.get(record.rank, -1) if event.step is None else _int64(event.step)
         if step is not None:
             self.last_step[record.rank] = step
         limit = self._most_points
         for name, value in event.values.items():
-            number = value if type(value) is float else _number(value)
+            number = value if type(value) is float else _float(value)
             ranks = self._metrics.get(name)
             if step is None or number is None or (ranks is None and len(self._metrics) >= self._max_series):
                 self.dropped[record.rank] = self.dropped.get(record.rank, 0) + 1
@@ -318,21 +317,21 @@ class Store:
                 points = ranks[record.rank] = _Points()
                 self._series_count += 1
                 limit = self._most_points = self._limit()
-                if len(ranks) == BAND_FROM + 1:
-                    self._bands[name] = _band_of(ranks)
+                if len(ranks) == FEW_RANKS + 1:
+                    self._envelopes[name] = _envelope(ranks)
             self._points_count += points.append(step, record.time, number, limit)
-            if (band := self._bands.get(name)) is not None:
-                band.add(step, record.time, number)
+            if (envelope := self._envelopes.get(name)) is not None:
+                envelope.add(step, record.time, number)
         if self._points_count > MAX_TOTAL_POINTS and self._points_count > MIN_POINTS * self._series_count:
             self._thin_all()
 
     def _limit(self) -> int:
-        """Return how many points a series may have now."""
+        """Return the current limit of points per series."""
         share = max(MIN_POINTS, MAX_TOTAL_POINTS // max(1, self._series_count))
         return min(self._max_points, share)
 
     def _thin_all(self) -> None:
-        """Bring series that grew when there were fewer of them down to what each may have now."""
+        """Thin the series that exceed the current limit, which falls as series are added."""
         series = [points for ranks in self._metrics.values() for points in ranks.values()]
         for points in series:
             points.thin_to(self._limit())
@@ -351,7 +350,7 @@ class Store:
 
     def _add_step_time(self, record: Record) -> None:
         event: Any = record.event
-        if isinstance(event.parts, dict) and all(_number(seconds) is not None for seconds in event.parts.values()):
+        if isinstance(event.parts, dict) and all(_float(seconds) is not None for seconds in event.parts.values()):
             self._step_times.setdefault(record.rank, deque(maxlen=RECENT_STEP_TIMES)).append(event)
 
     def _add_resource(self, record: Record) -> None:
@@ -361,18 +360,18 @@ class Store:
 
     def _add_trace(self, record: Record) -> None:
         event: Any = record.event
-        size = _whole(event.size)
+        size = _int64(event.size)
         if size is None:
             return
         file = record.rank, str(event.path)
-        self._traces.pop(file, None)  # a trace that is written again is the latest
+        self._traces.pop(file, None)  # a rewritten trace is the latest one
         self._traces[file] = size
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
 
     def _add_sharding(self, record: Record) -> None:
         event: Any = record.event
-        if (report := read(event)) is not None:
+        if (report := to_report(event)) is not None:
             self.shard_reports[record.rank] = report
 
     def _add_dropped(self, record: Record) -> None:
@@ -385,9 +384,9 @@ class Store:
         self._log_count[record.rank] = self._log_count.get(record.rank, 0) + 1
         self.log_total += 1
         size = self._log_bytes.get(record.rank, 0)
-        # Many lines come as one text and stay one until they are read: a flood must not cost an object per line.
+        # A text of many lines is stored as one object until it is read: a flood must not cost an object per line.
         lines.append(LogLine(record.time, event.stream, event.text))
-        size += len(event.text) + 200  # the tuple and its parts weigh about that much
+        size += len(event.text) + 200  # about the size of the tuple and its parts
         while size > self._max_log_bytes and len(lines) > 1:
             size -= len(lines.popleft().text) + 200
         self._log_bytes[record.rank] = size
@@ -403,7 +402,7 @@ class Store:
         """Return one metric over all ranks.
 
         Raises:
-            KeyError: No such metric; the message lists those there are.
+            KeyError: The metric is unknown; the message lists the known ones.
         """
         import numpy as np
 
@@ -430,53 +429,53 @@ class Store:
             return sorted(self._metrics.get(name, ()))
 
     def last_value(self, name: str, rank: int) -> float | None:
-        """Return the last value that ``rank`` logged of ``name``; None when it logged none."""
+        """Return the last value of ``name`` on ``rank``; None when the rank has logged none."""
         with self._lock:
             points = self._metrics.get(name, {}).get(rank)
             return points.values[-1] if points is not None and points.values else None
 
-    def tail(self, name: str, rank: int, cursor: tuple[int, int] = (0, 0)) -> Tail:
-        """Return what ``rank`` logged of ``name`` since ``cursor``; thinning makes it start again.
+    def tail(self, name: str, rank: int, cursor: tuple[int, int] = (0, 0)) -> SeriesTail:
+        """Return the points of ``name`` on ``rank`` since ``cursor``; after thinning, all points.
 
         Raises:
-            KeyError: The rank has logged no such metric.
+            KeyError: The rank has not logged the metric.
         """
         with self._lock:
             return self._metrics[name][rank].since(cursor)
 
-    def band(self, name: str, cursor: tuple[int, int] = (0, 0)) -> EnvelopeTail | None:
-        """Return what is new of the band of all ranks since ``cursor``; None where few ranks have logged ``name``."""
+    def envelope(self, name: str, cursor: tuple[int, int] = (0, 0)) -> EnvelopeTail | None:
+        """Return the envelope's changes since ``cursor``; None where few ranks have logged ``name``."""
         with self._lock:
-            band = self._bands.get(name)
-            return None if band is None else band.since(cursor)
+            envelope = self._envelopes.get(name)
+            return None if envelope is None else envelope.since(cursor)
 
     def traces(self) -> list[tuple[int, str, int]]:
-        """Return the profilers' traces that were written: rank, path and size in bytes, by rank."""
+        """Return the written profiler traces: rank, path and size in bytes, by rank."""
         with self._lock:
             return sorted((rank, path, size) for (rank, path), size in self._traces.items())
 
     def latest_step_time(self, rank: int) -> StepTimeEvent | None:
-        """Return the last of ``step_times``; None where nothing was measured."""
+        """Return the last of ``step_times``; None where there is none."""
         with self._lock:
             events = self._step_times.get(rank)
             return events[-1] if events else None
 
     def step_times(self, rank: int) -> list[StepTimeEvent]:
-        """Return where the rank's time of the last seconds went, the oldest first."""
+        """Return the rank's step times of the last seconds, oldest first."""
         with self._lock:
             return list(self._step_times.get(rank, ()))
 
     def log_tail(self, rank: int, cursor: int = 0, limit: int = 500) -> tuple[list[LogLine], int, int]:
-        """Return what ``rank`` wrote since ``cursor``.
+        """Return the lines that ``rank`` wrote since ``cursor``.
 
         Args:
-            rank: Whose lines.
-            cursor: What the last call returned.
-            limit: At most so many lines, the newest ones.
+            rank: Global index.
+            cursor: From the last call; 0 for all lines.
+            limit: Most lines to return; the newest ones.
 
         Returns:
-            The lines, the cursor for the next call, and how many lines were left out (those that the store no longer
-            has are not counted).
+            The lines, the cursor for the next call, and the number of omitted lines (without those that the store has
+            already removed).
         """
         with self._lock:
             count = self._log_count.get(rank, 0)
@@ -484,13 +483,13 @@ class Store:
         lines: list[LogLine] = []
         skipped = 0
         for chunk in chunks:
-            room = limit - len(lines)
-            if room <= 0:
+            left = limit - len(lines)
+            if left <= 0:
                 skipped += chunk.text.count("\n") + 1
                 continue
             texts = chunk.text.split("\n")
-            skipped += max(0, len(texts) - room)
-            lines += [LogLine(chunk.time, chunk.stream, text) for text in reversed(texts[max(0, len(texts) - room) :])]
+            skipped += max(0, len(texts) - left)
+            lines += [LogLine(chunk.time, chunk.stream, text) for text in reversed(texts[max(0, len(texts) - left) :])]
         return lines[::-1], count, skipped
 
     def log_lines(self, rank: int) -> list[LogLine]:

@@ -1,4 +1,4 @@
-"""Exceptions as data in the worker, and as text at notebook cell lines in the kernel."""
+"""Exceptions as data in a rank, and as text with the lines of notebook cells in the kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_user_code(filename: str) -> bool:
 
 
 def chain_of(error: BaseException) -> tuple[ExceptionInfo, ...]:
-    """Return ``error`` and what led to it, the root first, without this package's own launching frames."""
+    """Return ``error`` and its causes, root first, without the frames of the launcher."""
     chain: list[ExceptionInfo] = []
     seen: set[int] = set()
     link, current = "", error
@@ -75,13 +75,13 @@ def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
 # ---- in the kernel
 
 
-def place(frame: FrameInfo) -> str:
-    """Return where a frame is, as "Cell In[7], line 3" where it is in a cell."""
+def frame_location(frame: FrameInfo) -> str:
+    """Return the file and line of a frame, as "Cell In[7], line 3" in a cell."""
     return f"{cell_name(frame.filename) or frame.filename}, line {frame.lineno}"
 
 
 def cell_name(filename: str) -> str:
-    """Return "Cell In[7]" for the file name of a cell this kernel ran; "" for other files."""
+    """Return "Cell In[7]" for the file name of a cell that this kernel ran; "" for other files."""
     if not is_cell(filename):
         return ""
     if filename.startswith(NAMED_CELL):
@@ -97,25 +97,25 @@ def cell_name(filename: str) -> str:
 
 
 def _number_in_history(shell: Any, filename: str) -> int | None:
-    """Return the number of the last cell with the source that this name stands for: IPython 7 keeps no other table."""
+    """Return the number of the last cell with this file's source: IPython 7 has no table of numbers."""
     source = "".join(linecache.getlines(filename)).strip()
     history = getattr(shell, "history_manager", None)
     if not source or history is None:
         return None
     for number in range(len(history.input_hist_raw) - 1, 0, -1):
         raw = history.input_hist_raw[number]
-        # As it ran, or, for a cell magic, what stands below its first line.
+        # The source as it ran or, for a cell magic, the lines below its first.
         if source in (history.input_hist_parsed[number].strip(), raw.partition("\n")[2].strip()):
             return number
     return None
 
 
 def with_named_cells(chain: tuple[ExceptionInfo, ...], where: str) -> tuple[ExceptionInfo, ...]:
-    """Return ``chain`` for another notebook, which does not have this one's cells.
+    """Return ``chain`` for another notebook, with the names of this notebook's cells.
 
     Args:
-        chain: Exceptions whose frames name the files of cells.
-        where: Put behind the names of cells, as " of node 1".
+        chain: Exceptions with the file names of cells in their frames.
+        where: Suffix of the names of cells, as " of node 1".
     """
     return tuple(
         info._replace(
@@ -133,14 +133,14 @@ def _of_notebook(name: str, where: str) -> str:
 
 
 def name_cells(text: str) -> str:
-    """Return ``text`` with the file names of cells as "Cell In[7]"."""
+    """Return ``text`` with "Cell In[7]" in place of the file names of cells."""
     for filename in set(_CELL_FILE.findall(text)):
         text = text.replace(filename, cell_name(filename) or filename)
     return text
 
 
 def name_cells_of(chain: tuple[ExceptionInfo, ...]) -> tuple[ExceptionInfo, ...]:
-    """Return ``chain`` with cells named in what the exceptions say; their frames keep the files' names."""
+    """Return ``chain`` with the file names of cells replaced in the messages, but not in the frames."""
     return tuple(info._replace(message=name_cells(info.message)) for info in chain)
 
 
@@ -148,7 +148,7 @@ _CELL_FILE = re.compile(r"/[^\s\x1b\"'>]*ipykernel_\d+/\d+\.py|<ipython-input[^>
 
 
 def format_chain(chain: tuple[ExceptionInfo, ...]) -> list[str]:
-    """Return the lines that tell of ``chain``, each frame with its source line."""
+    """Return the lines of a traceback for ``chain``."""
     lines: list[str] = []
     for position, info in enumerate(chain):
         for frame in info.frames:
@@ -166,9 +166,9 @@ _LINKS = {
 
 
 def format_frame(frame: FrameInfo) -> list[str]:
-    """Return one frame as its place and, where there is one, its source line."""
+    """Return the location of a frame and, if known, its source line."""
     if not frame.filename:
         return [f"  {frame.function}"]
     source = frame.source or linecache.getline(frame.filename, frame.lineno).strip()
-    head = f"  {place(frame)}, in {frame.function}"
+    head = f"  {frame_location(frame)}, in {frame.function}"
     return [head, f"    {source}"] if source else [head]

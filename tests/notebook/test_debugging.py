@@ -26,7 +26,7 @@ import notebook_accelerate.launch.run_debugging as inspection
 import notebook_accelerate.launch.supervisor.stall_detector as stall
 
 # Where the machine is busy, ranks may be slow to come to their debuggers, to answer, and to tell of their numbers.
-inspection.STOP_SECONDS = session.ANSWER_SECONDS = mistakes.TELLING_SECONDS = 60
+inspection.STOP_SECONDS = session.REPLY_SECONDS = mistakes.COMPARE_SECONDS = 60
 
 def go(function, *args, **options):
     return launch(function, *args, block=False, **options)
@@ -289,9 +289,9 @@ def test_what_ranks_passed_is_told_with_their_lines_in_the_cell(kernel: Kernel, 
 
 @pytest.fixture
 def _silent_ranks(kernel: Kernel) -> Iterator[None]:
-    kernel.check("session.ANSWER_SECONDS = 1.0")
+    kernel.check("session.REPLY_SECONDS = 1.0")
     yield
-    kernel.check("session.ANSWER_SECONDS = 60")
+    kernel.check("session.REPLY_SECONDS = 60")
 
 
 @pytest.mark.usefixtures("_silent_ranks")
@@ -300,7 +300,7 @@ def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> Non
         kernel,
         "in_native_code",
         r"rank 1 never reached all_reduce #1 \(f32 \[4\]\); it is at Cell In\[.*"
-        r"create_string_buffer\(1\), 1\) \(it holds the interpreter in native code.*rank 0 has waited.*",
+        r"create_string_buffer\(1\), 1\) \(it holds the GIL in native code.*rank 0 has waited.*",
     )
     assert kernel.value("run.ask('1 + 1', ranks=[0], timeout=60)") == {"0": 2}
     silent = kernel.value("repr(run.ask('1 + 1', ranks=[1], timeout=1.5)[1])")

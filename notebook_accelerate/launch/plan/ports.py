@@ -1,10 +1,10 @@
 """The port of the process group's rendezvous.
 
-Rank 0 listens on it only when the user's function makes the process group, which may be minutes after the launch.
-Until then the port must be neither another notebook's choice nor the system's for some outgoing connection, so on
-Linux the kernel holds two sockets that do not listen: one bound to the port, past which a listener that sets
-``SO_REUSEADDR``, as torch's store does, can still bind, and one bound to an abstract name made of the port, which
-every kernel of this network namespace asks for first. Both go with the process that holds them.
+Rank 0 listens on it only when the user's function creates the process group, which may be minutes after the launch.
+Until then neither another notebook nor the system, for an outgoing connection, must use the port. So on Linux the
+kernel holds two sockets that do not listen: one bound to the port, which does not prevent a listener with
+``SO_REUSEADDR``, as torch's store, from binding; and one bound to an abstract name with the port's number, which every
+kernel of this network namespace tries first. Both end with the process that holds them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _reserved: dict[int, _Held] = {}
 
 
 def reserve(run_id: int, asked: int, *, fixed: bool, here: bool = True) -> tuple[int, str]:
-    """Return a port for a run and a line that says so when it is not the one asked for.
+    """Reserve a port for a run; return it, with a note where it is not the requested one.
 
     Args:
         run_id: The run that will use it.
-        asked: The port asked for; 0 means any.
-        fixed: Whether other machines have been told the port, so that no other will do.
+        asked: The requested port; 0 means any.
+        fixed: Whether other machines know the port, so that it cannot be replaced.
         here: Whether rank 0, which listens, is on this machine.
 
     Raises:
@@ -64,7 +64,7 @@ def reserve(run_id: int, asked: int, *, fixed: bool, here: bool = True) -> tuple
 
 
 def release(run_id: int) -> None:
-    """Let go of a run's port."""
+    """Release a run's port."""
     with _lock:
         held = _reserved.pop(run_id, None)
     if held is not None:
@@ -72,10 +72,10 @@ def release(run_id: int) -> None:
 
 
 def _hold(port: int) -> _Held | None:
-    """Take a port for this process; None if a server, this kernel or another one has it."""
+    """Hold a port for this process; None if a server, this kernel or another one uses it."""
     if any(held.port == port for held in _reserved.values()) or not _free(port):
         return None
-    if sys.platform != "linux":  # elsewhere a bound socket keeps the listener out, and names of that kind are missing
+    if sys.platform != "linux":  # elsewhere a bound socket prevents the listener, and there are no abstract names
         return _Held(port)
     with ExitStack() as undo:
         name = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
@@ -92,7 +92,7 @@ def _hold(port: int) -> _Held | None:
 
 
 def _free(port: int) -> bool:
-    # Both: a server on all interfaces holds loopback too, and one on loopback alone leaves the rest free.
+    # Both: a server on all interfaces uses loopback too, and a server on loopback leaves the others free.
     return all(_can_bind(port, address) for address in ("127.0.0.1", ""))
 
 

@@ -18,16 +18,16 @@ ROWS: dict[str, str] = {
 
 
 def process_backend(name: str) -> type[ProcessBackend]:
-    """Return the class that starts ranks by the method ``name``.
+    """Return the backend of a start method.
 
     Raises:
-        ValueError: No such method; the message lists those there are.
+        ValueError: The method is unknown; the message lists the known ones.
     """
     rows = dict(ROWS)
-    if name not in rows:  # looking through the installed packages takes longer than forking a rank
+    if name not in rows:  # to search the installed packages takes longer than to fork a rank
         rows |= {entry.name: entry.value for entry in entry_points(group="notebook_accelerate.launch_backends")}
     if name not in rows:
-        raise ValueError(f"start_method={name!r} is not known; there are: {', '.join(sorted(rows))}")
+        raise ValueError(f"start_method={name!r} is not known; pass one of {', '.join(sorted(rows))}")
     module, attribute = rows[name].split(":")
     found: type[ProcessBackend] = getattr(importlib.import_module(module), attribute)
     return found

@@ -1,4 +1,4 @@
-"""Ranks forked from the live kernel: they inherit everything by copy-on-write, and nothing is pickled."""
+"""Ranks forked from the kernel: they inherit its memory by copy-on-write, and nothing is pickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ForkedRank(OwnChild):
-    """A rank whose process group the zygote, where there is one, ends with the kernel."""
+    """A rank whose process group the zygote, if it runs, ends with the kernel."""
 
     def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid, ends, exit_descriptor)
@@ -34,7 +34,7 @@ class ForkedRank(OwnChild):
 
 
 class ForkBackend(ProcessBackend):
-    """Forks from the calling thread, which must live as long as the ranks: the system ends them with it."""
+    """Forks from the calling thread, which must live as long as the ranks: Linux ends them with it."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
@@ -49,7 +49,7 @@ class ForkBackend(ProcessBackend):
         if pid == 0:
             wiring = entry.Wiring(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
             entry.main(order, wiring, lambda: (self.function, self.arguments), inherited=ends.kernel_side)
-        with suppress(OSError):  # the child does the same; whoever comes first
+        with suppress(OSError):  # the child does the same: either may run first
             os.setpgid(pid, pid)
         ends.close_rank_side()
         return ForkedRank(order.rank, pid, ends, pidfd_of(pid))

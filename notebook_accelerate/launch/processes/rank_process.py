@@ -1,4 +1,4 @@
-"""The small interface behind which every start method lives: how ranks are started, heard and ended."""
+"""The interface of the start methods: how they start, read and end ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from notebook_accelerate.debug.process_inspection import Look, Outside
+from notebook_accelerate.debug.process_inspection import ProcessInspector, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry import Channel, Stamped
 from notebook_accelerate.telemetry.channel import Sender
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 PIPE_BYTES = 1 << 20
-"""Asked-for size of an output pipe: a rank that writes in bursts does not wait for the kernel."""
+"""Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
 READ_BYTES = 1 << 18
 
 
@@ -32,10 +32,10 @@ class Exit:
     """How a process ended.
 
     Attributes:
-        code: Exit status; None when a signal ended it, or when it is not known.
+        code: Exit status; None when a signal ended it, or when it is unknown.
         signal: Number of the signal that ended it; None otherwise.
-        max_rss: Peak resident memory in bytes; 0 when not known.
-        lost: Why nothing is known of its end, as "node 1 (c3-n07) was lost"; "" when it is known.
+        max_rss: Peak resident memory in bytes; 0 when unknown.
+        lost: Why its end is unknown, as "node 1 (c3-n07) was lost"; "" when it is known.
     """
 
     code: int | None = None
@@ -45,7 +45,7 @@ class Exit:
 
     @classmethod
     def from_status(cls, status: int, max_rss_kib: int) -> Exit:
-        """Read what ``os.wait4`` returns."""
+        """Convert the result of ``os.wait4``."""
         code = os.waitstatus_to_exitcode(status)
         return cls(code if code >= 0 else None, -code if code < 0 else None, max_rss_kib * 1024)
 
@@ -53,8 +53,8 @@ class Exit:
 class Ends:
     """The kernel's and the rank's ends of one rank's channel and output pipes."""
 
-    kernel_side: set[int] = set()  # noqa: RUF012 - all runs of this process share it on purpose
-    """Descriptors of this process that no forked rank may keep open."""
+    kernel_side: set[int] = set()  # noqa: RUF012 - all runs of this process share it
+    """Descriptors of this process that a forked rank must not keep open."""
 
     def __init__(self) -> None:
         self.channel, self.rank_channel = Channel.pair()
@@ -63,13 +63,13 @@ class Ends:
         self.kernel_side |= {self.stdout, self.stderr}
 
     def close_rank_side(self) -> None:
-        """Close, in the kernel, what belongs to the rank, so that its end is seen."""
+        """Close the rank's ends in the kernel, so that the kernel reads the end of the streams."""
         self.rank_channel.close()
         os.close(self.rank_stdout)
         os.close(self.rank_stderr)
 
     def close_kernel_side(self) -> None:
-        """Close what belongs to the kernel."""
+        """Close the kernel's ends."""
         self.channel.close()
         for descriptor in (self.stdout, self.stderr):
             self.kernel_side.discard(descriptor)
@@ -87,32 +87,32 @@ def _pipe() -> tuple[int, int]:
 
 
 class RankListener(Protocol):
-    """Who hears the ranks; called on the thread that waits on the selector."""
+    """Handles what ranks send; called on the thread that waits on the selector."""
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """A rank has written ``data``; ``b""`` is the end of the stream."""
+        """Handle output of a rank; ``b""`` is the end of the stream."""
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """Bytes of a rank's channel have come."""
+        """Handle bytes from a rank's channel."""
 
     def take_aside(self, rank: int, data: bytes) -> None:
-        """Whole frames have come that another one says in the rank's name."""
+        """Handle complete frames that another process sends on behalf of a rank."""
 
     def take_end(self, rank: int) -> None:
-        """A rank may have ended: ``poll`` tells."""
+        """Check by ``poll`` whether a rank has ended."""
 
 
 class RankProcess(ABC):
-    """One started rank, as its supervisor sees it, wherever it runs.
+    """A started rank, on this machine or another.
 
     Attributes:
         rank: Global index.
         local_rank: Index on its machine.
-        pid: Its process, which leads a process group of its own.
+        pid: Its process, which leads its own process group.
         node: Index of its machine in the run.
         host: Name of its machine; "" for this one.
-        channel: The way down to it.
-        asks_here: Whether its questions are for this notebook's user, and not another's.
+        channel: Sends events to it.
+        asks_here: Whether this notebook shows its prompts, and not another one.
     """
 
     channel: Sender
@@ -123,54 +123,54 @@ class RankProcess(ABC):
 
     @property
     def must_be_asked(self) -> bool:
-        """Whether nothing tells of its end, so that ``poll`` must be called now and then."""
+        """Whether its end is not reported, so that ``poll`` must be called regularly."""
         return False
 
     @abstractmethod
     def poll(self) -> Exit | None:
-        """Return how it ended, reaping it; None while it runs."""
+        """Reap it and return how it ended; None while it runs."""
 
     @abstractmethod
     def send_signal(self, number: int, *, group: bool = False) -> None:
-        """Signal the rank, or everything in its process group."""
+        """Send a signal to the rank, or to its process group."""
 
     @abstractmethod
-    def connect(self, selector: selectors.BaseSelector, hearing: RankListener) -> None:
-        """Register what the rank is heard by; the data of each registration is called when it is ready."""
+    def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
+        """Register the rank's streams; the data of each registration is called when the stream is ready."""
 
     @abstractmethod
-    def drain(self, hearing: RankListener, *, channel: bool) -> None:
-        """Take in all output that is there now, and what the channel holds too."""
+    def drain(self, listener: RankListener, *, channel: bool) -> None:
+        """Read all available output, and with ``channel`` all available frames."""
 
     @abstractmethod
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Take back the registrations that are left."""
+        """Remove the remaining registrations."""
 
     def dated(self, messages: list[Stamped]) -> list[Stamped]:
-        """Return what has come by this machine's clock."""
+        """Return messages with their times converted to this machine's clock."""
         return messages
 
     def await_end(self, timeout: float) -> None:
-        """Wait for the end of a rank that was killed, so that it is reaped."""
+        """Wait for the end of a killed rank, to reap it."""
         deadline = time.monotonic() + timeout
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
 
     @abstractmethod
     def open_dump(self, path: str) -> None:
-        """The rank's stacks will appear in ``path`` on its machine."""
+        """Open the file on the rank's machine to which it writes its stacks."""
 
     @abstractmethod
     def pass_on(self, data: bytes) -> None:
-        """Send the rank frames that somebody else has encoded; a rank that is gone needs none."""
+        """Send encoded frames to the rank; does nothing where it has ended."""
 
     @abstractmethod
-    def look(self) -> Look:
-        """Look at the rank without its help; safe from any thread."""
+    def look(self) -> ProcessStacks:
+        """Read the rank's stacks from outside; safe from any thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what the rank left running in its group, and close the kernel's descriptors."""
+        """End what still runs in the rank's group, and close the kernel's descriptors."""
 
 
 class LocalRank(RankProcess):
@@ -180,14 +180,14 @@ class LocalRank(RankProcess):
         rank: Global index.
         pid: Its process.
         ends: The kernel's ends of its channel and pipes.
-        exit_descriptor: Becomes readable when it ends; None where the system has no such thing.
+        exit_descriptor: Becomes readable when it ends; None where the system cannot provide one.
     """
 
     def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid)
         self.ends, self.exit_descriptor = ends, exit_descriptor
         self.channel: Channel = ends.channel
-        self._outside = Outside(pid)
+        self._inspector = ProcessInspector(pid)
         self._open = {"stdout": ends.stdout, "stderr": ends.stderr}
         self._selector: selectors.BaseSelector | None = None
 
@@ -204,17 +204,17 @@ class LocalRank(RankProcess):
             else:
                 os.kill(self.pid, number)
 
-    def connect(self, selector: selectors.BaseSelector, hearing: RankListener) -> None:
+    def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
         """See ``RankProcess.connect``."""
         self._selector = selector
         for stream, descriptor in self._open.items():
-            selector.register(descriptor, selectors.EVENT_READ, partial(self._read_output, hearing, stream))
-        selector.register(self.channel, selectors.EVENT_READ, partial(self._read_channel, hearing))
+            selector.register(descriptor, selectors.EVENT_READ, partial(self._read_output, listener, stream))
+        selector.register(self.channel, selectors.EVENT_READ, partial(self._read_channel, listener))
         if self.exit_descriptor is not None:
-            selector.register(self.exit_descriptor, selectors.EVENT_READ, partial(hearing.take_end, self.rank))
+            selector.register(self.exit_descriptor, selectors.EVENT_READ, partial(listener.take_end, self.rank))
 
-    def _read_output(self, hearing: RankListener, stream: str) -> int:
-        """Read once; return how many bytes there were."""
+    def _read_output(self, listener: RankListener, stream: str) -> int:
+        """Read once and return the number of bytes."""
         descriptor = self._open[stream]
         try:
             data = os.read(descriptor, READ_BYTES)
@@ -223,26 +223,26 @@ class LocalRank(RankProcess):
         if not data:
             del self._open[stream]
             self._unregister(descriptor)
-        hearing.take_output(self.rank, stream, data)
+        listener.take_output(self.rank, stream, data)
         return len(data)
 
-    def _read_channel(self, hearing: RankListener) -> bool:
+    def _read_channel(self, listener: RankListener) -> bool:
         try:
             data = self.channel.receive_bytes()
         except ChannelClosedError:
             self._unregister(self.channel)
             return False
-        hearing.take_frames(self.rank, data)
+        listener.take_frames(self.rank, data)
         return True
 
-    def drain(self, hearing: RankListener, *, channel: bool) -> None:
+    def drain(self, listener: RankListener, *, channel: bool) -> None:
         """See ``RankProcess.drain``."""
         for stream in list(self._open):
-            left = PIPE_BYTES  # no more can be there now: a process that the rank left behind may write without end
-            while left > 0 and (count := self._read_output(hearing, stream)):
+            left = PIPE_BYTES  # the most a pipe holds: a process that the rank left behind may write without end
+            while left > 0 and (count := self._read_output(listener, stream)):
                 left -= count
-        # Not until its end: a process that the rank left behind, as a DataLoader's worker, may hold it open.
-        while channel and self.channel.readable() and self._read_channel(hearing):
+        # Not until its end: a process that the rank left behind, such as a DataLoader's worker, may hold it open.
+        while channel and self.channel.readable() and self._read_channel(listener):
             pass
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
@@ -258,48 +258,48 @@ class LocalRank(RankProcess):
 
     def open_dump(self, path: str) -> None:
         """See ``RankProcess.open_dump``."""
-        self._outside.open_dump(path)
+        self._inspector.open_dump(path)
 
     def pass_on(self, data: bytes) -> None:
         """See ``RankProcess.pass_on``."""
         with suppress(ChannelClosedError):
             self.channel.send_bytes(data)
 
-    def look(self) -> Look:
+    def look(self) -> ProcessStacks:
         """See ``RankProcess.look``."""
-        return self._outside.look(self.send_signal)
+        return self._inspector.read_stacks(self.send_signal)
 
     def close(self) -> None:
         """See ``RankProcess.close``."""
         self.send_signal(signal.SIGKILL, group=True)
         self.ends.close_kernel_side()
-        self._outside.close()
+        self._inspector.close()
         if self.exit_descriptor is not None:
             os.close(self.exit_descriptor)
             self.exit_descriptor = None
 
 
 class ProcessBackend(ABC):
-    """Starts ranks as processes. One object serves one attempt of one launch.
+    """Starts the ranks of one attempt as processes.
 
     Args:
         function: What every rank runs.
         arguments: Its positional arguments.
 
     Raises:
-        SerializationError: The function or its arguments cannot travel to such a process.
+        SerializationError: The function or its arguments cannot be sent to such a process.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
 
-    def hear(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """Be told of the launch, before anything is started; most methods need not know.
+    def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        """Receive the launch's configuration before ranks start; most start methods ignore it.
 
         Args:
-            config: What was asked for.
-            note: Shows the user a line while the start takes its time.
-            stopping: Whether the run is to be stopped before its ranks have started.
+            config: The configuration.
+            note: Shows the user a line during a slow start.
+            stopping: Returns whether the run is being stopped before its ranks have started.
         """
         return
 
@@ -307,11 +307,11 @@ class ProcessBackend(ABC):
         """Start the ranks of an attempt.
 
         Args:
-            orders: One for each rank, in order.
-            started: Called with each rank as soon as it has started, so that it is ended if a later one does not.
+            orders: The orders of the ranks, in order.
+            started: Called with each rank as soon as it has started, to end it if a later one cannot be started.
 
         Raises:
-            LaunchError: One could not be started.
+            LaunchError: A rank could not be started.
         """
         for local_rank, order in enumerate(orders):
             process = self.start_rank(order)
@@ -327,12 +327,12 @@ class ProcessBackend(ABC):
         """
 
     def close(self) -> None:
-        """Let go of what was needed for starting; the ranks go on."""
+        """Release what was needed to start ranks; the ranks keep running."""
         return
 
 
 def pidfd_of(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when ``pid`` ends, where the system has such."""
+    """Return a descriptor that becomes readable when ``pid`` ends; None where the system has none."""
     if not hasattr(os, "pidfd_open"):
         return None
     with suppress(OSError):
@@ -341,7 +341,7 @@ def pidfd_of(pid: int) -> int | None:
 
 
 class OwnChild(LocalRank):
-    """A rank that is this process's own child."""
+    """A rank that is a child of this process."""
 
     def poll(self) -> Exit | None:
         """See ``RankProcess.poll``."""

@@ -1,7 +1,7 @@
 """Ranks forked from a clean server process that has torch imported and nothing initialised.
 
 The server outlives launches: a kernel starts it once, after the cell that imports the launcher.
-It ends when the kernel ends (its control socket closes), or by ``shutdown()``.
+It ends with the kernel, when its control socket closes, or by ``shutdown()``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!qq")
-"""What the server writes when a rank has ended: its wait status, its peak resident memory in KiB."""
+"""Written by the server when a rank has ended: its wait status, and its peak resident memory in KiB."""
 GUARD = 1 << 31
-"""Set in a request's length: it is no length but a process group to end, or no longer to end, with the kernel."""
-AIDE = 1 << 30
-"""Set in a request's length: no rank is wanted, but a process that calls the function that the request names."""
+"""Set in a request's length: the other bits are a process group to end, or no longer to end, with the kernel."""
+HELPER = 1 << 30
+"""Set in a request's length: the request names a function for a helper process, in place of a rank."""
 START_SECONDS = 120.0
 """How long the server may take to import torch."""
 
 
 class Zygote:
-    """The kernel's hold on the server process."""
+    """The server process, as the kernel controls it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -68,19 +68,19 @@ class Zygote:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it runs and is this process's own."""
+        """Whether it runs and this process has started it."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self, order: bytes, descriptors: list[int], kind: int = 0) -> int:
         """Have the server fork a rank and return the rank's process id.
 
         Args:
-            order: The rank's, pickled; or with `AIDE` "module:function", to be called with the first descriptor.
-            descriptors: Channel, standard output and error, payload, and where the server writes how it ended.
-            kind: `AIDE` for a process that outlives the server, to say goodbye for a kernel that has died.
+            order: The rank's order, pickled; or with `HELPER` "module:function", called with the first descriptor.
+            descriptors: Channel, standard output and error, payload, and the pipe for the status.
+            kind: `HELPER` for a process that outlives the server, to act for a kernel that has died.
 
         Raises:
-            LaunchError: The server is gone.
+            LaunchError: The server has ended.
         """
         with self._lock:
             try:
@@ -89,28 +89,28 @@ class Zygote:
                 self._control.sendall(order)
                 answer = self._control.recv(LENGTH.size, socket.MSG_WAITALL)
             except OSError as error:
-                # Should it answer yet, that would be taken for the answer to the next request.
+                # A late reply would be taken for the reply to the next request.
                 self._process.kill()
                 self._process.wait()
-                raise LaunchError(f"the server process did not answer: {error}{self.log_tail()}") from error
+                raise LaunchError(f"the server process did not reply: {error}{self.log_tail()}") from error
             if len(answer) < LENGTH.size:
                 raise LaunchError(f"the server process has ended{self.log_tail()}")
             return int(LENGTH.unpack(answer)[0])
 
     def guard(self, pid: int) -> None:
-        """Have the server end the process group ``pid`` when this process dies; a second call takes that back.
+        """Let the server end the process group ``pid`` when this process dies; a second call cancels that.
 
-        The system ends a rank with its kernel, but not what the rank has started.
+        The system ends a rank with its kernel, but not the processes that the rank has started.
         """
-        with self._lock, suppress(OSError):  # a server that is gone guards nobody
+        with self._lock, suppress(OSError):  # the server has ended
             self._control.sendall(LENGTH.pack(GUARD | pid))
 
     def log_tail(self) -> str:
-        """Return the end of what the server printed, for an error message."""
+        """Return the end of the server's output, for an error message."""
         return log_tail(self._log)
 
     def close(self) -> None:
-        """End the server and every rank it has; does nothing in a process that merely inherited it."""
+        """End the server and all its ranks; does nothing in a process that has inherited this object."""
         if self._owner != os.getpid():
             return
         self._control.close()
@@ -127,7 +127,7 @@ _zygote: Zygote | None = None
 
 
 def ensure_zygote() -> Zygote:
-    """Return the server, starting it when there is none."""
+    """Return the server; start it if it does not run."""
     global _zygote  # noqa: PLW0603 - one kernel, one server
     with _lock:
         if _zygote is None or not _zygote.alive():
@@ -138,21 +138,21 @@ def ensure_zygote() -> Zygote:
 
 
 def running_zygote() -> Zygote | None:
-    """Return the server, if there is one."""
+    """Return the server; None if it does not run."""
     return _zygote if _zygote is not None and _zygote.alive() else None
 
 
 def close_zygote() -> None:
-    """End the server, if there is one."""
+    """End the server, if it runs."""
     global _zygote  # noqa: PLW0603 - the same
     with _lock:
         if (ended := _zygote) is not None:
-            _zygote = None  # first: an interrupt of its end must not leave it to the next launch
+            _zygote = None  # first: after an interrupt of close(), the next launch must not use it
             ended.close()
 
 
 class ZygoteRank(LocalRank):
-    """A rank whose parent is the server; the server reports its end."""
+    """A rank that the server has forked; the server reports its end."""
 
     def poll(self) -> Exit | None:
         """See ``RankProcess.poll``."""
@@ -173,7 +173,7 @@ class ZygoteRank(LocalRank):
 
 
 class ZygoteBackend(PickledBackend):
-    """Asks the server for each rank."""
+    """Requests each rank from the server."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
@@ -195,6 +195,6 @@ class ZygoteBackend(PickledBackend):
 
 
 def warm_up() -> None:
-    """Start the server in the background; a failure is told by the launch that needs it."""
+    """Start the server in the background; the launch that needs it reports a failure."""
     with suppress(OSError):
         ensure_zygote()

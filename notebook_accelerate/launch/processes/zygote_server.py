@@ -1,4 +1,4 @@
-"""The server process: imports what ranks need, then forks one rank per request until the kernel goes away."""
+"""The server process: imports what ranks need, then forks one rank per request until the kernel ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
-from notebook_accelerate.launch.processes.zygote import AIDE, GUARD, LENGTH, STATUS
+from notebook_accelerate.launch.processes.zygote import GUARD, HELPER, LENGTH, STATUS
 from notebook_accelerate.telemetry.payload import loader
 from notebook_accelerate.worker import entry
 
@@ -33,7 +33,7 @@ PRELOADED = (
     "notebook_accelerate.accelerator",
     "notebook_accelerate.data_loader",
 )
-"""Imported once, so that no rank has to; none of them initialises a device or starts a thread pool."""
+"""Imported once for all ranks; none of these modules initialises a device or starts a thread pool."""
 
 
 HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
@@ -43,7 +43,7 @@ HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
 class _Child:
     pid: int
     status: int
-    aide: bool = False
+    helper: bool = False
 
 
 class _Server:
@@ -62,7 +62,7 @@ class _Server:
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Serve until the kernel's end of the control socket closes; then end every rank."""
+        """Serve requests until the kernel closes the control socket; then end all ranks."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
@@ -75,7 +75,7 @@ class _Server:
             self._reap()
 
     def _serve_one(self) -> bool:
-        """Do what the kernel asks for next; return whether it is still there."""
+        """Serve the next request; return whether the kernel still runs."""
         try:
             header, descriptors, _, _ = socket.recv_fds(self._control, LENGTH.size, 5)
             if len(header) < LENGTH.size:
@@ -84,39 +84,39 @@ class _Server:
             if length & GUARD:
                 self._guarded ^= {length - GUARD}
                 return True
-            body = self._receive(length & ~AIDE)
-            if len(body) < length & ~AIDE:
+            body = self._receive(length & ~HELPER)
+            if len(body) < length & ~HELPER:
                 return False
-            self._control.sendall(LENGTH.pack(self._fork(body, descriptors, aide=bool(length & AIDE))))
-        except ConnectionError:  # the kernel has died, before it had read the last answer or before this one
+            self._control.sendall(LENGTH.pack(self._fork(body, descriptors, helper=bool(length & HELPER))))
+        except ConnectionError:  # the kernel has died, before it read the last reply or this one
             return False
         return True
 
     def _receive(self, size: int) -> bytes:
-        """Return the next ``size`` bytes; fewer where the kernel is gone."""
-        parts: list[bytes] = []  # not with MSG_WAITALL: it returns too few where a signal comes, as when a rank ends
+        """Return the next ``size`` bytes; fewer where the kernel has ended."""
+        parts: list[bytes] = []  # MSG_WAITALL returns fewer after a signal, as when a rank ends
         while size and (part := self._control.recv(size)):
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
 
-    def _fork(self, body: bytes, descriptors: list[int], *, aide: bool) -> int:
+    def _fork(self, body: bytes, descriptors: list[int], *, helper: bool) -> int:
         channel, stdout, stderr, payload, status = descriptors
         parent = os.getpid()
         pid = fork_quietly()
         if pid == 0:
             self._become_rank()
             os.close(status)
-            if aide:
+            if helper:
                 os.close(payload)
-                be_aide(body.decode(), channel, stdout, stderr)
+                run_helper(body.decode(), channel, stdout, stderr)
             wiring = entry.Wiring(channel, stdout, stderr, parent)
             entry.main(pickle.loads(body), wiring, loader(payload), inherited=None)
         with suppress(OSError):
             os.setpgid(pid, pid)
         for descriptor in (channel, stdout, stderr, payload):
             os.close(descriptor)
-        self._children[pid] = _Child(pid, status, aide)
+        self._children[pid] = _Child(pid, status, helper)
         return pid
 
     def _become_rank(self) -> None:
@@ -130,20 +130,20 @@ class _Server:
         for pid, child in list(self._children.items()):
             found, status, usage = os.wait4(pid, os.WNOHANG)
             if found:
-                with suppress(OSError):  # the kernel has lost interest
+                with suppress(OSError):  # the kernel no longer reads it
                     os.write(child.status, STATUS.pack(status, usage.ru_maxrss))
                 os.close(child.status)
                 del self._children[pid]
 
     def _end_all(self) -> None:
-        ranks = [pid for pid, child in self._children.items() if not child.aide]
+        ranks = [pid for pid, child in self._children.items() if not child.helper]
         for pid in (*ranks, *self._guarded):
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
 
-def be_aide(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
-    """Be a process that helps the kernel: call a function with the descriptor of its channel.
+def run_helper(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
+    """Run a helper process of the kernel: call a function with the descriptor of its channel.
 
     Args:
         target: "module:function".
@@ -155,23 +155,23 @@ def be_aide(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
         os.setpgid(0, 0)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for wire, place in ((stdout, 1), (stderr, 2)):
-            os.dup2(wire, place)
-            os.close(wire)
+        for source, target_descriptor in ((stdout, 1), (stderr, 2)):
+            os.dup2(source, target_descriptor)
+            os.close(source)
         module, _, name = target.partition(":")
         getattr(importlib.import_module(module), name)(channel)
-    except BaseException:  # noqa: BLE001 - the last line of a process: nothing above it could handle anything
+    except BaseException:  # noqa: BLE001 - nothing above could handle it
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(1)
 
 
-def gather_into_huge_pages() -> None:
+def collapse_into_huge_pages() -> None:
     """Move this process's private memory into pages of 2 MiB, where the system can (Linux 6.1 and later).
 
-    A fork copies one entry of the page table for each page, and the end of a process visits them all. Measured with
+    A fork copies one page table entry per page, and the end of a process visits them all. Measured with
     torch imported (220 MiB): 7 ms + 9 ms of processor time for a fork and the end of its process before, 2 ms + 3 ms
-    after. Nothing else changes, memory in use neither.
+    after. Memory use stays the same.
     """
     maps = Path("/proc/self/maps")
     if not maps.is_file():
@@ -184,19 +184,19 @@ def gather_into_huge_pages() -> None:
             continue
         begin, end = (int(text, 16) for text in span.split("-"))
         for start in range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
-            advise(start, HUGE_PAGE, MADV_COLLAPSE)  # refused where nothing is resident, and by older systems
+            advise(start, HUGE_PAGE, MADV_COLLAPSE)  # fails where nothing is resident, and on older systems
 
 
 def serve(descriptor: int) -> None:
-    """Be the server process.
+    """Run the server process.
 
     Args:
         descriptor: Its end of the control socket.
     """
     for name in PRELOADED:
-        with suppress(ImportError):  # IPython is not there outside notebooks
+        with suppress(ImportError):  # IPython may be missing outside notebooks
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a rank would write to, and so copy, every page that has an object on it
-    gather_into_huge_pages()
+    gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
+    collapse_into_huge_pages()
     _Server(socket.socket(fileno=descriptor)).run()

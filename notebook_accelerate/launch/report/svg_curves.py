@@ -55,7 +55,7 @@ def tracks_of(store: Store, name: str, chosen: Sequence[int] = ()) -> list[Track
         chosen: Ranks to draw over the envelope, at most four.
     """
     ranks, tracks = store.ranks_of(name), []
-    envelope = store.band(name) if len(ranks) > MAX_TRACKS else None
+    envelope = store.envelope(name) if len(ranks) > MAX_TRACKS else None
     if envelope is not None:
         x = envelope.times - envelope.times[0] if math.isnan(envelope.steps[0]) else envelope.steps
         label = f"mean and range of {len(ranks)} ranks"

@@ -32,7 +32,9 @@ def headline(found: Sequence[RankFailure]) -> str:
     if first.chain and first.chain[-1].frames:
         frames = first.chain[-1].frames
         # The user's own innermost line says more than the line of the library that it called.
-        where = f" at {tracebacks.place(next((f for f in reversed(frames) if is_cell(f.filename)), frames[-1]))}"
+        where = (
+            f" at {tracebacks.frame_location(next((f for f in reversed(frames) if is_cell(f.filename)), frames[-1]))}"
+        )
     return f"{rank_names([f.rank for f in group])}: {text}{where}"
 
 

@@ -35,7 +35,7 @@ def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
         return failure
     message = failure.message
     if frame := _place(text):
-        message += f", at {tracebacks.place(frame)}, in {frame.function}"
+        message += f", at {tracebacks.frame_location(frame)}, in {frame.function}"
     for pattern, meaning in _CAUSES:
         if found := pattern.search(text):
             message += ": " + meaning.format(*found.groups())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.debug.diagnosis import RankPlace, diagnose, guard_above
+from notebook_accelerate.debug.diagnosis import RankPosition, diagnose, rank_condition
 from notebook_accelerate.telemetry import FrameInfo
 from notebook_accelerate.telemetry.debug_protocol import Collective
 
@@ -26,16 +26,16 @@ def _call(number: int, operation: str = "all_reduce", size: int = 128, waited: f
     return Collective(group, number, operation, ((size,),), ("f32",), NOW - waited)
 
 
-def _waiting(rank: int, call: Collective, line: int = 13) -> RankPlace:
-    return RankPlace(rank, "running", _at(line, "dist.all_reduce(x)"), NOW - 31, (call,), {call.group: call.number})
+def _waiting(rank: int, call: Collective, line: int = 13) -> RankPosition:
+    return RankPosition(rank, "running", _at(line, "dist.all_reduce(x)"), NOW - 31, (call,), {call.group: call.number})
 
 
-def _verdict(*places: RankPlace) -> str:
+def _verdict(*places: RankPosition) -> str:
     return diagnose(places, _name, NOW).verdict
 
 
 def test_a_rank_that_never_came_is_named_with_its_line() -> None:
-    absent = RankPlace(1, "running", _at(12, "time.sleep(60)"), NOW - 31, (), {"0": 3})
+    absent = RankPosition(1, "running", _at(12, "time.sleep(60)"), NOW - 31, (), {"0": 3})
     verdict = _verdict(_waiting(0, _call(4)), absent, _waiting(2, _call(4)), _waiting(3, _call(4)))
     assert verdict == (
         "rank 1 never reached all_reduce #4 (f32 [128]); it is at cell, line 12: time.sleep(60); "
@@ -44,7 +44,7 @@ def test_a_rank_that_never_came_is_named_with_its_line() -> None:
 
 
 def test_several_absent_ranks_are_each_told_of() -> None:
-    absent = [RankPlace(rank, "running", _at(10 + rank), NOW, (), {"0": 3}) for rank in (1, 2)]
+    absent = [RankPosition(rank, "running", _at(10 + rank), NOW, (), {"0": 3}) for rank in (1, 2)]
     assert _verdict(_waiting(0, _call(4)), *absent) == (
         "ranks 1, 2 never reached all_reduce #4 (f32 [128]); rank 1 is at cell, line 11; rank 2 is at cell, line 12; "
         "rank 0 has waited 31 s"
@@ -66,7 +66,7 @@ def test_ranks_that_disagree_are_set_side_by_side(other: Collective, text: str) 
 
 
 def test_a_rank_that_ended_early() -> None:
-    assert _verdict(_waiting(0, _call(2)), RankPlace(1, "succeeded")) == (
+    assert _verdict(_waiting(0, _call(2)), RankPosition(1, "succeeded")) == (
         "rank 1 never reached all_reduce #2 (f32 [128]); it has already ended (succeeded); rank 0 has waited 31 s"
     )
 
@@ -77,39 +77,40 @@ def test_all_wait_in_the_same_call() -> None:
 
 
 def test_a_rank_left_behind_in_a_call_that_others_have_left() -> None:
-    ahead = RankPlace(1, "running", _at(20), NOW, (), {"0": 9})
+    ahead = RankPosition(1, "running", _at(20), NOW, (), {"0": 9})
     assert _verdict(_waiting(0, _call(4)), ahead) == (
         "rank 0 has waited 31 s in all_reduce #4 (f32 [128]), which rank 1 already left"
     )
 
 
 def test_nobody_waits() -> None:
-    assert _verdict(RankPlace(0, "running", _at(1), NOW)) == "no rank waits in a collective, and all are moving"
-    stuck = RankPlace(1, "running", _at(5, "next(batches)"), NOW - 40)
-    assert _verdict(RankPlace(0, "running", _at(1), NOW), stuck) == (
+    assert _verdict(RankPosition(0, "running", _at(1), NOW)) == "no rank waits in a collective, and all are moving"
+    stuck = RankPosition(1, "running", _at(5, "next(batches)"), NOW - 40)
+    assert _verdict(RankPosition(0, "running", _at(1), NOW), stuck) == (
         "no rank waits in a collective; rank 1 is at cell, line 5: next(batches)"
     )
 
 
 def test_a_rank_that_cannot_answer_is_seen_from_outside() -> None:
-    mute = RankPlace(1, "running", _at(7), note="it holds the interpreter in native code", answered=False)
-    assert _verdict(RankPlace(0, "running", _at(1), NOW), mute) == (
-        "no rank waits in a collective; rank 1 is at cell, line 7 (it holds the interpreter in native code)"
+    mute = RankPosition(1, "running", _at(7), note="it holds the GIL in native code", answered=False)
+    assert _verdict(RankPosition(0, "running", _at(1), NOW), mute) == (
+        "no rank waits in a collective; rank 1 is at cell, line 7 (it holds the GIL in native code)"
     )
 
 
 def test_an_unseen_rank() -> None:
-    assert "it cannot be seen" in _verdict(_waiting(0, _call(1)), RankPlace(1, "running", answered=False))
+    assert "it cannot be seen" in _verdict(_waiting(0, _call(1)), RankPosition(1, "running", answered=False))
 
 
 def test_no_rank_runs() -> None:
-    assert _verdict(RankPlace(0, "succeeded"), RankPlace(1, "failed")) == "no rank is running"
+    assert _verdict(RankPosition(0, "succeeded"), RankPosition(1, "failed")) == "no rank is running"
 
 
 def test_several_groups_are_told_apart() -> None:
     """Number 1 of one group says nothing of number 1 of another; the earliest number is where it began."""
     verdict = _verdict(
-        _waiting(0, _call(7)), RankPlace(1, "running", _at(30), NOW - 9, (_call(2, group="pair"),), {"0": 6, "pair": 2})
+        _waiting(0, _call(7)),
+        RankPosition(1, "running", _at(30), NOW - 9, (_call(2, group="pair"),), {"0": 6, "pair": 2}),
     )
     assert verdict == (
         "rank 0 never reached all_reduce #2 (f32 [128]); it is at cell, line 13: dist.all_reduce(x), in all_reduce #7 "
@@ -119,7 +120,7 @@ def test_several_groups_are_told_apart() -> None:
 
 def test_ranks_at_the_same_place_form_a_group_the_largest_first() -> None:
     found = diagnose(
-        [RankPlace(0, "running", _at(3), NOW, (), {"0": 1}), *(_waiting(r, _call(2)) for r in (1, 2, 3))], _name, NOW
+        [RankPosition(0, "running", _at(3), NOW, (), {"0": 1}), *(_waiting(r, _call(2)) for r in (1, 2, 3))], _name, NOW
     )
     assert found.groups == ((1, 2, 3), (0,))
     assert found.text.splitlines()[1:] == [
@@ -131,9 +132,9 @@ def test_ranks_at_the_same_place_form_a_group_the_largest_first() -> None:
 
 def test_the_users_frame_is_the_innermost_that_is_no_library() -> None:
     own = FrameInfo("/x/notebook_accelerate/collectives/operations.py", 3, "gather", "")
-    place = RankPlace(0, "running", (*_at(4), own))
+    place = RankPosition(0, "running", (*_at(4), own))
     assert place.user_frame == _at(4)[0]
-    only_library = RankPlace(0, "running", (own,))
+    only_library = RankPosition(0, "running", (own,))
     assert only_library.user_frame == own
 
 
@@ -167,4 +168,4 @@ def train():
     ],
 )
 def test_a_condition_that_names_ranks(line: int, guard: str) -> None:
-    assert guard_above(GUARDED, line) == guard
+    assert rank_condition(GUARDED, line) == guard

@@ -38,7 +38,7 @@ def test_a_rank_that_is_asked_before_its_function_begins_lives_on(method: str, t
     asked = run.ask("text", timeout=3.0)[0]
     (tmp_path / "gate").touch()
     assert run.wait(120)
-    assert str(asked) == "rank 0 gave no answer: it has not come to the function yet"
+    assert str(asked) == "rank 0 did not reply: it has not called the function yet"
     assert run.results == ("loaded",)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import LaunchConfig
-from notebook_accelerate.debug.diagnosis import RankPlace
+from notebook_accelerate.debug.diagnosis import RankPosition
 from notebook_accelerate.errors import AskError, LaunchError, WorkerDiedError, WorkerError
 from notebook_accelerate.launch import processes, start
 from notebook_accelerate.launch.hosts.remote.host import Host
@@ -215,5 +215,5 @@ def test_who_was_let_in_stays_when_the_door_closes_at_once() -> None:
         channel.close()
 
 
-def _function(place: RankPlace) -> tuple[int, str]:
+def _function(place: RankPosition) -> tuple[int, str]:
     return place.rank, place.user_frame.function if place.user_frame is not None else ""

@@ -16,7 +16,7 @@ import pytest
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes import zygote
-from notebook_accelerate.launch.processes.zygote import AIDE, LENGTH, Zygote
+from notebook_accelerate.launch.processes.zygote import HELPER, LENGTH, Zygote
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
 SOON = 60.0
@@ -29,7 +29,7 @@ def server() -> Iterator[Zygote]:
     """Return a server that has imported what it needs."""
     made = Zygote()
     with _Wires() as wires:
-        made.fork(CALL, wires.theirs, AIDE)
+        made.fork(CALL, wires.theirs, HELPER)
     yield made
     made.close()
 
@@ -70,7 +70,7 @@ def test_a_rank_that_ends_while_a_request_comes_in_does_not_cut_it(server: Zygot
     """A long request, with the cells of a notebook, comes in pieces; SIGCHLD may come between two."""
     with _Wires() as wires:
         server._control.settimeout(SOON)
-        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | AIDE)], wires.theirs)
+        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | HELPER)], wires.theirs)
         for piece in (CALL[:5], CALL[5:10]):
             server._control.sendall(piece)
             _wait_until_asleep(server)
@@ -79,14 +79,14 @@ def test_a_rank_that_ends_while_a_request_comes_in_does_not_cut_it(server: Zygot
         server._control.sendall(CALL[10:])
         assert server._control.recv(LENGTH.size, socket.MSG_WAITALL)
         assert wires.printed().strip().isdigit()
-        server.fork(CALL, wires.theirs, AIDE)
+        server.fork(CALL, wires.theirs, HELPER)
         assert wires.printed().strip().isdigit()
 
 
 def test_a_kernel_that_dies_before_it_has_read_an_answer_takes_what_is_guarded_along(server: Zygote) -> None:
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as guarded, _Wires() as wires:
         server.guard(guarded.pid)
-        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | AIDE)], wires.theirs)
+        socket.send_fds(server._control, [LENGTH.pack(len(CALL) | HELPER)], wires.theirs)
         server._control.sendall(CALL)
         assert wires.printed()
         _wait_until_asleep(server)
@@ -98,13 +98,13 @@ def test_a_kernel_that_dies_before_it_has_read_an_answer_takes_what_is_guarded_a
     assert server._process.returncode == 0, "it has not come to its end in order"
 
 
-def test_a_server_that_did_not_answer_in_time_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_did_not_reply_in_time_gets_no_further_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer to the first request would be taken for that to the second: the process of another rank."""
     monkeypatch.setattr(zygote, "START_SECONDS", 0.05)
     server = Zygote()  # it imports torch first
     try:
-        with _Wires() as wires, pytest.raises(LaunchError, match="did not answer"):
-            server.fork(CALL, wires.theirs, AIDE)
+        with _Wires() as wires, pytest.raises(LaunchError, match="did not reply"):
+            server.fork(CALL, wires.theirs, HELPER)
         assert not server.alive()
     finally:
         server.close()

@@ -12,7 +12,7 @@ from torch import nn, optim
 from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.telemetry import Channel, ShardingEvent, Sink, install_sink
-from notebook_accelerate.telemetry.sharding_events import KINDS, ShardSizes, read
+from notebook_accelerate.telemetry.sharding_events import KINDS, ShardSizes, to_report
 
 
 def _net() -> nn.Sequential:
@@ -96,7 +96,7 @@ def test_a_report_is_sent_once_and_again_after_a_change(events: Callable[[], lis
     model = _net()
     model, _optimizer = accelerator.prepare(model, optim.Adam(model.parameters()))
     (event,) = events()
-    report = read(event)
+    report = to_report(event)
     assert report == accelerator.strategy.sharding()
     assert list(event.held) == list(KINDS)
     accelerator.prepare(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]

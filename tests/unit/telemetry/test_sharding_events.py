@@ -8,7 +8,7 @@ import pytest
 
 from notebook_accelerate.telemetry import Channel, Store
 from notebook_accelerate.telemetry.events import ShardingEvent
-from notebook_accelerate.telemetry.sharding_events import ShardReport, ShardSizes, read
+from notebook_accelerate.telemetry.sharding_events import ShardReport, ShardSizes, to_report
 from notebook_accelerate.telemetry.store import Record
 from tests.support.shard_reports import hybrid, megatron
 
@@ -42,7 +42,9 @@ def _event(**changes: Any) -> ShardingEvent:
 
 
 def test_what_is_not_known_stays_unknown() -> None:
-    found = read(_event(held={"parameters": {"whole": None, "here": None, "sharded": [], "offloaded": "", "note": ""}}))
+    found = to_report(
+        _event(held={"parameters": {"whole": None, "here": None, "sharded": [], "offloaded": "", "note": ""}})
+    )
     assert found is not None
     assert found.held == {"parameters": ShardSizes(None, None)}
 
@@ -64,4 +66,4 @@ def test_nonsense_is_left_out(changes: dict[str, Any]) -> None:
     store = Store()
     store.add([Record(0, 0.0, _event(**changes))])
     assert store.shard_reports == {}
-    assert read(_event()) is not None
+    assert to_report(_event()) is not None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate import notebook_launcher
-from notebook_accelerate.debug.diagnosis import RankPlace, diagnose
+from notebook_accelerate.debug.diagnosis import RankPosition, diagnose
 from notebook_accelerate.launch import Run
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.telemetry.debug_protocol import Collective
@@ -51,8 +51,8 @@ def _render(panel: DebugPanel, clock: Clock) -> str:
 def _found(source: str = "dist.all_reduce(x)") -> Any:
     frames = (FrameInfo("cell", 13, "train", source),)
     call = Collective("0", 4, "all_reduce", ((128,),), ("f32",), START - 31)
-    waiting = [RankPlace(rank, "running", frames, START - 31, (call,), {"0": 4}) for rank in (0, 2)]
-    absent = RankPlace(1, "running", (FrameInfo("cell", 12, "train", "time.sleep(60)"),), START - 31, (), {"0": 3})
+    waiting = [RankPosition(rank, "running", frames, START - 31, (call,), {"0": 4}) for rank in (0, 2)]
+    absent = RankPosition(1, "running", (FrameInfo("cell", 12, "train", "time.sleep(60)"),), START - 31, (), {"0": 3})
     return diagnose([waiting[0], absent, waiting[1]], lambda frame: f"Cell In[7], line {frame.lineno}", START)
 
 

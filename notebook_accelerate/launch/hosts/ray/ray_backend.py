@@ -226,8 +226,8 @@ class RayBackend(PickledBackend):
         self._note: Callable[[str], None] = print
         self._stopping: Callable[[], bool] = bool
 
-    def hear(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """See ``ProcessBackend.hear``."""
+    def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        """See ``ProcessBackend.configure``."""
         self._cluster = config.cluster or RayCluster()
         self._cpu, self._note, self._stopping = config.cpu, note, stopping
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from notebook_accelerate.debug.native_stacks import SECONDS as NATIVE_SECONDS
-from notebook_accelerate.debug.process_inspection import DUMP_SECONDS, Look
+from notebook_accelerate.debug.process_inspection import DUMP_SECONDS, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
     AsideEvent,
@@ -191,7 +191,7 @@ class HostConnection:
 
     # ---- any thread
 
-    def look(self, rank: int) -> Look:
+    def look(self, rank: int) -> ProcessStacks:
         """Have the host look at a rank."""
         number = next(self._numbers)
         self.send(LookOrder(rank, number))
@@ -200,7 +200,7 @@ class HostConnection:
             while number not in self._looks and not self.lost and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             answer = self._looks.pop(number, None)
-        return Look(answer.dump, tuple(answer.native)) if answer is not None else Look()
+        return ProcessStacks(answer.dump, tuple(answer.native)) if answer is not None else ProcessStacks()
 
 
 def _answers(number: int, event: Event) -> bool:
@@ -273,7 +273,7 @@ class RemoteRank(RankProcess):
         """See ``RankProcess.pass_on``."""
         self._link.send(FramesEvent(self.rank, data))
 
-    def look(self) -> Look:
+    def look(self) -> ProcessStacks:
         """See ``RankProcess.look``."""
         return self._link.look(self.rank)
 

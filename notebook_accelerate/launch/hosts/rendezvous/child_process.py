@@ -12,7 +12,7 @@ from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes.pickled_orders import interpreter_command
 from notebook_accelerate.launch.processes.rank_process import Ends
-from notebook_accelerate.launch.processes.zygote import AIDE, running_zygote
+from notebook_accelerate.launch.processes.zygote import HELPER, running_zygote
 
 TARGET = "notebook_accelerate.launch.hosts.rendezvous.child:main"
 
@@ -97,7 +97,7 @@ def start(channel: int, log: int) -> ChildProcess:
     reader, writer = os.pipe()
     try:
         with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - in the place of a rank's function
-            pid = server.fork(TARGET.encode(), [channel, log, log, nothing.fileno(), writer], AIDE)
+            pid = server.fork(TARGET.encode(), [channel, log, log, nothing.fileno(), writer], HELPER)
     except LaunchError:
         os.close(reader)
         return SpawnedChildProcess(channel, log)

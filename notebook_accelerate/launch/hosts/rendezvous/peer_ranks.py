@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.debug.process_inspection import Look
+from notebook_accelerate.debug.process_inspection import ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
 from notebook_accelerate.launch.hosts.remote.host_protocol import StartedEvent
@@ -74,10 +74,10 @@ class PeerConnection(HostConnection):
         else:
             super().take(event, hearing)
 
-    def look(self, rank: int) -> Look:
+    def look(self, rank: int) -> ProcessStacks:
         """See ``HostConnection.look``."""
         seen = super().look(rank)
-        return Look(self.cells.in_text(seen.dump), seen.native)
+        return ProcessStacks(self.cells.in_text(seen.dump), seen.native)
 
     def disconnect(self) -> None:
         """See ``HostConnection.disconnect``."""

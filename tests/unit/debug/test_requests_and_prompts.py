@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.debug.process_inspection import Look, Outside
+from notebook_accelerate.debug.process_inspection import ProcessInspector, ProcessStacks
 from notebook_accelerate.debug.rank_requests import RankRequests
 from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
 from notebook_accelerate.launch.supervisor import pausable_clock
@@ -30,72 +30,72 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     rank.close()
 
 
-def _reply_soon(desk: RankRequests, rank_end: Channel) -> threading.Thread:
+def _reply_soon(requests: RankRequests, rank_end: Channel) -> threading.Thread:
     def work() -> None:
         [(_, request)] = rank_end.receive(60.0)
-        desk.deliver(3, DoneReply(request.number, "done"))  # type: ignore[attr-defined]
+        requests.deliver(3, DoneReply(request.number, "done"))  # type: ignore[attr-defined]
 
     thread = threading.Thread(target=work)
     thread.start()
     return thread
 
 
-def test_a_reply_finds_who_asked(ends: tuple[Channel, Channel]) -> None:
-    desk = RankRequests()
-    desk.open(3, ends[0], Look)
-    thread = _reply_soon(desk, ends[1])
-    assert desk.ask([3], PauseRequest, 60.0)[3].text == "done"  # type: ignore[attr-defined]
+def test_a_reply_reaches_its_request(ends: tuple[Channel, Channel]) -> None:
+    requests = RankRequests()
+    requests.open(3, ends[0], ProcessStacks)
+    thread = _reply_soon(requests, ends[1])
+    assert requests.ask([3], PauseRequest, 60.0)[3].text == "done"  # type: ignore[attr-defined]
     thread.join()
-    assert desk.open_ranks() == [3]
+    assert requests.open_ranks() == [3]
 
 
-def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_waited_for(ends: tuple[Channel, Channel]) -> None:
-    desk = RankRequests()
-    desk.open(3, ends[0], Look)
-    assert desk.ask([3], PauseRequest, 0.05) == {}
-    desk.deliver(3, DoneReply(1, "late"))
-    assert desk._replies == {}
+def test_a_late_reply_is_dropped_and_a_missing_rank_is_not_awaited(ends: tuple[Channel, Channel]) -> None:
+    requests = RankRequests()
+    requests.open(3, ends[0], ProcessStacks)
+    assert requests.ask([3], PauseRequest, 0.05) == {}
+    requests.deliver(3, DoneReply(1, "late"))
+    assert requests._replies == {}
     begin = time.monotonic()
-    assert desk.ask([9], PauseRequest, 60.0) == {}
+    assert requests.ask([9], PauseRequest, 60.0) == {}
     assert time.monotonic() - begin < 30
 
 
-def test_nobody_waits_for_a_rank_that_ends(ends: tuple[Channel, Channel]) -> None:
-    desk = RankRequests()
-    desk.open(3, ends[0], Look)
-    timer = threading.Timer(0.1, desk.close, [3])
+def test_waiting_ends_with_the_rank(ends: tuple[Channel, Channel]) -> None:
+    requests = RankRequests()
+    requests.open(3, ends[0], ProcessStacks)
+    timer = threading.Timer(0.1, requests.close, [3])
     timer.start()
     begin = time.monotonic()
-    assert desk.ask([3], PauseRequest, 60.0) == {}
+    assert requests.ask([3], PauseRequest, 60.0) == {}
     assert time.monotonic() - begin < 30
     timer.join()
 
 
-def test_a_rank_is_looked_at_while_it_is_there(ends: tuple[Channel, Channel]) -> None:
-    desk, seen = RankRequests(), Look("Thread 0x1:", ("main (a.c:1)",))
-    desk.open(3, ends[0], lambda: seen)
-    assert desk.look(3) == seen
-    desk.close(3)
-    assert desk.look(3) == Look()
+def test_a_rank_is_inspected_until_it_ends(ends: tuple[Channel, Channel]) -> None:
+    requests, seen = RankRequests(), ProcessStacks("Thread 0x1:", ("main (a.c:1)",))
+    requests.open(3, ends[0], lambda: seen)
+    assert requests.look(3) == seen
+    requests.close(3)
+    assert requests.look(3) == ProcessStacks()
 
 
 def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
     path = tmp_path / "dump"
     path.write_text("earlier\n")
-    outside, sent = Outside(os.getpid()), []
+    inspector, sent = ProcessInspector(os.getpid()), []
 
     def write(number: int) -> None:
         sent.append(number)
         with path.open("a") as file:
             file.write("Thread 0x1:\n")
 
-    assert outside.look(write).dump == ""
-    outside.open_dump("/nowhere/at/all")
-    outside.open_dump(str(path))
-    assert outside.look(write).dump == "Thread 0x1:\n"
+    assert inspector.read_stacks(write).dump == ""
+    inspector.open_dump("/nowhere/at/all")
+    inspector.open_dump(str(path))
+    assert inspector.read_stacks(write).dump == "Thread 0x1:\n"
     assert sent == [signal.SIGUSR1]
-    outside.close()
-    assert outside.look(write).dump == ""
+    inspector.close()
+    assert inspector.read_stacks(write).dump == ""
 
 
 def _question(
