@@ -47,8 +47,8 @@ class DebugPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
-        self._head, self._problem, self._verdict = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._ranks, self._stacks, self._history = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._head, self._problem, self._verdict = (ipywidgets.HTML() for _ in range(3))
+        self._ranks, self._stacks, self._history = (ipywidgets.HTML() for _ in range(3))
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Stop all ranks before their next step", self._pause)
         self.resume_button = self._button("Resume", "Continue paused ranks", self._resume)

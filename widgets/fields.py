@@ -252,7 +252,9 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _assignments(value_of: Callable[[str], Any]) -> Callable[[str, Field], dict[str, Any]]:
+def _assignments(value_of: Callable[[str], Any], text_of_value: Callable[[Any], str]) -> TextFormat:
+    """Return the format of a dict: one NAME=value per line."""
+
     def parse(text: str, field: Field) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for line in _lines(text):
@@ -262,7 +264,10 @@ def _assignments(value_of: Callable[[str], Any]) -> Callable[[str, Field], dict[
             values[name.strip()] = value_of(value.strip())
         return values
 
-    return parse
+    def format_values(values: Mapping[str, Any]) -> str:
+        return "\n".join(f"{name}={text_of_value(value)}" for name, value in values.items())
+
+    return TextFormat(parse=parse, format=format_values, hint="NAME=value, one per line", many_lines=True)
 
 
 def _parse_scalar(text: str, field: Field) -> Any:
@@ -312,18 +317,8 @@ TEXT_FORMATS: dict[str, TextFormat] = {
         hint="one per line",
         many_lines=True,
     ),
-    "variables": TextFormat(
-        parse=_assignments(str),
-        format=lambda value: "\n".join(f"{name}={entry}" for name, entry in value.items()),
-        hint="NAME=value, one per line",
-        many_lines=True,
-    ),
-    "mapping": TextFormat(
-        parse=_assignments(literal),
-        format=lambda value: "\n".join(f"{name}={_as_literal(entry)}" for name, entry in value.items()),
-        hint="NAME=value, one per line",
-        many_lines=True,
-    ),
+    "variables": _assignments(str, str),
+    "mapping": _assignments(literal, _as_literal),
     "scalar": TextFormat(parse=_parse_scalar),
     "literal": TextFormat(parse=lambda text, _: literal(text), format=_as_literal, hint="a Python literal, or a text"),
 }

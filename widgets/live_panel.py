@@ -74,32 +74,32 @@ class LivePanel(ABC):
 
     # ---- being displayed
 
-    def show(self, place: CellOutput | None = None) -> CellOutput | None:
+    def show(self, output: CellOutput | None = None) -> CellOutput | None:
         """Show the panel.
 
         Args:
-            place: The output of a cell; None: of the cell that is running.
+            output: The output of a cell; None: of the running cell.
 
         Returns:
             The output; None outside a notebook.
         """
-        where = place or here()
-        if where is None:
+        target = output or here()
+        if target is None:
             return None
         self.binding.touch()
         self.binding.tick()
         close_retired()
         with self._lock:
             if self.closed:
-                where.show(self._static())
+                target.show(self._static())
             else:
-                self._shown.add(where, self.widget)
+                self._shown.add(target, self.widget)
                 self._shown_at = time.monotonic()
         if not self.closed and self.run.ended is None:
             ticker.add(self.binding)
         if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
             self.close()
-        return where
+        return target
 
     def _ipython_display_(self) -> None:
         if self.show() is None:

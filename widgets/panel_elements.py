@@ -67,7 +67,7 @@ def widget_bundle(widget: Any, **static: str) -> dict[str, Any]:
 
     Args:
         widget: The widget.
-        static: What front ends without widgets show: ``text`` and, where there is a static form, ``html``.
+        static: The static forms for front ends without widgets: ``text``, ``html``.
     """
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     types = {"html": "text/html", "text": "text/plain"}

@@ -147,7 +147,7 @@ class Plot(Feed):
         """Draw the curves of these ranks over the envelopes, unless the user has chosen others.
 
         Args:
-            ranks: The outliers. A rank stays once it is drawn, so that curves do not come and go.
+            ranks: The outliers. A rank stays once it is drawn, so that curves do not appear and disappear.
         """
         self._outliers = tuple(dict.fromkeys([*self._outliers, *ranks]))[:MAX_OUTLIERS]
 

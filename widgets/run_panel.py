@@ -47,9 +47,8 @@ class RunPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
-        self._head, self._progress, self._strip = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._ranks, self._times, self._errors = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._setup, self._problem, self._sharding = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._head, self._problem, self._progress, self._strip = (ipywidgets.HTML() for _ in range(4))
+        self._ranks, self._times, self._sharding, self._errors, self._setup = (ipywidgets.HTML() for _ in range(5))
         self.plot = Plot(
             sources_of(self.run), "No metric has been logged yet: accelerator.log({...}) draws curves here."
         )

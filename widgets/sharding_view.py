@@ -19,7 +19,7 @@ _EMPTY = (
     "state that each rank holds."
 )
 _NOTE = (
-    "Each bar stands for the whole model; the filled part is what the rank holds between steps. Gradients exist from "
+    "Each bar represents the whole model; the filled part is what the rank holds between steps. Gradients exist from "
     "backward to step, optimizer state from the first step on."
 )
 

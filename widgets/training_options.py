@@ -99,6 +99,10 @@ class TrainingOptions:
         return (plugin.num_steps if plugin is not None else None) or self.gradient_accumulation_steps
 
     @property
+    def _splits_batches(self) -> bool:
+        return self.dataloader_config is not None and self.dataloader_config.split_batches
+
+    @property
     def strategy(self) -> str:
         """How the model is distributed over ranks, in a few words; "" if each rank holds all of it."""
         parts = []
@@ -156,9 +160,8 @@ class TrainingOptions:
             else:
                 others.append(handler)
         rest = {name: value for name, value in given.items() if name not in known and name != "kwargs_handlers"}
-        return TrainingOptions(batch_size=self.batch_size, **values), rest | (
-            {"kwargs_handlers": others} if others else {}
-        )
+        rest |= {"kwargs_handlers": others} if others else {}
+        return TrainingOptions(batch_size=self.batch_size, **values), rest
 
     def effective_batch(self, world_size: int) -> str:
         """Return the number of samples of one optimizer step as a short text.
@@ -166,8 +169,7 @@ class TrainingOptions:
         Args:
             world_size: Ranks on all machines.
         """
-        shared = self.dataloader_config is not None and self.dataloader_config.split_batches
-        factor = self.steps * (1 if shared else world_size)
+        factor = self.steps * (1 if self._splits_batches else world_size)
         if self.batch_size is not None:
             return f"effective batch {self.batch_size * factor}"
         return f"effective batch {factor} × your loader's" if factor > 1 else "effective batch as your loader's"
@@ -178,11 +180,9 @@ class TrainingOptions:
         Args:
             world_size: Ranks on all machines.
         """
-        shared = self.dataloader_config is not None and self.dataloader_config.split_batches
-        parts = [
-            f"{self.batch_size} per process" if self.batch_size and not shared else str(self.batch_size or "batch")
-        ]
-        if world_size > 1 and not shared:
+        split = self._splits_batches
+        parts = [f"{self.batch_size} per process" if self.batch_size and not split else str(self.batch_size or "batch")]
+        if world_size > 1 and not split:
             parts.append(f"{world_size} processes")
         if self.steps > 1:
             parts.append(f"{self.steps} accumulation steps")

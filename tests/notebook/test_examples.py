@@ -54,7 +54,7 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
 
     assert find(cells, "background.stop()").stdout.startswith("stopped after")
     assert kernel.value("[info.state for info in background.ranks]") == ["stopped", "stopped"]
-    assert cells[-1].stdout.startswith("The quickstart is through")
+    assert cells[-1].stdout.startswith("The quickstart is complete")
 
 
 @pytest.mark.timeout(400)
@@ -69,7 +69,7 @@ def test_the_tiny_gpt_learns_and_writes(kernel: Kernel) -> None:
     assert len(rates) == 100
     assert max(rates) > 10 * rates[-1]
     assert "mixed precision: bf16" in find(cells, "short = notebook_launcher").stdout
-    assert cells[-1].stdout.startswith("The tiny GPT is through: test loss from ")
+    assert cells[-1].stdout.startswith("The tiny GPT is complete: test loss from ")
 
 
 @pytest.mark.timeout(400)
@@ -83,7 +83,7 @@ def test_the_panels_configure_watch_and_compare(kernel: Kernel) -> None:
     assert "application/vnd.jupyter.widget-view+json" in live
     assert "num_processes=2" in static["text/html"]
     assert kernel.value("[each.status for each in (run, slow, other)]") == ["succeeded"] * 3
-    assert cells[-1].stdout.startswith("The panels are through")
+    assert cells[-1].stdout.startswith("The panels are complete")
 
 
 @pytest.mark.timeout(400)
@@ -99,7 +99,7 @@ def test_a_desync_is_named_and_a_nan_is_traced(kernel: Kernel) -> None:
     assert "before any other rank's" in find(cells, "for warning in run.warnings").stdout
     assert "FloatingPointError: the loss is nan" in find(cells, "def careful").stdout
     assert "bad rows:          {0: [], 1: [87]}" in find(cells, "bad = run.ask").stdout
-    assert cells[-1].stdout.startswith("The desync was named by the diagnosis")
+    assert cells[-1].stdout.startswith("The diagnosis named the desync")
 
 
 @pytest.mark.timeout(400)
@@ -139,4 +139,4 @@ def test_every_way_to_be_parallel_has_the_same_losses(kernel: Kernel) -> None:
 def test_the_example_of_a_cluster_says_what_it_lacks_and_runs_here(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "07_cluster.ipynb")
     assert "pip install 'notebook-accelerate[ray]'" in find(cells, "find_spec").stdout
-    assert cells[-1].stdout == "The cluster is through: 2 ranks on this machine, 2 attempts.\n"
+    assert cells[-1].stdout == "The cluster example is complete: 2 ranks on this machine, 2 attempts.\n"

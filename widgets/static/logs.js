@@ -99,36 +99,36 @@ class Logs {
   }
   paint() {
     this.paintTabs();
-    const word = this.search.value.toLowerCase();
+    const query = this.search.value.toLowerCase();
     const found = this.lines.filter((line) => this.shows(line.rank)
-      && (!this.errors.checked || line.stream === "stderr") && (!word || line.text.toLowerCase().includes(word)));
+      && (!this.errors.checked || line.stream === "stderr") && (!query || line.text.toLowerCase().includes(query)));
     const shown = found.slice(-MAX_SHOWN);
     const lost = [...this.skipped].reduce((sum, [rank, n]) => sum + (this.shows(rank) ? n : 0), 0);
-    this.count.textContent = word ? `${english(found.length)} found`
+    this.count.textContent = query ? `${english(found.length)} found`
       : `${english(found.length)} lines` + (lost ? `, ${english(lost)} more in run.logs()` : "");
-    const selection = `${this.rank} ${word} ${this.errors.checked}`;
+    const selection = `${this.rank} ${query} ${this.errors.checked}`;
     if (!this.follow.checked && this.painted === selection) return;
     this.painted = selection;
     const fragment = document.createDocumentFragment();
-    if (!shown.length) fragment.append(make("p", { class: "na-empty" }, word ? "No line contains this text." : "No output yet."));
+    if (!shown.length) fragment.append(make("p", { class: "na-empty" }, query ? "No line contains this text." : "No output yet."));
     for (const line of shown) {
       const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });
       if (typeof this.rank !== "number") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
-      row.append(this.marked(line.text, word));
+      row.append(this.marked(line.text, query));
       fragment.append(row);
     }
     const at = this.body.scrollTop;
     this.body.replaceChildren(fragment);
-    this.body.scrollTop = this.follow.checked && !word ? this.body.scrollHeight : at;
+    this.body.scrollTop = this.follow.checked && !query ? this.body.scrollHeight : at;
   }
-  marked(text, word) {
+  marked(text, query) {
     const node = make("span", { class: "na-line-text" });
-    if (!word) { node.textContent = text; return node; }
+    if (!query) { node.textContent = text; return node; }
     const lower = text.toLowerCase();
     let from = 0;
-    for (let at = lower.indexOf(word); at >= 0 && from < text.length; at = lower.indexOf(word, from)) {
-      node.append(text.slice(from, at), make("mark", {}, text.slice(at, at + word.length)));
-      from = at + word.length;
+    for (let at = lower.indexOf(query); at >= 0 && from < text.length; at = lower.indexOf(query, from)) {
+      node.append(text.slice(from, at), make("mark", {}, text.slice(at, at + query.length)));
+      from = at + query.length;
     }
     node.append(text.slice(from));
     return node;
