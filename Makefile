@@ -112,8 +112,8 @@ $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 # Minutes of C++ compilation and 2 GB of memory; without it the test of that optimizer skips.
 $(DEEPSPEED_OPS): $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) MAX_JOBS=1 PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" $(DEEPSPEED_VENV)/bin/python -c \
-		"from notebook_accelerate.strategies.deepspeed.op_compilation import compiling; \
-		from deepspeed.ops.op_builder import CPUAdamBuilder; compiling(); CPUAdamBuilder().load(verbose=False)" > /dev/null
+		"from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context; \
+		from deepspeed.ops.op_builder import CPUAdamBuilder; compilation_context(); CPUAdamBuilder().load(verbose=False)" > /dev/null
 	touch $@
 
 # The environment of the tests on an S3 server is the development environment plus s3fs and the server.

@@ -1,9 +1,10 @@
-"""Libraries that train by an engine of their own: what DeepSpeed and Megatron-LM have in common."""
+"""Base classes of the strategies whose library trains with its own engine: DeepSpeed and Megatron-LM."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -15,17 +16,36 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy
 from notebook_accelerate.strategies.strategy_setup import Setup
 
+PREPARE_TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+"""The line to type, for messages."""
+
+
+def indices_by_kind(objects: Sequence[Any], kind_of: Callable[[Any], str]) -> Mapping[str, list[int]]:
+    """Group the arguments of `prepare` by their kinds.
+
+    Args:
+        objects: The arguments.
+        kind_of: Returns the kind of an object.
+
+    Returns:
+        The indices of the objects of each kind; empty lists for other kinds.
+    """
+    indices: defaultdict[str, list[int]] = defaultdict(list)
+    for at, item in enumerate(objects):
+        indices[kind_of(item)].append(at)
+    return indices
+
 
 class EngineOptimizer(AcceleratedOptimizer):
     """An engine's optimizer: it steps through the engine, which also clears the gradients.
 
     Args:
         optimizer: The engine's optimizer.
-        engine: An object whose `step` takes the engine's step; None: nothing is done by `step`.
+        engine: An object whose `step` takes the engine's step; None: `step` does nothing.
     """
 
     library: ClassVar[str] = ""
-    """Whose engine it is."""
+    """Name of the engine's library, for messages."""
 
     def __init__(self, optimizer: Any, engine: Any = None) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
@@ -33,7 +53,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     def _take_step(self, closure: Callable[[], float] | None) -> Any:
         if closure is not None:
-            raise ValueError(f"{self.library}'s optimizers take no closure: call optimizer.step()")
+            raise ValueError(f"{self.library}'s optimizers accept no closure; call optimizer.step()")
         if self.engine is not None:
             self.engine.step()
 
@@ -46,7 +66,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class EngineScheduler(AcceleratedScheduler):
-    """An engine's schedule: the engine moves it at each of its steps, and saves it with itself.
+    """An engine's schedule: the engine steps it, and saves it in its own checkpoint.
 
     Args:
         scheduler: The engine's schedule.
@@ -55,11 +75,8 @@ class EngineScheduler(AcceleratedScheduler):
 
     saved_by_strategy = True
 
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
-
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine moves the schedule.
+        """Do nothing: the engine steps the schedule.
 
         Args:
             args: Not used.
@@ -68,28 +85,62 @@ class EngineScheduler(AcceleratedScheduler):
 
 
 class EngineStrategy(Strategy):
-    """A model and its optimizer become one engine, which scales losses, clips and steps.
+    """Makes one engine of a model and its optimizer, which scales losses, clips and steps.
 
     Attributes:
         models: The engine, once a model was prepared.
-        engine: What takes its steps; None before.
+        engine: The object that takes its steps; None before.
     """
 
     library: ClassVar[str] = ""
-    """Whose engine it is."""
+    """Name of the engine's library, for messages."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.engine: Any = None
         setup.scaler = None  # the engine scales losses
 
-    def _knows(self, optimizer: Any) -> bool:
-        return any(optimizer is kept for kept in self.optimizers)
+    def _is_prepared_optimizer(self, optimizer: Any) -> bool:
+        return any(optimizer is prepared for prepared in self.optimizers)
+
+    def _new_optimizers(self, objects: Sequence[Any], indices: Mapping[str, list[int]]) -> list[int]:
+        """Return the indices of the optimizers that are not prepared yet."""
+        return [at for at in indices["optimizer"] if not self._is_prepared_optimizer(objects[at])]
+
+    def _add_optimizer(self, wrapper: EngineOptimizer) -> EngineOptimizer:
+        """Keep the wrapper of an engine's optimizer as prepared, and return it."""
+        wrapper.gradient_state = self.setup.gradient_state
+        wrapper._is_accelerate_prepared = True
+        self.optimizers.append(wrapper)
+        return wrapper
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Return an optimizer that was prepared with its model.
+
+        Args:
+            optimizer: The optimizer.
+            device_placement: Not used: the engine places its state.
+
+        Returns:
+            The prepared optimizer.
+
+        Raises:
+            ValueError: It was not prepared with its model.
+        """
+        if self._is_prepared_optimizer(optimizer):
+            return optimizer  # type: ignore[no-any-return]
+        raise self._incomplete(optimizer)
+
+    def _incomplete(self, item: Any) -> ValueError:
+        return ValueError(
+            f"{self.library} creates one engine from a model and its optimizer, and {type(item).__name__} was "
+            f"prepared alone: {PREPARE_TOGETHER}"
+        )
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Warn that engines cannot be joined: a rank without a batch would miss the others' exchange.
+        """Warn that the call has no effect: with an engine, a rank without a batch would miss a collective.
 
         Args:
             joinables: Not used.
@@ -107,38 +158,38 @@ class EngineStrategy(Strategy):
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Take the step with gradients scaled to a norm of at most `max_norm`; every rank must call this.
 
-        The engine clips inside its step, so the step is taken here; `optimizer.step()` then has nothing left to do.
+        The engine clips inside its step, so the step is taken here, and `optimizer.step()` does nothing afterwards.
 
         Args:
-            parameters: Not used: all of the engine's count.
-            max_norm: The largest norm allowed; a number that the plugin or its configuration says holds in its place.
-            norm_type: 2, which is the norm that engines know.
+            parameters: Not used: the norm is that of all the engine's parameters.
+            max_norm: The largest norm allowed; a number in the plugin or its configuration has precedence.
+            norm_type: 2, the only norm of engines.
 
         Returns:
-            The norm before clipping, over all ranks; that of the last step, where no window is complete.
+            The norm before clipping, over all ranks; the norm of the last step, where no window is complete.
 
         Raises:
-            ValueError: Another norm is asked for.
+            ValueError: `norm_type` is not 2.
         """
         if self.engine is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type} is not allowed with {self.library}, which clips by the 2-norm")
-        held, advice = self._held_norm()
-        if held is not None and not math.isinf(max_norm) and max_norm != held:
+        norm, advice = self._configured_norm()
+        if norm is not None and not math.isinf(max_norm) and max_norm != norm:
             warn_once(f"clip_grad_norm_ is called with {max_norm}, and {advice}")
-        return self._clip(max_norm)
+        return self._step_clipped(max_norm)
 
-    def _held_norm(self) -> tuple[float | None, str]:
-        """Return the norm that holds whatever the code says, None where none does, and what to do about it."""
+    def _configured_norm(self) -> tuple[float | None, str]:
+        """Return the configured norm, which has precedence, or None; and how to use the argument instead."""
         raise NotImplementedError
 
-    def _clip(self, max_norm: float) -> torch.Tensor:
-        """Take the step, clipped; return the norm before."""
+    def _step_clipped(self, max_norm: float) -> torch.Tensor:
+        """Take the step with clipped gradients; return their norm before."""
         raise NotImplementedError
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """Raise an error: engines do not clip single gradients.
+        """Raise an error: engines cannot clip single gradients.
 
         Args:
             parameters: Not used.
@@ -150,4 +201,4 @@ class EngineStrategy(Strategy):
         raise ValueError(f"{self.library} cannot clip single gradients; call accelerator.clip_grad_norm_ instead")
 
 
-__all__ = ["EngineOptimizer", "EngineScheduler", "EngineStrategy"]
+__all__ = ["PREPARE_TOGETHER", "EngineOptimizer", "EngineScheduler", "EngineStrategy", "indices_by_kind"]

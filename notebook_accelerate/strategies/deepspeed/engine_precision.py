@@ -1,4 +1,4 @@
-"""An engine in half precision: layers in fp8, what goes in and comes out, an optimizer that has not trained yet."""
+"""Half precision of an engine: fp8 layers, casts of inputs and outputs, and the state of a new optimizer."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ import torch
 from torch import nn
 
 from notebook_accelerate.collectives import convert_to_fp32, recursively_apply
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.enums import FP8BackendType
 from notebook_accelerate.strategies.strategy_setup import Setup
 
 
-def in_fp8(model: nn.Module, setup: Setup, plugin: Any) -> None:
-    """Have the layers of a model compute in fp8, where that is asked for; the engine computes in bf16 around them.
+def convert_to_fp8(model: nn.Module, setup: Setup, plugin: DeepSpeedPlugin) -> None:
+    """Convert layers of a model to fp8, for mixed_precision="fp8"; the engine computes in bf16 around them.
 
     Args:
-        model: The model, before there is an engine; its parameters stay the same objects.
+        model: The model, before its engine is created; its parameters stay the same objects.
         setup: The settings of the Accelerator.
-        plugin: The plugin in use.
+        plugin: The active plugin.
 
     Raises:
-        ValueError: MS-AMP is asked for beside DeepSpeed, which has it inside.
+        ValueError: MS-AMP is selected outside DeepSpeed, which integrates it.
     """
     if setup.state.mixed_precision != "fp8":
         return
-    inside = plugin.get_value("msamp.enabled") is True
-    if getattr(setup.precision, "backend", None) == FP8BackendType.MSAMP and not inside:
+    integrated = plugin.get_value("msamp.enabled") is True
+    if getattr(setup.precision, "backend", None) == FP8BackendType.MSAMP and not integrated:
         raise ValueError(
-            "with DeepSpeed, MS-AMP is a part of the engine: write DeepSpeedPlugin(enable_msamp=True, "
+            "with DeepSpeed, MS-AMP is a part of the engine: pass DeepSpeedPlugin(enable_msamp=True, "
             "msamp_opt_level='O2'); or pass kwargs_handlers=[AORecipeKwargs()] or [TERecipeKwargs()], or "
             "mixed_precision='bf16'"
         )
-    if not inside:
+    if not integrated:
         setup.precision.convert_layers(model)
 
 
-def initializer(deepspeed: Any, plugin: Any) -> Any:
-    """Return the module whose `initialize` makes an engine: MS-AMP has one of its own.
+def initialize_module(deepspeed: Any, plugin: DeepSpeedPlugin) -> Any:
+    """Return the module whose `initialize` creates an engine: MS-AMP has its own.
 
     Args:
         deepspeed: DeepSpeed.
-        plugin: The plugin in use.
+        plugin: The active plugin.
 
     Returns:
-        DeepSpeed, or what MS-AMP made of it.
+        DeepSpeed, or MS-AMP's module.
 
     Raises:
-        ImportError: The plugin asks for MS-AMP, which is missing.
+        ImportError: The plugin selects MS-AMP, which is not installed.
     """
     if plugin.get_value("msamp.enabled") is not True:
         return deepspeed
@@ -62,36 +63,36 @@ def initializer(deepspeed: Any, plugin: Any) -> Any:
         ) from error
 
 
-def in_halves(engine: Any) -> None:
-    """Cast what goes into an engine's model in half precision, and what comes out, as autocast does.
+def add_half_precision_casts(engine: Any) -> None:
+    """Cast inputs of an engine's model to half precision and its outputs to float32, as autocast does.
 
     Args:
-        engine: The engine; one in float32 is left alone.
+        engine: The engine; an engine in float32 stays as it is.
     """
     dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
     if dtype is None:
         return
 
-    def cast(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _to(args, dtype), _to(kwargs, dtype)
+    def cast_inputs(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
 
-    engine.module.register_forward_pre_hook(cast, with_kwargs=True)
-    engine.module.register_forward_hook(_give_float32)
+    engine.module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    engine.module.register_forward_hook(_outputs_to_float32)
     _undo_trial_step(engine.optimizer)
 
 
 @torch.no_grad()
 def _undo_trial_step(optimizer: Any) -> None:
-    """Undo the step on zeros by which DeepSpeed's stage 0 has states allocated (unfused_optimizer.py of 0.19).
+    """Undo the step on zeros with which DeepSpeed's stage 0 allocates states (unfused_optimizer.py of 0.19).
 
-    It counts in Adam's bias correction, which makes the first real step a fifth too small, and decays the weights.
+    That step counts in Adam's bias correction, which makes the first real step a fifth too small, and decays weights.
     """
     if not hasattr(optimizer, "initialize_optimizer_states"):
         return
     masters = getattr(optimizer, "fp32_groups_flat", None) or getattr(optimizer, "fp32_groups", None)
     halves = getattr(optimizer, "fp16_groups_flat", None) or getattr(optimizer, "fp16_groups", None)
     if not masters or not halves:
-        return  # ZeRO's optimizers take no such step
+        return  # ZeRO's optimizers have no such step
     optimizer.optimizer.state.clear()
     for master, half in zip(_tensors(masters), _tensors(halves), strict=True):
         master.copy_(half)
@@ -101,11 +102,11 @@ def _tensors(groups: Any) -> list[torch.Tensor]:
     return [tensor for group in groups for tensor in ([group] if isinstance(group, torch.Tensor) else group)]
 
 
-def _give_float32(_module: Any, _args: Any, outputs: Any) -> Any:
+def _outputs_to_float32(_module: Any, _args: Any, outputs: Any) -> Any:
     return convert_to_fp32(outputs)
 
 
-def _to(values: Any, dtype: torch.dtype) -> Any:
+def _cast(values: Any, dtype: torch.dtype) -> Any:
     return recursively_apply(lambda tensor: tensor.to(dtype), values, test_type=_is_float32)
 
 
@@ -113,4 +114,4 @@ def _is_float32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
-__all__ = ["in_fp8", "in_halves", "initializer"]
+__all__ = ["add_half_precision_casts", "convert_to_fp8", "initialize_module"]

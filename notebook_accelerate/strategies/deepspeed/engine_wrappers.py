@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, optimizer and scheduler as this package's training loop uses them."""
+"""Wrappers of DeepSpeed's engine, optimizer and scheduler for a training loop of Accelerate."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, Engi
 class DeepSpeedEngineWrapper:
     """Backward, clipping and step of an engine.
 
-    The step is taken by the optimizer, as everywhere else, or by the clipping before it, which happens inside
-    DeepSpeed's step.
+    The optimizer takes the step; or the clipping before it does, because DeepSpeed clips inside its step.
 
     Args:
         engine: The engine.
-        clipping: The largest norm that the configuration says; None: what `clip` is called with.
+        clipping: The largest norm in the configuration; None: the argument of `clip`.
     """
 
     def __init__(self, engine: Any, clipping: float | None = None) -> None:
@@ -49,7 +48,7 @@ class DeepSpeedEngineWrapper:
         """Take the step, its gradients scaled so that their norm is at most `max_norm`.
 
         Args:
-            max_norm: The largest norm; a number in the configuration holds in its place.
+            max_norm: The largest norm; a number in the configuration has precedence.
         """
         if not self.pending:
             return
@@ -69,24 +68,24 @@ class DeepSpeedEngineWrapper:
             self.engine.optimizer.clip_grad = max_norm
 
     def get_global_grad_norm(self) -> Any:
-        """Return the norm of all gradients in the last step, before clipping; None where DeepSpeed computes none."""
+        """Return the norm of all gradients in the last step, before clipping; None where DeepSpeed computes no norm."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 
 class DeepSpeedOptimizerWrapper(EngineOptimizer):
-    """An engine's optimizer: it steps through the engine's wrapper, which also clears the gradients."""
+    """DeepSpeed's optimizer; see `EngineOptimizer`."""
 
     library = "DeepSpeed"
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients held infinities."""
+        """Whether the last step was skipped because gradients were infinite."""
         return bool(getattr(self.optimizer, "overflow", False))
 
 
 class DeepSpeedSchedulerWrapper(EngineScheduler):
-    """An engine's schedule: the engine moves it at each of its steps, and saves it with itself."""
+    """DeepSpeed's schedule; see `EngineScheduler`."""
 
 
 __all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]

@@ -1,4 +1,4 @@
-"""What `deepspeed.initialize` is called with: a configuration without "auto", and what of the rest is the user's."""
+"""The arguments of `deepspeed.initialize`: a configuration without "auto" values, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from notebook_accelerate.config.deepspeed_config import AUTO, HfDeepSpeedConfig
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.deepspeed.op_compilation import compiling
+from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context
 from notebook_accelerate.strategies.strategy import kind_of
 
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -25,43 +25,43 @@ _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     f"{_ZERO}.stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
     f"{_ZERO}.stage3_param_persistence_threshold": lambda size: 10 * size,
 }
-"""Sizes that the width of a transformer decides, as DeepSpeed's authors recommend for transformers."""
+"""Sizes that follow from a transformer's hidden size, as DeepSpeed's authors recommend."""
 
 
 @dataclass(kw_only=True)
-class Parts:
-    """What is prepared together, and the world it is prepared for."""
+class EngineParts:
+    """The objects that become one engine, and the world of the training."""
 
     model: torch.nn.Module
-    """The model that is trained."""
+    """The trained model."""
     optimizer: Any
-    """A torch optimizer, or a `DummyOptim` where the configuration describes it."""
+    """A torch optimizer, or a `DummyOptim` for one that the configuration defines."""
     scheduler: Any
     """A schedule, a `DummyScheduler`, or None."""
     batch_sizes: Sequence[int | None]
     """Samples per rank and batch, for each loader."""
     steps: int
-    """Batches of a window of accumulation."""
+    """Batches per window of accumulation."""
     world_size: int
     """Number of ranks."""
     split_batches: bool
     """Whether ranks share each batch of a loader."""
     sequence_ranks: int = 1
-    """How many ranks compute on a batch together, each on a piece of its sequences."""
+    """Number of ranks that share a batch, each with a piece of its sequences."""
 
 
-def part_kind(item: Any) -> str:
-    """Say which kind of training object something is, as `kind_of` does; stand-ins count as what they stand for.
+def object_kind(item: Any) -> str:
+    """Return the kind of a training object as `kind_of` does, also for placeholders.
 
     Args:
-        item: What `prepare` was given.
+        item: An argument of `prepare`.
     """
-    stand_ins = {DummyOptim: "optimizer", DummyScheduler: "scheduler"}
-    return stand_ins.get(type(item)) or kind_of(item)
+    placeholders = {DummyOptim: "optimizer", DummyScheduler: "scheduler"}
+    return placeholders.get(type(item)) or kind_of(item)
 
 
-def parameters_of(optimizer: Any) -> Iterator[Any]:
-    """Go through what an optimizer trains; a stand-in's parameters are made a list.
+def optimizer_parameters(optimizer: Any) -> Iterator[Any]:
+    """Iterate over the parameters of an optimizer; those of a placeholder become a list.
 
     Args:
         optimizer: torch's optimizer, or a `DummyOptim`.
@@ -85,11 +85,11 @@ def parameters_of(optimizer: Any) -> Iterator[Any]:
 # -- optimizers and schedules -----------------------------------------------------------------------------------------
 
 
-def check_parts(parts: Parts, plugin: DeepSpeedPlugin) -> None:
-    """Compare optimizer and schedule with what the configuration describes.
+def check_parts(parts: EngineParts, plugin: DeepSpeedPlugin) -> None:
+    """Compare optimizer and schedule with the configuration.
 
     Args:
-        parts: What is prepared.
+        parts: The prepared objects.
         plugin: The plugin.
 
     Raises:
@@ -102,36 +102,36 @@ def check_parts(parts: Parts, plugin: DeepSpeedPlugin) -> None:
     if "optimizer" in config and not dummy:
         wrong.append("an optimizer is in the configuration and in the code: pass DummyOptim(model.parameters())")
     if "optimizer" not in config and dummy:
-        wrong.append('DummyOptim stands for an optimizer of the configuration, which has none: add "optimizer" to it')
+        wrong.append('DummyOptim needs an optimizer in the configuration, which has none: add "optimizer" to it')
     if "scheduler" in config and parts.scheduler is not None and not later:
         wrong.append("a scheduler is in the configuration and in the code: pass DummyScheduler(optimizer)")
     if "scheduler" in config and has_callable:
-        wrong.append("a scheduler is in the configuration, and lr_scheduler_callable makes another: leave one out")
+        wrong.append("a scheduler is in the configuration, and lr_scheduler_callable creates another: leave one out")
     if "scheduler" not in config and later and not has_callable:
         wrong.append(
-            'DummyScheduler stands for a scheduler of the configuration, which has none: add "scheduler" to it, or '
+            'DummyScheduler needs a scheduler in the configuration, which has none: add "scheduler" to it, or '
             "pass DummyScheduler(optimizer, lr_scheduler_callable=...)"
         )
     if dummy and parts.scheduler is not None and not later:
         wrong.append(
-            "the configuration makes the optimizer, and a scheduler in the code belongs to another one: pass "
-            "DummyScheduler(optimizer, lr_scheduler_callable=...), or describe the scheduler in the configuration"
+            "the configuration defines the optimizer, and a scheduler in the code belongs to another one: pass "
+            "DummyScheduler(optimizer, lr_scheduler_callable=...), or define the scheduler in the configuration"
         )
     if wrong:
         lines = "\n".join(f"- {line}" for line in wrong)
-        raise ValueError(f"the DeepSpeed configuration and what prepare() was given contradict each other:\n{lines}")
+        raise ValueError(f"the DeepSpeed configuration and the arguments of prepare() contradict each other:\n{lines}")
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
-    """Return DeepSpeed's optimizer for main memory that does what one of torch's does.
+    """Return DeepSpeed's CPU optimizer that is equivalent to one of torch's.
 
-    It has the same parameter groups, so that a schedule moves both.
+    Both share their parameter groups, so that a schedule changes both.
 
     Args:
         optimizer: torch's optimizer.
 
     Returns:
-        DeepSpeedCPUAdam, DeepSpeedCPUAdagrad or DeepSpeedCPULion; the optimizer itself where there is none for it.
+        DeepSpeedCPUAdam, DeepSpeedCPUAdagrad or DeepSpeedCPULion; the optimizer itself where there is no equivalent.
     """
     name = type(optimizer).__name__
     if name.startswith("DeepSpeed") or optimizer.defaults.get("amsgrad"):
@@ -148,41 +148,41 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
     }
     if name not in kinds:
         return optimizer
-    taken = ("lr", "betas", "eps", "weight_decay") if name != "Lion" else ("lr", "betas", "weight_decay")
-    settings = {key: optimizer.defaults[key] for key in taken if key in optimizer.defaults}
-    with compiling():  # its loop is compiled for this processor when it is first used
+    names = ("lr", "betas", "eps", "weight_decay") if name != "Lion" else ("lr", "betas", "weight_decay")
+    settings = {key: optimizer.defaults[key] for key in names if key in optimizer.defaults}
+    with compilation_context():  # its loop is compiled for this processor at the first use
         mapped = kinds[name](optimizer.param_groups, **settings)
-    _take_over_schedules(optimizer, mapped)
+    _forward_step_calls(optimizer, mapped)
     return mapped
 
 
-def _take_over_schedules(before: Any, after: Any) -> None:
-    """Let schedules made for one optimizer know of the steps of another: they warn about steps that never come."""
+def _forward_step_calls(before: Any, after: Any) -> None:
+    """Mark one optimizer as stepped when another steps: schedules made for it warn otherwise."""
     step = after.step
 
     @functools.wraps(step)
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def marking_step(*args: Any, **kwargs: Any) -> Any:
         before._opt_called = True
         return step(*args, **kwargs)
 
-    after.step = noted
+    after.step = marking_step
 
 
 def _uses_cpu_optimizer(plugin: DeepSpeedPlugin) -> bool:
     return plugin.get_value(f"{_ZERO}.offload_optimizer.device", "none") in {"cpu", "nvme"}
 
 
-def engine_arguments(parts: Parts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def engine_arguments(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """Return the arguments of `deepspeed.initialize` for a training.
 
     Args:
-        parts: What is prepared.
-        plugin: The plugin, its "auto" values filled.
+        parts: The prepared objects.
+        plugin: The plugin, with its "auto" values filled.
 
     Returns:
         The arguments.
     """
-    config = config_of(plugin)
+    config = engine_config(plugin)
     arguments: dict[str, Any] = {"model": parts.model, "config": config}
     if isinstance(parts.optimizer, DummyOptim):
         arguments["model_parameters"] = parts.optimizer.params
@@ -194,44 +194,44 @@ def engine_arguments(parts: Parts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
             if optimizer is parts.optimizer and not type(optimizer).__name__.startswith("DeepSpeedCPU"):
                 config["zero_force_ds_cpu_optimizer"] = False
                 warn_once(
-                    f"DeepSpeed has no {type(optimizer).__name__} for main memory, so torch's is used there, which is "
-                    "slower than DeepSpeed's AdamW, Adam, Adagrad or Lion"
+                    f"DeepSpeed has no CPU version of {type(optimizer).__name__}, so torch's is used, which is slower "
+                    "than DeepSpeed's AdamW, Adam, Adagrad or Lion"
                 )
         arguments["optimizer"] = optimizer
     scheduler = parts.scheduler
     if isinstance(scheduler, DummyScheduler):
         if scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
-    elif is_moved_by_engine(scheduler):
+    elif is_stepped_by_engine(scheduler):
         arguments["lr_scheduler"] = scheduler
     return arguments
 
 
-def config_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    """Return a copy of the plugin's configuration for an engine: DeepSpeed writes into what it gets.
+def engine_config(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """Return a copy of the plugin's configuration for an engine: DeepSpeed changes its argument.
 
     Args:
         plugin: The plugin.
     """
     config = copy.deepcopy(plugin.deepspeed_config)
-    config.setdefault("steps_per_print", math.inf)  # what it prints there, the run panel shows
+    config.setdefault("steps_per_print", math.inf)  # the run panel shows what it would print
     return config
 
 
 def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size: int) -> dict[str, Any]:
-    """Return the configuration of an engine that does not train.
+    """Return the configuration of an engine for inference.
 
     Args:
         model: The model.
-        plugin: The plugin; it stays as it is.
+        plugin: The plugin, which is not changed.
         world_size: Number of ranks.
     """
     alone = copy.copy(plugin)
     sections = {key: value for key, value in plugin.deepspeed_config.items() if key not in {"optimizer", "scheduler"}}
     alone.hf_ds_config = HfDeepSpeedConfig(sections)
     alone.deepspeed_config = alone.hf_ds_config.config
-    # Batch sizes are of no consequence without training, but DeepSpeed wants them.
-    parts = Parts(
+    # Batch sizes have no effect without training, but DeepSpeed requires them.
+    parts = EngineParts(
         model=model,
         optimizer=None,
         scheduler=None,
@@ -241,32 +241,36 @@ def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size
         split_batches=False,
     )
     fill_config(parts, alone)
-    return config_of(alone)
+    return engine_config(alone)
 
 
 # -- "auto" -----------------------------------------------------------------------------------------------------------
 
 
-def fill_config(parts: Parts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """Fill the "auto" values of a plugin's configuration, in place.
 
     Args:
-        parts: What is prepared.
+        parts: The prepared objects.
         plugin: The plugin.
 
     Returns:
-        What was filled, by dotted key.
+        The filled values, by dotted key.
 
     Raises:
-        ValueError: Values differ from what is known, or nothing tells them; the message lists them all.
+        ValueError: Values differ from the known ones, or are not known; the message lists all of them.
     """
     config = plugin.deepspeed_config
     if _MICRO not in config and "train_batch_size" not in config:
         config[_MICRO] = AUTO
     config.setdefault(_STEPS, AUTO)
     config.setdefault("gradient_clipping", AUTO)
-    autos = [key for key, value in _flat(config) if value == AUTO]
-    known = {**_known_sizes(parts, plugin), **_known_of_code(parts), **_known_by_width(parts.model, plugin)}
+    autos = [key for key, value in _dotted_items(config) if value == AUTO]
+    known = {
+        **_values_from_sizes(parts, plugin),
+        **_values_from_placeholders(parts),
+        **_values_from_hidden_size(parts.model, plugin),
+    }
     plugin.deepspeed_config_process(must_match=False, **known)
     if "train_batch_size" in known and "train_batch_size" not in autos:
         plugin.fill_match("train_batch_size", train_batch_size=known["train_batch_size"])
@@ -274,10 +278,10 @@ def fill_config(parts: Parts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
 
 
 def refresh_autos(filled: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
-    """Make values "auto" again that an earlier `prepare` filled, and nobody has changed since.
+    """Reset values to "auto" that an earlier `prepare` filled, where they have not changed since.
 
     Args:
-        filled: What `fill_config` returned.
+        filled: The result of `fill_config`.
         plugin: The plugin.
     """
     for key, value in filled.items():
@@ -286,17 +290,17 @@ def refresh_autos(filled: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
             node[last] = AUTO
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _dotted_items(config: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     pairs = []
     for key, value in config.items():
-        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+        pairs += _dotted_items(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
     return pairs
 
 
-def _known_sizes(parts: Parts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def _values_from_sizes(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     known: dict[str, Any] = {
         _STEPS: parts.steps,
-        "gradient_clipping": 0.0,  # clip_grad_norm_ says how far, step by step
+        "gradient_clipping": 0.0,  # clip_grad_norm_ sets it for each step
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": True,
     }
     micro = plugin.get_value(_MICRO)
@@ -312,16 +316,16 @@ def _known_sizes(parts: Parts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
 def _batch_size(sizes: Sequence[int | None], smallest: bool) -> int:
     numbers = [size for size in sizes if size is not None]
     if not numbers or len(numbers) < len(sizes):
-        what = "a loader without a batch_size" if sizes else "no loader"
+        given = "a loader without a batch_size" if sizes else "no loader"
         raise ValueError(
-            f"{_MICRO} is 'auto', and prepare() was given {what}: pass the loaders to prepare() together with the "
-            f"model, or set accelerator.state.deepspeed_plugin.deepspeed_config[{_MICRO!r}] = 8, for instance, before"
+            f"{_MICRO} is 'auto', and prepare() was given {given}: pass the loaders to prepare() together with the "
+            f"model, or set accelerator.state.deepspeed_plugin.deepspeed_config[{_MICRO!r}], as 8, before"
         )
     return min(numbers) if smallest else max(numbers)
 
 
-def _known_of_code(parts: Parts) -> dict[str, Any]:
-    """Return what stand-ins in the code say of the optimizer and schedule that the configuration describes."""
+def _values_from_placeholders(parts: EngineParts) -> dict[str, Any]:
+    """Return the values that placeholders give for the optimizer and schedule of the configuration."""
     known: dict[str, Any] = {}
     optimizer, scheduler = parts.optimizer, parts.scheduler
     if isinstance(optimizer, DummyOptim):
@@ -331,26 +335,26 @@ def _known_of_code(parts: Parts) -> dict[str, Any]:
         rate = optimizer.lr if isinstance(optimizer, DummyOptim) else optimizer.defaults.get("lr")
         settings = {"warmup_min_lr": 0, "warmup_max_lr": rate, "warmup_num_steps": scheduler.warmup_num_steps}
         if scheduler.total_num_steps is not None:
-            # Steps of one process; the engine moves the schedule once for all ranks.
+            # Counted as if one process read all batches; the engine steps the schedule once for all ranks.
             ranks = 1 if parts.split_batches else parts.world_size
             settings["total_num_steps"] = math.ceil(scheduler.total_num_steps / ranks)
         known |= {f"scheduler.params.{name}": value for name, value in {**settings, **scheduler.kwargs}.items()}
     return known
 
 
-def _known_by_width(model: torch.nn.Module, plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    wanted = [key for key in _BY_HIDDEN_SIZE if plugin.is_auto(key)]
-    width = hidden_size(model) if wanted else None
-    if wanted and width is None:
+def _values_from_hidden_size(model: torch.nn.Module, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    autos = [key for key in _BY_HIDDEN_SIZE if plugin.is_auto(key)]
+    size = hidden_size(model) if autos else None
+    if autos and size is None:
         raise ValueError(
-            f"{', '.join(wanted)} are 'auto', which follows from the model's width, and {type(model).__name__} has no "
-            "config.hidden_size; write numbers in their place"
+            f"{', '.join(autos)} are 'auto', which needs the model's hidden size, and {type(model).__name__} has no "
+            "config.hidden_size; write numbers instead"
         )
-    return {key: _BY_HIDDEN_SIZE[key](width) for key in wanted if width is not None}
+    return {key: _BY_HIDDEN_SIZE[key](size) for key in autos if size is not None}
 
 
 def hidden_size(model: torch.nn.Module) -> int | None:
-    """Return a transformer's width: `config.hidden_size`, or the largest of its `hidden_sizes`; None where it has none.
+    """Return a model's `config.hidden_size`, or the largest of its `hidden_sizes`; None: it has neither.
 
     Args:
         model: The model.
@@ -364,8 +368,8 @@ def hidden_size(model: torch.nn.Module) -> int | None:
     return None
 
 
-def is_moved_by_engine(scheduler: Any) -> bool:
-    """Tell whether the engine moves a schedule: one that its configuration or a callable makes, or one of DeepSpeed's.
+def is_stepped_by_engine(scheduler: Any) -> bool:
+    """Return whether the engine steps a schedule: one of the configuration, of a callable, or of DeepSpeed.
 
     Args:
         scheduler: The schedule.
@@ -374,16 +378,16 @@ def is_moved_by_engine(scheduler: Any) -> bool:
 
 
 __all__ = [
-    "Parts",
+    "EngineParts",
     "check_parts",
-    "config_of",
     "engine_arguments",
+    "engine_config",
     "fill_config",
     "hidden_size",
     "inference_config",
-    "is_moved_by_engine",
+    "is_stepped_by_engine",
     "map_pytorch_optim_to_deepspeed",
-    "parameters_of",
-    "part_kind",
+    "object_kind",
+    "optimizer_parameters",
     "refresh_autos",
 ]

@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles on a machine when it is first used: with its tools found, and no lock of a dead process."""
+"""Compilation of DeepSpeed's operators at their first use: finds ninja, and removes locks of dead processes."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ import psutil
 from notebook_accelerate.config import environ
 from notebook_accelerate.state.warn_once import warn_once
 
-_OF_CONTAINER = frozenset({"overlay", "ramfs", "tmpfs"})
-"""Types of file systems that a container has for itself."""
-_OF_MACHINE = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
-"""Types of file systems that a machine has for itself; its containers may share one."""
-_FIRST_PIDS = "pid:[4026531836]"
-"""The machine's own name space of process ids (PROC_PID_INIT_INO of Linux): whoever has it sees all processes."""
-_AGAIN = 0.2
-"""Seconds between two looks at a lock: one that is being given up is closed a moment before it is removed."""
+_CONTAINER_FILE_SYSTEMS = frozenset({"overlay", "ramfs", "tmpfs"})
+"""Types of file systems that a container does not share."""
+_MACHINE_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
+"""Types of file systems that a machine does not share; its containers may share one."""
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+"""The machine's initial namespace of process ids (PROC_PID_INIT_INO of Linux), in which all processes are visible."""
+_RECHECK_SECONDS = 0.2
+"""Seconds between two checks of a lock: torch closes a lock a moment before it removes it."""
 
 
-def compiling() -> AbstractContextManager[None]:
-    """Let DeepSpeed compile: locks that dead processes have left are removed, and inside the block ninja is found.
+def compilation_context() -> AbstractContextManager[None]:
+    """Remove the locks of dead processes, and return a context in which DeepSpeed finds ninja.
 
     Returns:
-        The block.
+        A context manager for the compilation.
     """
-    remove_dead_locks(extensions())
+    remove_dead_locks(extensions_folder())
     return _tools_on_path()
 
 
-def extensions() -> Path:
-    """Return the folder in which torch compiles extensions, without torch's own word: that takes a second to import.
+def extensions_folder() -> Path:
+    """Return the folder in which torch compiles extensions; torch's own function takes a second to import.
 
     Returns:
-        What torch.utils.cpp_extension.get_default_build_root returns on Linux, or TORCH_EXTENSIONS_DIR.
+        The result of torch.utils.cpp_extension.get_default_build_root on Linux, or TORCH_EXTENSIONS_DIR.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions")
@@ -48,7 +48,7 @@ def extensions() -> Path:
 
 @contextmanager
 def _tools_on_path() -> Iterator[None]:
-    """Let DeepSpeed find ninja inside the block, where it is installed beside a Python that is not activated."""
+    """Put ninja on PATH inside the block, where it is installed beside a Python that is not activated."""
     beside = Path(sys.executable).parent
     if shutil.which("ninja") is None and util.find_spec("ninja") is not None and (beside / "ninja").exists():
         with environ.patch_environment(PATH=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}"):
@@ -58,45 +58,46 @@ def _tools_on_path() -> Iterator[None]:
 
 
 def remove_dead_locks(root: Path) -> list[Path]:
-    """Remove the locks in a folder of torch's extensions whose processes have died; others wait for them for ever.
+    """Remove the locks in a folder of torch's extensions whose processes have died; others wait for them forever.
 
-    torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes it even when that fails; only a
-    process that is killed leaves it.
+    torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes it also on failure; only a killed
+    process leaves it.
 
     Args:
-        root: The folder; its folders hold an extension each, or those of a version of Python.
+        root: The folder; each of its folders contains an extension, or the extensions of a version of Python.
 
     Returns:
-        The locks that were removed. Of a lock that nobody on this machine holds, but somebody elsewhere may, only a
-        warning tells.
+        The removed locks. A lock that no process on this machine holds, but one elsewhere may, stays with a warning.
     """
     suspects = [lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern) if not _may_be_held(lock)]
     if not suspects:
         return []
     before = {lock: _identity(lock) for lock in suspects}
-    time.sleep(_AGAIN)
+    time.sleep(_RECHECK_SECONDS)
     return [lock for lock in suspects if not _may_be_held(lock) and _remove(lock, before[lock])]
 
 
 def _remove(lock: Path, seen: tuple[int, int] | None) -> bool:
-    kind = _file_system(lock.resolve())
-    if not _is_seen_whole(kind):
+    kind = _file_system_type(lock.resolve())
+    if not _shows_all_processes(kind):
         warn_once(
-            f"{lock} says that an extension is being compiled, but no process that is seen from here does that, and "
-            f"ranks wait until the file is gone; if none does on another machine or in another container that has "
-            f"this {kind or 'file system'} either: rm {lock}"
+            f"{lock} marks an extension as being compiled, but no process visible from here compiles it, and ranks "
+            f"wait until the file is removed; if no process on another machine or in another container with this "
+            f"{kind or 'file system'} compiles it either: rm {lock}"
         )
         return False
     if seen is None or seen != _identity(lock):
         return False  # another rank was faster, and may compile already
     lock.unlink(missing_ok=True)
-    warn_once(f"removed {lock}: who compiled an extension there was killed, and ranks would wait for it for ever")
+    warn_once(f"removed {lock}: the process that compiled there was killed, and ranks would wait for it forever")
     return True
 
 
-def _is_seen_whole(kind: str) -> bool:
-    """Say whether /proc shows all processes that can use a file system of this type."""
-    return kind in _OF_CONTAINER or (kind in _OF_MACHINE and str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PIDS)
+def _shows_all_processes(kind: str) -> bool:
+    """Return whether /proc shows all processes that can use a file system of this type."""
+    return kind in _CONTAINER_FILE_SYSTEMS or (
+        kind in _MACHINE_FILE_SYSTEMS and str(Path("/proc/self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
+    )
 
 
 def _identity(lock: Path) -> tuple[int, int] | None:
@@ -107,21 +108,21 @@ def _identity(lock: Path) -> tuple[int, int] | None:
 
 
 def _may_be_held(lock: Path) -> bool:
-    """Say whether a process has a file open, or could have without being seen."""
+    """Return whether a process has a file open, or may have it open invisibly."""
     processes = Path("/proc")
     if not (processes / "self" / "fd").exists():
         return True
     try:
         wanted = lock.stat()
-        return any(_holds(process, wanted) for process in processes.iterdir() if process.name.isdigit())
+        return any(_has_open(process, wanted) for process in processes.iterdir() if process.name.isdigit())
     except FileNotFoundError:
-        return True  # it has just been given up
+        return True  # it was released just now
 
 
-def _holds(process: Path, wanted: os.stat_result) -> bool:
+def _has_open(process: Path, wanted: os.stat_result) -> bool:
     try:
         if process.stat().st_uid != wanted.st_uid:
-            return False  # it could not have made the file
+            return False  # it could not have created the file
         descriptors = list((process / "fd").iterdir())
     except PermissionError:
         return not _has_ended(process)
@@ -136,15 +137,15 @@ def _holds(process: Path, wanted: os.stat_result) -> bool:
 
 
 def _has_ended(process: Path) -> bool:
-    """Say whether a process waits for its parent only: its files are closed, but are nobody's to list."""
+    """Return whether a process is a zombie: its files are closed, but cannot be listed."""
     try:
         return psutil.Process(int(process.resolve().name)).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return True
 
 
-def _file_system(path: Path) -> str:
-    """Return the type of the file system that a path is on, as the kernel calls it; empty where that is not known."""
+def _file_system_type(path: Path) -> str:
+    """Return the kernel's name for the type of a path's file system; "" where it is not known."""
     best, kind = -1, ""
     with suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -154,4 +155,4 @@ def _file_system(path: Path) -> str:
     return kind
 
 
-__all__ = ["compiling", "extensions", "remove_dead_locks"]
+__all__ = ["compilation_context", "extensions_folder", "remove_dead_locks"]

@@ -1,4 +1,4 @@
-"""An engine in the folder of a checkpoint: DeepSpeed's own files, under Accelerate's names."""
+"""Checkpoints of an engine: DeepSpeed's own files, by Accelerate's names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
 
     Args:
         engine: The engine.
-        folder: A folder that all ranks share; it gets ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py``.
-        options: As for the engine's `save_checkpoint`.
+        folder: A folder shared by all ranks; ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py`` are written to it.
+        options: Arguments of the engine's `save_checkpoint`.
     """
-    _called("save_state", engine.save_checkpoint, str(folder), MODEL_NAME, **options)
+    _call_with_options("save_state", engine.save_checkpoint, str(folder), MODEL_NAME, **options)
 
 
 def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) -> None:
@@ -27,11 +27,11 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
     Args:
         engine: The engine.
         folder: The checkpoint.
-        options: As for the engine's `load_checkpoint`; `strict` says whether names must be those of the model.
+        options: Arguments of the engine's `load_checkpoint`; `strict`: whether names must be those of the model.
         ranks: Number of ranks.
 
     Raises:
-        CheckpointMismatchError: The folder holds no such engine, or one of another number of ranks.
+        CheckpointMismatchError: The folder contains no such engine, or one for another number of ranks.
     """
     if "strict" in options:
         options["load_module_strict"] = options.pop("strict")
@@ -40,20 +40,20 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
     optimizer = options.get("load_optimizer_states", True)
     if optimizer and shards not in {0, ranks} and not engine.load_universal_checkpoint():
         raise CheckpointMismatchError(
-            f"{saved} holds the optimizer's state in {shards} pieces, one per rank, and this run has {ranks} ranks. "
+            f"{saved} contains the optimizer's state in {shards} shards, one per rank, and this run has {ranks} ranks. "
             "Convert it (python -m deepspeed.checkpoint.ds_to_universal) and set "
             '{"checkpoint": {"load_universal": true}} in the DeepSpeed configuration, or load the weights alone: '
             "load_state(folder, elastic=True, load_optimizer_states=False)"
         )
-    path, _ = _called("load_state", engine.load_checkpoint, str(folder), MODEL_NAME, **options)
+    path, _ = _call_with_options("load_state", engine.load_checkpoint, str(folder), MODEL_NAME, **options)
     if path is None:
         raise CheckpointMismatchError(
-            f"{folder} holds no {MODEL_NAME}/ that DeepSpeed can read. Prepare the same model as before saving."
+            f"{folder} contains no {MODEL_NAME}/ that DeepSpeed can read. Prepare the same model as before saving."
         )
 
 
-def _called(call: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a method of the engine with the user's options; those it has not are the user's mistake."""
+def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a method of the engine with the user's options; unknown ones raise ValueError."""
     try:
         return function(*args, **options)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""What a rank holds of a DeepSpeed engine: ZeRO's stages cut optimizer state, gradients, then parameters."""
+"""The shard report of a DeepSpeed engine: ZeRO shards optimizer state, gradients, then parameters, by stage."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.strategy import Strategy
 
 
-def of(strategy: Strategy) -> ShardReport:
-    """Count an engine's parts.
+def report_engine(strategy: Strategy) -> ShardReport:
+    """Return the sizes of an engine's parameters, gradients and optimizer state on this rank.
 
     Args:
         strategy: The strategy, whose first model is its engine.
@@ -28,39 +28,39 @@ def of(strategy: Strategy) -> ShardReport:
     ranks = max(1, int(getattr(engine, "seq_dp_world_size", 0) or engine.dp_world_size))
     parameters = list(shard_report.all_parameters(strategy.models))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    gradients = _tally(trained, over if stage > 1 else [], ranks)
+    gradients = _sum_sizes(trained, over if stage > 1 else [], ranks)
     return shard_report.make_report(
         strategy,
-        _tally(parameters, over if stage > 2 else [], ranks).sizes(
-            _device(engine.zero_offload_param()), "gathered layer by layer" if stage > 2 else ""
+        _sum_sizes(parameters, over if stage > 2 else [], ranks).sizes(
+            _offload_device(engine.zero_offload_param()), "gathered layer by layer" if stage > 2 else ""
         ),
-        gradients.sizes(_device(engine.zero_offload_optimizer()) if stage > 1 else ""),
-        _state(engine, _tally(trained, over, ranks), sum(map(_count, trained))),
+        gradients.sizes(_offload_device(engine.zero_offload_optimizer()) if stage > 1 else ""),
+        _optimizer_state(engine, _sum_sizes(trained, over, ranks), sum(map(_element_count, trained))),
         variant=f"ZeRO-{stage}",
         mesh=mesh,
     )
 
 
-def _count(parameter: Any) -> int:
-    """Return a parameter's elements; stage 3 leaves none of them in the parameter itself."""
+def _element_count(parameter: Any) -> int:
+    """Return a parameter's number of elements; with stage 3 the parameter itself is empty."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _tally(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardTally:
+def _sum_sizes(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardTally:
     found = ShardTally()
     for parameter in parameters:
-        whole = _count(parameter) * parameter.element_size()
+        whole = _element_count(parameter) * parameter.element_size()
         found += shard_report.count_equal_parts(whole, ranks if over else 1, over)
     return found
 
 
-def _state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
-    """Count the optimizer's state: its moments, and master weights where they are others than the model's."""
+def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
+    """Return the size of the optimizer's state: its moments, and master weights that are not the model's."""
     optimizer = engine.optimizer
-    offloaded = _device(engine.zero_offload_optimizer())
+    offloaded = _offload_device(engine.zero_offload_optimizer())
     basic = getattr(optimizer, "optimizer", optimizer)
     count = shard_report.common_states_per_parameter([basic])
-    masters = _masters(optimizer, basic)
+    masters = _master_weights(optimizer, basic)
     if count is None or not masters:
         return trained.state_sizes(count, offloaded)
     own = {tensor.data_ptr() for tensor in getattr(optimizer, "fp16_partitioned_groups_flat", engine.parameters())}
@@ -71,17 +71,17 @@ def _state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
     return ShardSizes(whole, here, tuple(trained.sharded), offloaded, "with master weights" if kept else "")
 
 
-def _masters(optimizer: Any, basic: Any) -> list[torch.Tensor]:
-    """Return this rank's weights that are stepped; stage 3 gives them to its optimizer one by one, in the step."""
+def _master_weights(optimizer: Any, basic: Any) -> list[torch.Tensor]:
+    """Return this rank's weights that the optimizer updates; stage 3 passes them to it one by one, in the step."""
     found = getattr(optimizer, "fp32_partitioned_groups_flat", None)
     return list(found) if found else [parameter for group in basic.param_groups for parameter in group["params"]]
 
 
-def _device(offload: Any) -> str:
-    """Return where something is offloaded to; "" for None, and where it stays on the device."""
+def _offload_device(offload: Any) -> str:
+    """Return the device of an offloading configuration; "" for None and for no offloading."""
     device = getattr(offload, "device", None)
-    name = str(getattr(device, "value", device) or "none")  # plain text or a member of an enum, by version
+    name = str(getattr(device, "value", device) or "none")  # a string or a member of an enum, by version
     return "" if name == "none" else name
 
 
-__all__ = ["of"]
+__all__ = ["report_engine"]

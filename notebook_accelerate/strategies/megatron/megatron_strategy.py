@@ -218,7 +218,7 @@ class MegatronLMStrategy(EngineStrategy):
 
     def _check(self, objects: Sequence[Any], places: dict[str, list[int]], models: list[int]) -> None:
         """Refuse what does not make an engine."""
-        optimizers = [objects[at] for at in places.get("optimizer", ()) if not self._knows(objects[at])]
+        optimizers = [objects[at] for at in places.get("optimizer", ()) if not self._is_prepared_optimizer(objects[at])]
         plain = [objects[at] for at in places.get("scheduler", ()) if not _is_schedule_of_megatron(objects[at])]
         if plain:
             raise ValueError(
@@ -253,7 +253,7 @@ class MegatronLMStrategy(EngineStrategy):
         elif not hasattr(plugin, "global_batch_size"):
             size = next((item.dataset_args.get("micro_batch_size", 1) for item in loaders if _is_stand_in(item)), 1)
             plugin.set_training_args(size, self._groups)
-        (at,) = (at for at in places["optimizer"] if not self._knows(objects[at]))
+        (at,) = (at for at in places["optimizer"] if not self._is_prepared_optimizer(objects[at]))
         given = objects[at]
         plugin.set_optimizer_type(given.optimizer if isinstance(given, AcceleratedOptimizer) else given)
         schedules = places.get("scheduler", [])
@@ -271,7 +271,7 @@ class MegatronLMStrategy(EngineStrategy):
         wrapper.gradient_state = self.setup.gradient_state
         wrapper._is_accelerate_prepared = True
         self.optimizers.append(wrapper)
-        (at,) = (at for at in places["optimizer"] if not self._knows(objects[at]))
+        (at,) = (at for at in places["optimizer"] if not self._is_prepared_optimizer(objects[at]))
         objects[model], objects[at] = engine, wrapper
         for place in places.get("scheduler", ()):
             objects[place] = MegatronLMSchedulerWrapper(schedule, self.optimizers)
@@ -346,7 +346,7 @@ class MegatronLMStrategy(EngineStrategy):
         Raises:
             ValueError: It was not prepared with its model.
         """
-        if self._knows(optimizer):
+        if self._is_prepared_optimizer(optimizer):
             return optimizer  # type: ignore[no-any-return]
         raise ValueError(
             f"Megatron-LM makes one engine of a model and its optimizer, and {type(optimizer).__name__} came alone: "

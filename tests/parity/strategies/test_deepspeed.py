@@ -90,7 +90,7 @@ def test_what_this_machine_lacks() -> None:
     (said,) = run_ranks(scripts.lacking, world_size=1, timeout=SECONDS)
     assert said["fp16"] in {
         "",
-        "DeepSpeed computes no fp16 on cpu; write mixed_precision='bf16', or leave fp16 out of its configuration",
+        "DeepSpeed does not support fp16 on cpu; pass mixed_precision='bf16', or leave fp16 out of its configuration",
     }
     assert said["nvme"] == "" or said["nvme"].startswith(
         "offload_optimizer_device='nvme' needs DeepSpeed's async_io, which is compiled with libaio"
@@ -105,7 +105,7 @@ def test_a_checkpoint_becomes_plain_weights(tmp_path: Path) -> None:
     weights = run_ranks(scripts.weights_in, str(folder), world_size=1, timeout=SECONDS)[0]
     for name, weight in parts()[0].state_dict().items():
         assert torch.equal(weights[name], weight), name
-    with pytest.raises(RankError, match=r"in 2 pieces, one per rank, and this run has 1 ranks\.") as caught:
+    with pytest.raises(RankError, match=r"in 2 shards, one per rank, and this run has 1 ranks\.") as caught:
         run_ranks(accelerated, Case(**ZERO["stage 3"], steps=1), None, str(folder), world_size=1)
     assert isinstance(caught.value.__cause__, CheckpointMismatchError)
 
@@ -162,12 +162,12 @@ def test_mistakes() -> None:
     said = run_ranks(scripts.mistakes, timeout=SECONDS)[0]
     assert "AdamW has parameters of 0 of the 0 models given" in said["alone"]
     assert "is 'auto', and prepare() was given no loader" in said["no loader"]
-    assert "made from that very model's parameters" in said["another model's"]
+    assert "the optimizer of its parameters" in said["another model's"]
     assert "a DeepSpeed engine has one" in said["two"]
     assert (
-        'DummyOptim stands for an optimizer of the configuration, which has none: add "optimizer"' in said["stand-in"]
+        'DummyOptim needs an optimizer in the configuration, which has none: add "optimizer"' in said["stand-in"]
     )
-    assert "make another Accelerator for the second one" in said["second"]
+    assert "create another Accelerator for the second model" in said["second"]
     assert "call accelerator.clip_grad_norm_" in said["values"]
     assert "which clips by the 2-norm" in said["norm"]
     assert said["again"] == "2"  # filled anew for the second loader

@@ -45,7 +45,9 @@ def end(process: subprocess.Popen[str]) -> None:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder that nobody shares, whatever its file system is."""
-    monkeypatch.setattr(op_compilation, "_OF_CONTAINER", frozenset({op_compilation._file_system(tmp_path)}))
+    monkeypatch.setattr(
+        op_compilation, "_CONTAINER_FILE_SYSTEMS", frozenset({op_compilation._file_system_type(tmp_path)})
+    )
     return tmp_path
 
 
@@ -56,7 +58,7 @@ def test_a_lock_goes_once_its_process_is_dead(own: Path) -> None:
     try:
         assert op_compilation.remove_dead_locks(own) == []
         end(processes[0])
-        with pytest.warns(UserWarning, match=r"removed .*one/lock: who compiled"):
+        with pytest.warns(UserWarning, match=r"removed .*one/lock: the process that compiled there"):
             assert op_compilation.remove_dead_locks(own) == locks[:1]
         assert [lock.exists() for lock in locks] == [False, True]
     finally:
@@ -86,28 +88,28 @@ def test_a_process_whose_parent_has_not_heard_of_its_end_has_ended() -> None:
 def test_a_lock_stays_that_a_process_out_of_sight_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "one" / "lock"
     end(held(lock))
-    monkeypatch.setattr(op_compilation, "_OF_CONTAINER", frozenset())
+    monkeypatch.setattr(op_compilation, "_CONTAINER_FILE_SYSTEMS", frozenset())
     own = str(Path("/proc/self/ns/pid").readlink())
-    for kinds, pids in ((set(), own), ({op_compilation._file_system(tmp_path)}, "pid:[1]")):
-        monkeypatch.setattr(op_compilation, "_OF_MACHINE", frozenset(kinds))
-        monkeypatch.setattr(op_compilation, "_FIRST_PIDS", pids)
+    for kinds, pids in ((set(), own), ({op_compilation._file_system_type(tmp_path)}, "pid:[1]")):
+        monkeypatch.setattr(op_compilation, "_MACHINE_FILE_SYSTEMS", frozenset(kinds))
+        monkeypatch.setattr(op_compilation, "_INITIAL_PID_NAMESPACE", pids)
         forget_notices()
-        with pytest.warns(UserWarning, match=rf"in another container that has this .*: rm {lock}"):
+        with pytest.warns(UserWarning, match=rf"in another container with this .*: rm {lock}"):
             assert op_compilation.remove_dead_locks(tmp_path) == []
         assert lock.exists()
-    monkeypatch.setattr(op_compilation, "_FIRST_PIDS", own)
+    monkeypatch.setattr(op_compilation, "_INITIAL_PID_NAMESPACE", own)
     with pytest.warns(UserWarning, match=r"removed .*one/lock"):
         assert op_compilation.remove_dead_locks(tmp_path) == [lock]
 
 
 def test_the_folder_is_that_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    assert op_compilation.extensions().resolve() == Path(get_default_build_root()).resolve()
+    assert op_compilation.extensions_folder().resolve() == Path(get_default_build_root()).resolve()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert op_compilation.extensions().resolve() == Path(get_default_build_root()).resolve()
-    assert op_compilation.extensions() == tmp_path / "torch_extensions"
+    assert op_compilation.extensions_folder().resolve() == Path(get_default_build_root()).resolve()
+    assert op_compilation.extensions_folder() == tmp_path / "torch_extensions"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
-    assert op_compilation.extensions() == tmp_path / "own"
+    assert op_compilation.extensions_folder() == tmp_path / "own"
 
 
 @pytest.mark.usefixtures("fresh_state")
@@ -115,6 +117,6 @@ def test_dead_locks_go_before_compiling(own: Path, monkeypatch: pytest.MonkeyPat
     lock = own / "cpu_adam" / "lock"
     end(held(lock))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(own))
-    with pytest.warns(UserWarning, match="was killed") as seen, op_compilation.compiling():
+    with pytest.warns(UserWarning, match="was killed") as seen, op_compilation.compilation_context():
         assert not lock.exists()
     assert seen[0].filename == __file__
