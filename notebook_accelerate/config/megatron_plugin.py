@@ -83,6 +83,7 @@ class MegatronLMPlugin:
         self._micro_batches_given = self.num_micro_batches is not None or bool(
             environ.text(f"{_PREFIX}NUM_MICRO_BATCHES")
         )
+        self.scheduled = False  # whether the learning rate follows a schedule
         self._read_environ()
         self._check()
         self.megatron_lm_default_args: dict[str, Any] = {

@@ -22,6 +22,13 @@ class HasState(Protocol):
     state: AcceleratorState
 
 
+class PreparesDataLoaders(HasState, Protocol):
+    """An object that prepares data loaders."""
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Prepare a loader; see `Strategy.prepare_data_loader`."""
+
+
 class RankControl(Protocol):
     """This rank among the others."""
 
@@ -91,4 +98,4 @@ class HasTrackers(RankControl, Protocol):
         """Folder of logs."""
 
 
-__all__ = ["HasState", "HasStrategy", "HasTrackers", "PreparedObjects", "RankControl"]
+__all__ = ["HasState", "HasStrategy", "HasTrackers", "PreparedObjects", "PreparesDataLoaders", "RankControl"]

@@ -1,7 +1,6 @@
-"""Context parallelism: each rank computes on a part of every sequence; attention exchanges keys and values.
+"""Context parallelism: each rank computes a part of every sequence; attention exchanges keys and values.
 
-Source: Liu et al., "Ring Attention", https://arxiv.org/abs/2310.01889; computed by torch's experimental
-`context_parallel`.
+Source: Liu et al., "Ring Attention", https://arxiv.org/abs/2310.01889; torch's experimental `context_parallel`.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 @contextmanager
-def sequences_split(
-    mesh: DeviceMesh, how: str, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor]
+def split_sequences(
+    mesh: DeviceMesh, exchange: str, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor]
 ) -> Iterator[None]:
-    """Split sequences over ranks inside the block; every rank must enter it.
+    """Split sequences over ranks inside a with block; every rank must enter it.
 
     Args:
         mesh: The ranks that share sequences.
-        how: How they exchange keys and values: allgather or alltoall.
+        exchange: How ranks exchange keys and values: allgather or alltoall.
         buffers: Tensors that are split in place.
         dims: Their sequence dimensions.
-        kept_split: Those that are not made whole again afterwards.
+        kept_split: The buffers that are not restored afterwards.
 
     Yields:
         Nothing.
 
     Raises:
-        ValueError: Buffers and dimensions do not belong together, or a sequence cannot be split evenly.
+        ValueError: Buffers and dimensions do not match, or a sequence cannot be split evenly.
     """
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     _check(buffers, dims, kept_split, 2 * mesh.size())
-    set_rotate_method(how)
+    set_rotate_method(exchange)
     with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept_split)):
         yield
 
@@ -50,9 +49,9 @@ def _check(buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set
             "sequence dimension of each buffer"
         )
     if not all(any(kept is buffer for buffer in buffers) for kept in kept_split):
-        raise ValueError("no_restore_buffers holds a tensor that is not in buffers; pass a part of buffers")
+        raise ValueError("no_restore_buffers contains a tensor that is not in buffers; pass a subset of buffers")
     for buffer, dim in zip(buffers, dims, strict=True):
-        # Causal attention gives a rank one piece from the front and one from the back, so that all have equal work.
+        # Causal attention: each rank gets a piece from the front and one from the back, for equal work.
         if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] % pieces:
             raise ValueError(
                 f"a buffer of shape {list(buffer.shape)} cannot be split along buffer_seq_dims={dim}: that dimension "
@@ -60,10 +59,10 @@ def _check(buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set
             )
 
 
-def leave_masks_out(model: nn.Module) -> None:
+def make_attention_causal(model: nn.Module) -> None:
     """Make the attention of a transformers model causal instead of masked, in place.
 
-    A mask of the whole sequence does not fit a part of it, and torch's split attention takes none.
+    A mask of the whole sequence does not fit a part of it, and torch's split attention accepts no mask.
 
     Args:
         model: A model whose attention modules are named self_attn.
@@ -80,4 +79,4 @@ def _causal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return args, {**kwargs, **changed}
 
 
-__all__ = ["leave_masks_out", "sequences_split"]
+__all__ = ["make_attention_causal", "split_sequences"]

@@ -1,4 +1,4 @@
-"""XLA devices (TPUs): steps are traced into graphs, which run when the step is over or a value is asked for.
+"""The strategy for XLA devices (TPUs), which trace steps into graphs and run them at a step's end or value access.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
 """
@@ -25,7 +25,7 @@ from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 
 class XLAOptimizer(AcceleratedOptimizer):
-    """An optimizer that averages gradients over ranks before it steps, and runs the step's graph afterwards."""
+    """Averages gradients over ranks before the step, and runs the step's graph afterwards."""
 
     _average_gradients: Callable[[], None]
 
@@ -37,17 +37,13 @@ class XLAOptimizer(AcceleratedOptimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, where this batch completes a window; do nothing elsewhere.
-
-        Args:
-            set_to_none: Set gradients to None rather than zero; None means the optimizer's default.
-        """
+        """See `AcceleratedOptimizer.zero_grad`."""
         super().zero_grad(set_to_none)
         self.gradient_state.is_xla_gradients_synced = False
 
 
 class XLAStrategy(Strategy):
-    """One rank per device; every rank has the whole model, and gradients are averaged when a window is complete."""
+    """One rank per device with the whole model; gradients are averaged at the end of a window."""
 
     name: ClassVar[str] = "xla"
 
@@ -58,16 +54,7 @@ class XLAStrategy(Strategy):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare a model; on its way to an XLA device, its parameters become other objects.
-
-        Args:
-            model: The model.
-            device_placement: Whether it goes to the device; None means the Accelerator's setting.
-            evaluation_mode: Prepare it for inference only: nothing is exchanged between ranks.
-
-        Returns:
-            The prepared model.
-        """
+        """See `Strategy.prepare_model`; moving to an XLA device replaces the parameters, also in the optimizers."""
         before = parameters_by_name(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._replacements.record(before, parameters_by_name(prepared))
@@ -78,15 +65,7 @@ class XLAStrategy(Strategy):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer.
-
-        Args:
-            optimizer: The optimizer.
-            device_placement: Whether its state goes to the device; None means the Accelerator's setting.
-
-        Returns:
-            The prepared optimizer; one that this Accelerator prepared before is returned as it is.
-        """
+        """See `Strategy.prepare_optimizer`; its steps average gradients first."""
         self._replacements.apply(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
         prepared: Any = super().prepare_optimizer(optimizer, device_placement)
         prepared.__class__ = XLAOptimizer
@@ -94,9 +73,9 @@ class XLAStrategy(Strategy):
         return prepared  # type: ignore[no-any-return]
 
     def average_gradients(self) -> None:
-        """Average all optimizers' gradients over ranks, where a window is complete and it was not done yet.
+        """Average all optimizers' gradients over ranks at the end of a window, once; every rank must call this.
 
-        Every rank must call this. What is averaged twice stays as it is, so several optimizers do no harm.
+        Averaging twice does not change gradients, so several optimizers are no problem.
         """
         state = self.setup.gradient_state
         if state.sync_gradients and not state.is_xla_gradients_synced:
@@ -105,7 +84,7 @@ class XLAStrategy(Strategy):
             state.is_xla_gradients_synced = True
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Give every rank rank 0's weights, as DistributedDataParallel does; every rank must call this.
+        """Broadcast rank 0's weights, as DistributedDataParallel does; every rank must call this.
 
         Args:
             model: The model, on its device.
@@ -122,60 +101,33 @@ class XLAStrategy(Strategy):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """Prepare a loader; the graph that is being traced runs between two batches, also where nothing steps.
-
-        Args:
-            data_loader: The loader.
-            device_placement: Whether batches go to the device; None means the Accelerator's setting.
-            slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None: by the first dimension.
-
-        Returns:
-            The prepared loader.
-        """
+        """See `Strategy.prepare_data_loader`; the traced graph runs between batches, also without optimizer steps."""
         prepared: Any = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         prepared.between_batches = torch_xla.sync
         return prepared  # type: ignore[no-any-return]
 
     def sharding(self) -> ShardReport:
-        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
+        """See `Strategy.sharding`."""
         devices = runtime.global_runtime_device_count() if runtime.is_spmd() else 1
         return shard_report.count_shards(
             self, variant=f"SPMD, batches split over {devices} devices" if devices > 1 else ""
         )
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients so that their norm over all parameters is at most `max_norm`; every rank must call this.
-
-        Args:
-            parameters: The parameters.
-            max_norm: The largest norm allowed.
-            norm_type: Which norm.
-
-        Returns:
-            The norm before clipping, of the gradients averaged over ranks.
-        """
+        """See `Strategy.clip_grad_norm`; gradients are averaged over ranks first. Every rank must call this."""
         self.average_gradients()
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """Clip each gradient to [-clip_value, clip_value]; every rank must call this.
-
-        Args:
-            parameters: The parameters.
-            clip_value: The largest absolute value allowed.
-        """
+        """See `Strategy.clip_grad_value`; gradients are averaged over ranks first. Every rank must call this."""
         self.average_gradients()
         super().clip_grad_value(parameters, clip_value)
 
     def model_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's whole state in main memory: tensors of XLA have no memory that could be written.
-
-        Args:
-            model: A prepared model.
-            unwrap: Leave out what `prepare` put around the model.
+        """See `Strategy.model_state_dict`; tensors are in main memory, because XLA tensors have no storage to write.
 
         Returns:
-            The state dict; parameters that are one stay one.
+            The state dict; shared parameters stay shared.
         """
         moved: dict[int, Any] = {}
         state = super().model_state_dict(model, unwrap)
@@ -188,7 +140,7 @@ class XLAStrategy(Strategy):
 def _split_batch(
     _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Share the rows of a model's inputs out over the devices of this process; the compiler does the rest."""
+    """Split the rows of a model's inputs over the devices of this process; the compiler does the rest."""
     devices = runtime.global_runtime_device_count()
     mesh = spmd.Mesh(list(range(devices)), (devices,), ("data",))
 

@@ -53,7 +53,7 @@ def test_a_file_for_each_part_saves_and_resumes(
     assert resumed == [found[HALF_WAY + 1 :] for found in whole]
     if ranks == 2:
         with pytest.raises(
-            RankError, match=r"this rank's part is mp_rank_00_000: .* degrees that they were written with"
+            RankError, match=r"this rank's part is mp_rank_00_000: .* degrees with which they were written"
         ):
             run_ranks(run, Case(pp=2, start=str(folder)), world_size=2)
 
@@ -123,19 +123,19 @@ def test_a_file_that_would_run_code_does_not_load(tmp_path: Path, capfd: pytest.
     part = tmp_path / "iter_0000001" / "mp_rank_00"
     part.mkdir(parents=True)
     torch.save({"model": _Evil()}, part / FILE, pickle_module=pickle)
-    with pytest.raises(RankError, match="holds objects that are not loaded"):
+    with pytest.raises(RankError, match="contains objects that are not loaded"):
         run_ranks(without_its_manifest, Case(start=str(tmp_path)), world_size=1)
     assert "this code ran" not in capfd.readouterr().out.replace("print", "")
 
 
 def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"holds no iter_\*/ that Megatron-LM has written"):
+    with pytest.raises(RankError, match=r"contains no iter_\*/ written by Megatron-LM"):
         run_ranks(without_its_manifest, Case(start=str(tmp_path)), world_size=1)
 
 
 def test_the_format_must_be_known(tmp_path: Path) -> None:
     case = Case(more={"other_megatron_args": {"ckpt_format": "zarr"}}, save_after=0, save_to=str(tmp_path / "c"))
-    with pytest.raises(RankError, match="'zarr'} is not known here; write one of torch_dist, torch"):
+    with pytest.raises(RankError, match="'zarr'} is not known; pass one of 'torch_dist', 'torch'"):
         run_ranks(run, case, world_size=1)
 
 

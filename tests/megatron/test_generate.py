@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.strategies.megatron.megatron_generation import Sampling, choose
+from notebook_accelerate.strategies.megatron.megatron_generation import Sampling, choose_tokens
 from tests.megatron.trainings import WORDS, Case, place, prepared, steps
 from tests.support.ranks import RankError, run_ranks
 
@@ -64,13 +64,13 @@ def test_ranks_that_share_a_model_say_what_one_says(tmp_path: Any) -> None:
 def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
     """Return greedy tokens, those by the model's own logits, and the scores of one and of several beams."""
     from notebook_accelerate.strategies.megatron.megatron_generation import next_logits
-    from notebook_accelerate.strategies.megatron.model_parts import bare
+    from notebook_accelerate.strategies.megatron.model_parts import unwrap_chunk
 
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         steps(case, accelerator, model, optimizer, loader)
         found = model.megatron_generate(PROMPTS[:1], max_new_tokens=6, top_k=1)
-        whole, row = bare(model.module[0]).eval(), PROMPTS[:1]
+        whole, row = unwrap_chunk(model.module[0]).eval(), PROMPTS[:1]
         for _ in range(6):
             length = row.shape[1]
             masked = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -119,12 +119,12 @@ def test_what_follows_an_end_is_ends() -> None:
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({}, "one of max_length"),
-    ({"max_length": 9, "max_new_tokens": 2}, "one of max_length"),
+    ({}, "needs either max_length"),
+    ({"max_length": 9, "max_new_tokens": 2}, "needs either max_length"),
     ({"max_length": 5}, "nothing to generate"),
-    ({"max_new_tokens": 2, "num_beams": 2, "attention_mask": MASK}, "one prompt without filling"),
-    ({"max_new_tokens": 2, "attention_mask": 1 - MASK}, "filled up on the right"),
-    ({"max_new_tokens": 2, "top_q": 3}, "knows no top_q"),
+    ({"max_new_tokens": 2, "num_beams": 2, "attention_mask": MASK}, "one prompt without padding"),
+    ({"max_new_tokens": 2, "attention_mask": 1 - MASK}, "padded on the right"),
+    ({"max_new_tokens": 2, "top_q": 3}, "does not accept top_q"),
     ({"max_new_tokens": 2, "add_BOS": True}, "bos_token_id="),
 ]
 
@@ -149,19 +149,19 @@ def test_misuse_gets_a_sentence() -> None:
 
 @needs_megatron
 def test_other_models_say_nothing() -> None:
-    with pytest.raises(RankError, match="continues text with a GPT, and BertTrainStep"):
+    with pytest.raises(RankError, match="needs a GPT, and BertTrainStep"):
         run_ranks(generated, Case(kind="bert"), [{"max_new_tokens": 2}], world_size=1)
 
 
 def test_tokens_are_drawn_from_those_asked_for() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(500, 1)
     generator = torch.Generator().manual_seed(1)
-    assert set(choose(logits, Sampling(top_k=2), generator).tolist()) == {1, 2}
-    assert set(choose(logits, Sampling(top_p=0.6), generator).tolist()) == {1}
-    assert set(choose(logits, Sampling(top_p=0.7), generator).tolist()) == {1, 2}
-    assert set(choose(logits, Sampling(top_p=0.9, top_p_decay=0.1), generator, done=1).tolist()) == {1}
-    assert set(choose(logits, Sampling(), generator).tolist()) == {0, 1, 2, 3}
-    assert set(choose(logits, Sampling(top_k=1), None).tolist()) == {1}
+    assert set(choose_tokens(logits, Sampling(top_k=2), generator).tolist()) == {1, 2}
+    assert set(choose_tokens(logits, Sampling(top_p=0.6), generator).tolist()) == {1}
+    assert set(choose_tokens(logits, Sampling(top_p=0.7), generator).tolist()) == {1, 2}
+    assert set(choose_tokens(logits, Sampling(top_p=0.9, top_p_decay=0.1), generator, done=1).tolist()) == {1}
+    assert set(choose_tokens(logits, Sampling(), generator).tolist()) == {0, 1, 2, 3}
+    assert set(choose_tokens(logits, Sampling(top_k=1), None).tolist()) == {1}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.context_parallel import leave_masks_out, sequences_split
+from notebook_accelerate.strategies.context_parallel import make_attention_causal, split_sequences
 from notebook_accelerate.strategies.fsdp.fsdp_settings import resolved_plugin
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
 from notebook_accelerate.strategies.module_queries import model_has_dtensor
@@ -105,7 +105,7 @@ class FSDP2Strategy(ShardedStrategy):
         """
         plugin, device = resolved_plugin(self.setup), self.setup.device
         if self._splits_sequences:
-            leave_masks_out(model)
+            make_attention_causal(model)
         ties = tied_names(model)  # moving a model to meta and splitting it untie parameters
         weights = None
         if not model_has_dtensor(model):  # one that transformers has split is equal on all ranks
@@ -149,7 +149,7 @@ class FSDP2Strategy(ShardedStrategy):
         if not self._splits_sequences:
             return NOTHING
         how = self.setup.state.parallelism_config.cp_handler.cp_comm_strategy
-        return sequences_split(self.setup.state.device_mesh["cp"], how, buffers, dims, kept_split)
+        return split_sequences(self.setup.state.device_mesh["cp"], how, buffers, dims, kept_split)
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Keep gradients whole on every rank; see `Strategy.accumulating`."""

@@ -1,11 +1,11 @@
-"""Checkpoints of Megatron-LM, in its own folders, so that its own tools read them and its own checkpoints load here.
+"""Checkpoints of Megatron-LM in its own folders: its tools read them, and its checkpoints load here.
 
-    latest_checkpointed_iteration.txt     the newest iteration, as a number
+    latest_checkpointed_iteration.txt     the newest_iteration iteration, as a number
     iter_0000003/                         one iteration, in one of two formats:
-      metadata.json, common.pt, *.distcp    torch_dist: megatron-core's, which loads into other degrees too
+      metadata.json, common.pt, *.distcp    torch_dist: megatron-core's, which loads with other degrees too
       mp_rank_00/model_optim_rng.pt         torch: a file for each part of the model; mp_rank_00_001 with stages
 
-MegatronLMPlugin(other_megatron_args={"ckpt_format": "torch"}) writes the second one; both are read.
+MegatronLMPlugin(other_megatron_args={"ckpt_format": "torch"}) writes the second; both are read.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import torch.distributed as dist
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.strategies.megatron import model_parts
 from notebook_accelerate.strategies.megatron.megatron_engine import MegatronEngine
-from notebook_accelerate.strategies.megatron.model_parts import parts_of, tracker
+from notebook_accelerate.strategies.megatron.model_parts import named_parts, rng_tracker
 
 LATEST = "latest_checkpointed_iteration.txt"
-"""The file that names the newest iteration."""
+"""The file that names the newest_iteration iteration."""
 FORMATS = ("torch_dist", "torch")
 VERSION = 3.0
-"""Of the order in which Megatron-LM's files hold queries, keys and values."""
+"""Version of the order of queries, keys and values in Megatron-LM's files."""
 
 
 def _checkpoints() -> Any:
     return import_module("megatron.core.dist_checkpointing")
 
 
-def _writer() -> Any:
-    """Return what writes megatron-core's format from within this process.
+def _in_process_writer() -> Any:
+    """Return a writer of megatron-core's format that works in this process.
 
-    Its own writer forks a process for each file and keeps a manager process for good, in which a script without
-    `if __name__ == "__main__"` would run once more.
+    megatron-core's own writer forks a process for each file and keeps a manager process, which runs a script without
+    `if __name__ == "__main__"` again.
     """
     formats: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
     torch_checkpoint: Any = import_module("torch.distributed.checkpoint")
@@ -60,35 +60,35 @@ def _writer() -> Any:
     return InProcess("torch_dist", 1)
 
 
-def _sharding(engine: MegatronEngine) -> dict[str, Any]:
-    shared = engine.plugin.use_distributed_optimizer
-    return {"distrib_optim_sharding_type": "fully_reshardable"} if shared else {}
+def _optimizer_metadata(engine: MegatronEngine) -> dict[str, Any]:
+    distributed = engine.plugin.use_distributed_optimizer
+    return {"distrib_optim_sharding_type": "fully_reshardable"} if distributed else {}
 
 
-def _describe(
+def _sharded_state(
     engine: MegatronEngine, with_optimizer: bool, is_loading: bool, metadata: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what is where, as megatron-core's checkpoints want to be told."""
-    metadata = _sharding(engine) if metadata is None else metadata
-    state = {name: part.sharded_state_dict(metadata=dict(metadata)) for name, part in parts_of(engine).items()}
+    """Return the sharded state dict of megatron-core's checkpoints."""
+    metadata = _optimizer_metadata(engine) if metadata is None else metadata
+    state = {name: part.sharded_state_dict(metadata=dict(metadata)) for name, part in named_parts(engine).items()}
     if with_optimizer:
-        _with_initial_state(engine.optimizer, is_loading)
+        _initialize_states(engine.optimizer, is_loading)
         state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading, metadata=dict(metadata))
         state["opt_param_scheduler"] = engine.scheduler.state_dict()
     return state
 
 
-def _with_initial_state(optimizer: Any, is_loading: bool) -> None:
-    """Give torch's optimizers the state that a checkpoint fills; Megatron-LM does it for those of Apex only."""
+def _initialize_states(optimizer: Any, is_loading: bool) -> None:
+    """Initialize the states of torch's optimizers, which a checkpoint fills; Megatron-LM does so for Apex only."""
     for item in single_optimizers(optimizer):
         if item.init_state_fn is None:
-            item.init_state_fn = _start_momentum
+            item.init_state_fn = _initialize_momentum
         if is_loading and isinstance(item.optimizer, torch.optim.Adam):  # AdamW is one too
-            _start_moments(item.optimizer)
+            _initialize_moments(item.optimizer)
 
 
 def single_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain, or the one that there is.
+    """Return the optimizers of a chain, or the optimizer itself.
 
     Args:
         optimizer: Megatron's optimizer.
@@ -97,17 +97,17 @@ def single_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """Load what a checkpoint holds of Megatron's optimizer."""
+    """Load a checkpoint's state of Megatron's optimizer."""
     items = single_optimizers(optimizer)
-    stumbles = [item for item in items if _is_shared_out(item) and isinstance(item.optimizer, torch.optim.Adam)]
-    if not stumbles:
+    affected = [item for item in items if _is_distributed(item) and isinstance(item.optimizer, torch.optim.Adam)]
+    if not affected:
         optimizer.load_state_dict(state)
         return
-    # Its load_state_dict looks for the steps of torch's Adam among the shards, where they are not (0.16.1).
-    several = [state] if len(items) == 1 else [one for _, one in sorted(state.items())]
-    for item, one in zip(items, several, strict=True):
+    # Its load_state_dict expects the steps of torch's Adam among the shards, which do not have them (0.16.1).
+    states = [state] if len(items) == 1 else [one for _, one in sorted(state.items())]
+    for item, one in zip(items, states, strict=True):
         item.load_state_dict({name: value for name, value in one.items() if not name.startswith("param_state")})
-        with _without_steps(item.optimizer):
+        with _steps_removed(item.optimizer):
             getattr(item, _SHARD_LOADERS[one["param_state_sharding_type"]])(one["param_state"])
 
 
@@ -118,28 +118,28 @@ _SHARD_LOADERS = {
 }
 
 
-def _is_shared_out(optimizer: Any) -> bool:
+def _is_distributed(optimizer: Any) -> bool:
     return type(optimizer).__name__ == "DistributedOptimizer"
 
 
 @contextmanager
-def _without_steps(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hide the steps in the state of torch's Adam."""
+def _steps_removed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Remove the steps from the state of torch's Adam inside a with block."""
     steps = {p: state.pop("step") for p, state in optimizer.state.items() if "step" in state}
     try:
         yield
     finally:
         for parameter, step in steps.items():
-            optimizer.state[parameter]["step"] = step.clone()  # it was one tensor for all, which each would add to
+            optimizer.state[parameter]["step"] = step.clone()  # the shards shared one tensor
 
 
-def _start_momentum(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
+def _initialize_momentum(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("momentum") else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def _start_moments(optimizer: torch.optim.Optimizer) -> None:
+def _initialize_moments(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -148,20 +148,20 @@ def _start_moments(optimizer: torch.optim.Optimizer) -> None:
                 state.setdefault(name, torch.zeros_like(parameter))
 
 
-def save(engine: MegatronEngine, folder: Path) -> None:
+def save_engine(engine: MegatronEngine, folder: Path) -> None:
     """Write an engine into a folder; every rank must call this.
 
     Args:
         engine: The engine.
-        folder: A folder that all ranks share.
+        folder: A folder shared by all ranks.
 
     Raises:
-        ValueError: The format asked for is not known.
+        ValueError: The format is not known.
     """
     kind = getattr(engine.args, "ckpt_format", None) or FORMATS[0]
     if kind not in FORMATS:
         raise ValueError(
-            f"other_megatron_args={{'ckpt_format': {kind!r}}} is not known here; write one of {', '.join(FORMATS)}"
+            f"other_megatron_args={{'ckpt_format': {kind!r}}} is not known; pass one of {', '.join(map(repr, FORMATS))}"
         )
     target = folder / iteration_name(engine.iteration)
     if dist.get_rank() == 0:
@@ -169,11 +169,13 @@ def save(engine: MegatronEngine, folder: Path) -> None:
     dist.barrier()
     with_optimizer = engine.iteration > 0 and not engine.plugin.no_save_optim
     if kind == "torch":
-        model_parts.save(engine, target, _common(engine), with_optimizer)
+        model_parts.save_part(engine, target, _common_state(engine), with_optimizer)
     else:
-        state = {**_describe(engine, with_optimizer, is_loading=False), **_common(engine)}
-        _checkpoints().save(state, str(target), sharded_strategy=_writer(), content_metadata=_sharding(engine))
-        torch.save(tracker().get_states(), target / _random_file(engine))
+        state = {**_sharded_state(engine, with_optimizer, is_loading=False), **_common_state(engine)}
+        _checkpoints().save(
+            state, str(target), sharded_strategy=_in_process_writer(), content_metadata=_optimizer_metadata(engine)
+        )
+        torch.save(rng_tracker().get_states(), target / _rng_file(engine))
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / LATEST).write_text(str(engine.iteration))
@@ -183,79 +185,78 @@ def iteration_name(iteration: int) -> str:
     """Return the folder of an iteration.
 
     Args:
-        iteration: How many steps were taken.
+        iteration: Number of steps taken.
     """
     return f"iter_{iteration:07d}"
 
 
-def _common(engine: MegatronEngine) -> dict[str, Any]:
-    """Return what every file of Megatron-LM holds; of the arguments those that are plain values."""
+def _common_state(engine: MegatronEngine) -> dict[str, Any]:
+    """Return the entries that all files of Megatron-LM share; of the arguments only plain values."""
     plain = {
         name: value for name, value in vars(engine.args).items() if isinstance(value, (str, int, float, type(None)))
     }
     return {"args": Namespace(**plain), "checkpoint_version": VERSION, "iteration": engine.iteration}
 
 
-def _random_file(engine: MegatronEngine) -> str:
+def _rng_file(engine: MegatronEngine) -> str:
     return f"generators_tp{engine.plugin.tp_degree}_pp{engine.plugin.pp_degree}_rank{dist.get_rank()}.pt"
 
 
-def newest(folder: Path) -> Path:
-    """Return the folder of the iteration that is to be read.
+def newest_iteration(folder: Path) -> Path:
+    """Return the folder of the iteration to read.
 
     Args:
-        folder: A folder of iterations, or one iteration.
+        folder: A folder of iterations, or of one iteration.
 
     Raises:
-        CheckpointMismatchError: There is none.
+        CheckpointMismatchError: The folder contains no iteration.
     """
     if (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*")):
         return folder
     if (folder / LATEST).exists():
-        said = (folder / LATEST).read_text().strip()
-        found = folder / (iteration_name(int(said)) if said.isdecimal() else said)
+        latest = (folder / LATEST).read_text().strip()
+        found = folder / (iteration_name(int(latest)) if latest.isdecimal() else latest)
     else:
         found = max(folder.glob("iter_*"), default=folder / "iter_*")
     if not found.is_dir():
         raise CheckpointMismatchError(
-            f"{folder} holds no {found.name}/ that Megatron-LM has written. Prepare the same model as before saving."
+            f"{folder} contains no {found.name}/ written by Megatron-LM. Prepare the same model as before saving."
         )
     return found
 
 
-def load(engine: MegatronEngine, folder: Path, strict: bool = True) -> None:
+def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> None:
     """Read an engine from a folder; every rank must call this.
 
     Args:
         engine: The engine.
-        folder: The checkpoint, of Accelerate or of Megatron-LM. One in the format torch_dist may have been written
-            with other degrees.
+        folder: The checkpoint, of Accelerate or of Megatron-LM; in the format torch_dist also with other degrees.
         strict: Whether the names must be those of the model.
 
     Raises:
-        CheckpointMismatchError: The folder holds no such engine.
+        CheckpointMismatchError: The folder contains no such engine.
     """
-    source = newest(folder)
+    source = newest_iteration(folder)
     if (source / "metadata.json").exists():
-        _load_shared(engine, source, strict)
+        _load_torch_dist(engine, source, strict)
     else:
-        model_parts.load(engine, source, strict)
+        model_parts.load_part(engine, source, strict)
     engine.pending = False
 
 
-def _load_shared(engine: MegatronEngine, source: Path, strict: bool) -> None:
-    """Read megatron-core's own format."""
+def _load_torch_dist(engine: MegatronEngine, source: Path, strict: bool) -> None:
+    """Read megatron-core's format torch_dist."""
     checkpoints = _checkpoints()
     common = checkpoints.load_common_state_dict(str(source))
     with_optimizer = "optimizer" in common and not engine.plugin.no_load_optim
     metadata = checkpoints.load_content_metadata(preloaded_state_dict=common)
     try:
-        state = checkpoints.load(_describe(engine, with_optimizer, True, metadata), str(source))
+        state = checkpoints.load(_sharded_state(engine, with_optimizer, True, metadata), str(source))
     except Exception as error:
         if type(error).__module__.startswith(("megatron.core.dist_checkpointing", "torch.distributed.checkpoint")):
             raise CheckpointMismatchError(f"{source} does not fit the prepared model: {error}") from error
         raise
-    for name, part in parts_of(engine).items():
+    for name, part in named_parts(engine).items():
         part.load_state_dict(state[name], strict=strict)
     if with_optimizer:
         _load_optimizer(engine.optimizer, state["optimizer"])
@@ -263,9 +264,9 @@ def _load_shared(engine: MegatronEngine, source: Path, strict: bool) -> None:
     else:
         engine.optimizer.reload_model_params()
     engine.iteration = int(common["iteration"])
-    generators = source / _random_file(engine)
+    generators = source / _rng_file(engine)
     if generators.exists():
-        tracker().set_states(torch.load(generators, map_location="cpu", weights_only=True))
+        rng_tracker().set_states(torch.load(generators, map_location="cpu", weights_only=True))
 
 
-__all__ = ["FORMATS", "LATEST", "iteration_name", "load", "newest", "save", "single_optimizers"]
+__all__ = ["FORMATS", "LATEST", "iteration_name", "load_engine", "newest_iteration", "save_engine", "single_optimizers"]

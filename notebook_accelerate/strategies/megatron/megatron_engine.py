@@ -1,7 +1,7 @@
-"""Megatron-LM's model, optimizer and schedule as this package's training loop uses them.
+"""Megatron-LM's model, optimizer and schedule for a training loop of Accelerate.
 
-A call of the model runs a whole window: the schedule sends all of its micro-batches through the pipeline, forward and
-backward, and exchanges gradients. The step is taken by the optimizer, or by the clipping before it.
+A call of the model runs a whole window: the schedule sends all micro-batches through the pipeline, forward and
+backward, and reduces gradients. The optimizer takes the step, or the clipping before it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.accelerator_protocol import HasState
 from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, EngineScheduler
 from notebook_accelerate.strategies.megatron import megatron_setup
-from notebook_accelerate.strategies.megatron.forward_steps import TRAIN_STEPS, AbstractTrainStep
+from notebook_accelerate.strategies.megatron.forward_steps import TRAIN_STEPS, AbstractTrainStep, vocabulary_size
 
 
 def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
-    """Average losses over the ranks that have data of their own; each of these ranks must call this.
+    """Average losses over the data parallel group; each of its ranks must call this.
 
     Args:
         losses: Scalars.
@@ -31,20 +33,20 @@ def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.T
     Returns:
         The averages, of shape `[losses]`.
     """
-    group = megatron_setup.load().get_data_parallel_group()
+    group = megatron_setup.import_parallel_state().get_data_parallel_group()
     averaged = torch.stack([loss.detach().clone().float().view(()) for loss in losses])
     dist.all_reduce(averaged, group=group)
     return averaged / dist.get_world_size(group)
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Join tensors of the ranks that have data of their own; each of these ranks must call this.
+    """Concatenate tensors of the data parallel group; each of its ranks must call this.
 
     Args:
-        tensor: A tensor, or nested lists, tuples and dicts of such, with the same shapes on those ranks.
+        tensor: A tensor, or nested lists, tuples and dicts of tensors, with the same shapes on these ranks.
 
     Returns:
-        The structure, its tensors joined along the first dimension.
+        The same structure, with tensors concatenated along the first dimension.
     """
     if isinstance(tensor, dict):
         return type(tensor)({key: gather_across_data_parallel_groups(value) for key, value in tensor.items()})
@@ -52,52 +54,52 @@ def gather_across_data_parallel_groups(tensor: Any) -> Any:
         return type(tensor)(gather_across_data_parallel_groups(item) for item in tensor)
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    group = megatron_setup.load().get_data_parallel_group()
-    mine = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
+    group = megatron_setup.import_parallel_state().get_data_parallel_group()
+    local = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
     return torch.cat(parts)
 
 
 class MegatronEngine(nn.Module):
-    """A model in Megatron's schedules.
+    """A model that Megatron's schedules run.
 
     Args:
-        accelerator: An object with the `state` of the world.
-        model: This rank's part of the model, or parts.
+        accelerator: The Accelerator, or another object with its `state`.
+        model: This rank's part or parts of the model.
         optimizer: Megatron's optimizer.
         scheduler: Megatron's schedule of learning rate and weight decay.
 
     Attributes:
         module: The parts of the model.
-        train_step_handler: The train step of this kind of model.
-        iteration: How many steps were taken.
+        train_step_handler: The train step of this type of model.
+        iteration: Number of steps taken.
         grad_norm: The norm of all gradients in the last step, before clipping.
-        skipped: Whether the last step was left out because gradients held infinities.
+        skipped: Whether the last step was skipped because gradients were infinite.
     """
 
-    def __init__(self, accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
+    def __init__(self, accelerator: HasState, model: Any, optimizer: Any, scheduler: Any) -> None:
         super().__init__()
         self.module = nn.ModuleList(model if isinstance(model, (list, tuple)) else [model])
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.plugin = accelerator.state.megatron_lm_plugin
+        self.plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
         self.device = accelerator.state.device
         self.args = SimpleNamespace(**self.plugin.megatron_lm_default_args)
-        self.train_step_handler = self._make_step(accelerator)
+        self.train_step_handler = self._create_train_step(accelerator)
         self.iteration = 0
         self.grad_norm: float = math.nan
         self.skipped = False
         self.pending = False
 
-    def _make_step(self, accelerator: Any) -> AbstractTrainStep:
-        own = self.plugin.custom_train_step_class
-        if own is not None:
-            return own(self.args, **(self.plugin.custom_train_step_kwargs or {}))  # type: ignore[no-any-return]
+    def _create_train_step(self, accelerator: HasState) -> AbstractTrainStep:
+        custom = self.plugin.custom_train_step_class
+        if custom is not None:
+            return custom(self.args, **(self.plugin.custom_train_step_kwargs or {}))  # type: ignore[no-any-return]
         kind = getattr(self.args, "model_type_name", None)
         if kind not in TRAIN_STEPS:
             raise ValueError(
-                f"model_type_name={kind!r} has no train step; known: {', '.join(TRAIN_STEPS)}. Say it in "
-                "MegatronLMPlugin(other_megatron_args={'model_type_name': 'gpt'}), or pass custom_train_step_class="
+                f"model_type_name={kind!r} has no train step; known: {', '.join(TRAIN_STEPS)}. Set it with "
+                "MegatronLMPlugin(other_megatron_args={'model_type_name': 'gpt'}), or pass custom_train_step_class=..."
             )
         return TRAIN_STEPS[kind](accelerator, self.args)
 
@@ -111,17 +113,17 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, averaged over the window and the ranks with data of their own; where the model returns dicts, or
-            the plugin has `return_logits`, a `MegatronOutput`.
+            The loss, averaged over the window and the data parallel group; a `MegatronOutput`, where the model returns
+            dicts or the plugin has `return_logits`.
 
         Raises:
-            ValueError: Tensors came without names.
+            ValueError: Arguments have no names.
         """
         if args or not batch:
-            raise ValueError("a model of Megatron-LM is called with a batch by names: model(**batch)")
-        loss, told = self.train_step(**batch) if self.training else self.eval_step(**batch)
-        make = self.train_step_handler.model_output_class
-        return loss if make is None else make(loss=loss, logits=self._logits(told))
+            raise ValueError("a model of Megatron-LM takes its batch by name: model(**batch)")
+        loss, outputs = self.train_step(**batch) if self.training else self.eval_step(**batch)
+        output_class = self.train_step_handler.model_output_class
+        return loss if output_class is None else output_class(loss=loss, logits=self._gather_logits(outputs))
 
     def train_step(self, **batch: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Compute gradients of a window; every rank must call this.
@@ -130,19 +132,19 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, and on the last stage what the train step told of each micro-batch.
+            The loss, and on the last stage the train step's dict of each micro-batch.
         """
         if self.pending:
             warn_once(
-                "a model of Megatron-LM was called again before optimizer.step(): the gradients of the window before "
+                "a model of Megatron-LM was called again before optimizer.step(): the gradients of the earlier window "
                 "are dropped. To accumulate, set MegatronLMPlugin(num_micro_batches=...)"
             )
         for chunk in self.module:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        told = self._run(batch, forward_only=False)
+        outputs = self._run_schedule(batch, forward_only=False)
         self.pending = True
-        return self._average(told), told
+        return self._average_loss(outputs), outputs
 
     def eval_step(self, **batch: Any) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Compute the loss of a window; every rank must call this.
@@ -151,16 +153,16 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, and on the last stage what the train step told of each micro-batch.
+            The loss, and on the last stage the train step's dict of each micro-batch.
         """
         with torch.no_grad():
-            told = self._run(batch, forward_only=True)
-        return self._average(told), told
+            outputs = self._run_schedule(batch, forward_only=True)
+        return self._average_loss(outputs), outputs
 
     @property
-    def vocabulary(self) -> int:
-        """How many tokens there are, without what fills the vocabulary up."""
-        return int(getattr(self.args, "orig_vocab_size", 0) or self.args.padded_vocab_size)
+    def vocabulary_size(self) -> int:
+        """The number of tokens, without the padding of the vocabulary."""
+        return vocabulary_size(self.args)
 
     def megatron_generate(
         self,
@@ -175,25 +177,25 @@ class MegatronEngine(nn.Module):
         length_penalty: float | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Continue texts with a GPT; every rank must call this, those that hold one model with the same prompts.
+        """Generate text with a GPT; every rank must call this, the ranks of one model with the same prompts.
 
         Args:
-            inputs: Tokens, filled up on the right, of shape `[samples, tokens]`.
-            attention_mask: The same shape; 1 where there is a token; None: there is one everywhere.
-            max_length: How long samples get at most, the prompt included.
-            max_new_tokens: How many tokens are added at most to the longest prompt; one of the two is needed.
-            num_beams: Beam search with so many candidates, for one prompt; None: tokens are drawn.
-            temperature: Logits are divided by it; None: 1.
-            top_k: Draw from so many of the likeliest tokens; 1: always the likeliest.
-            top_p: Draw from the likeliest tokens that make up this probability.
-            length_penalty: The power of the length by which a candidate's log probability is divided; None: 1.
+            inputs: Tokens, padded on the right, of shape `[samples, tokens]`.
+            attention_mask: The same shape; 1: a token, 0: padding; None: no padding.
+            max_length: Maximum length of samples, with the prompt.
+            max_new_tokens: Maximum number of tokens after the longest prompt; pass this or `max_length`.
+            num_beams: Number of candidates of a beam search for one prompt; None: sampling.
+            temperature: Divisor of the logits; None: 1.
+            top_k: Sample from this number of most probable tokens; 1: greedy.
+            top_p: Sample from the most probable tokens with this total probability.
+            length_penalty: Exponent of the length that divides a candidate's log probability; None: 1.
             kwargs: `top_p_decay`, `top_p_bound`, `random_seed`, `add_BOS`, `bos_token_id`, `eos_token_id`.
 
         Returns:
-            Prompts and what follows, of shape `[samples, tokens]`; what follows an end is ends.
+            Prompts and generated tokens, of shape `[samples, tokens]`; an end token repeats to the end.
 
         Raises:
-            ValueError: The model is no GPT, or arguments contradict each other.
+            ValueError: The model is not a GPT, or arguments contradict each other.
         """
         from notebook_accelerate.strategies.megatron.megatron_generation import megatron_generate
 
@@ -203,19 +205,19 @@ class MegatronEngine(nn.Module):
             self, inputs, attention_mask, max_length, max_new_tokens, num_beams, length_penalty, **options
         )
 
-    def _run(self, batch: dict[str, Any], forward_only: bool) -> list[dict[str, Any]]:
+    def _run_schedule(self, batch: dict[str, Any], forward_only: bool) -> list[dict[str, Any]]:
         batch = {name: item.to(self.device) if torch.is_tensor(item) else item for name, item in batch.items()}
         tensors = [item for item in batch.values() if torch.is_tensor(item) and item.dim()]
         samples = tensors[0].shape[0]
-        count = math.gcd(samples, self.plugin.num_micro_batches)
+        count = math.gcd(samples, self.plugin.num_micro_batches or 1)
         tokens = next(item for item in tensors if item.dim() > 1)
         target = batch.get("decoder_input_ids", batch.get("labels", tokens))
         chunks = list(self.module)
         run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
-        several = [_micro_batches(batch, samples, count) for _ in chunks]
+        iterators = [_micro_batches(batch, samples, count) for _ in chunks]
         return run(  # type: ignore[no-any-return]
             forward_step_func=self.train_step_handler.forward_step,  # type: ignore[attr-defined]
-            data_iterator=several if len(chunks) > 1 else several[0],
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=count,
             seq_length=tokens.shape[1],
@@ -224,37 +226,37 @@ class MegatronEngine(nn.Module):
             forward_only=forward_only,
         )
 
-    def _average(self, told: list[dict[str, Any]]) -> torch.Tensor:
-        """Average losses over micro-batches and ranks with data of their own; the last stage tells the others."""
-        groups = megatron_setup.load()
-        whole = torch.zeros(2, dtype=torch.float32, device=self.device)
+    def _average_loss(self, outputs: list[dict[str, Any]]) -> torch.Tensor:
+        """Average losses over micro-batches and the data parallel group; the last stage sends them to the others."""
+        groups = megatron_setup.import_parallel_state()
+        ratio = torch.zeros(2, dtype=torch.float32, device=self.device)
         if groups.is_pipeline_last_stage():
-            for losses in told:
+            for losses in outputs:
                 for name, value in losses.items():
                     if name != "logits":
-                        whole += self._ratio(value)
+                        ratio += self._loss_ratio(value)
             if not self.plugin.calculate_per_token_loss:
-                whole[1] = len(told)
-            dist.all_reduce(whole, group=groups.get_data_parallel_group())
+                ratio[1] = len(outputs)
+            dist.all_reduce(ratio, group=groups.get_data_parallel_group())
         if groups.get_pipeline_model_parallel_world_size() > 1:
             last = groups.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(whole, src=last, group=groups.get_pipeline_model_parallel_group())
-        return whole[0] / whole[1]
+            dist.broadcast(ratio, src=last, group=groups.get_pipeline_model_parallel_group())
+        return ratio[0] / ratio[1]
 
-    def _ratio(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a loss as numerator and denominator: losses of tokens come as a sum and a number of tokens."""
+    def _loss_ratio(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a loss as numerator and denominator; token losses already are a sum and a number of tokens."""
         value = value.detach().float()
         if value.numel() == 2 and self.plugin.calculate_per_token_loss:
             return value
         loss = value[0] / value[1].clamp(min=1) if value.numel() == 2 else value.view(())
         return torch.stack([loss, torch.ones_like(loss)])
 
-    def _logits(self, told: list[dict[str, Any]]) -> torch.Tensor | None:
-        """Return the logits of all micro-batches; the last stage tells the others."""
+    def _gather_logits(self, outputs: list[dict[str, Any]]) -> torch.Tensor | None:
+        """Return the logits of all micro-batches; the last stage sends them to the others."""
         if not self.plugin.return_logits:
             return None
-        groups = megatron_setup.load()
-        logits = torch.cat([part["logits"] for part in told]).float() if told else None
+        groups = megatron_setup.import_parallel_state()
+        logits = torch.cat([part["logits"] for part in outputs]).float() if outputs else None
         if groups.get_pipeline_model_parallel_world_size() == 1:
             return logits
         group, last = groups.get_pipeline_model_parallel_group(), groups.get_pipeline_model_parallel_last_rank()
@@ -267,7 +269,7 @@ class MegatronEngine(nn.Module):
     # -- step ---------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Take the step of a window, once, and move the schedule; every rank must call this."""
+        """Take the step of a window, once, and step the schedule; every rank must call this."""
         if not self.pending:
             return
         self.pending = False
@@ -282,7 +284,7 @@ class MegatronEngine(nn.Module):
         """Take the step, its gradients scaled so that their norm is at most `max_norm`; every rank must call this.
 
         Args:
-            max_norm: The largest norm; a number in the plugin holds in its place.
+            max_norm: The largest norm; a number in the plugin has precedence.
         """
         config = self.optimizer.config
         before = config.clip_grad
@@ -295,7 +297,7 @@ class MegatronEngine(nn.Module):
 
 
 def _micro_batches(batch: dict[str, Any], samples: int, count: int) -> Iterator[dict[str, Any]]:
-    """Cut a window into micro-batches."""
+    """Split a window into micro-batches."""
     size = samples // count
     for start in range(0, samples, size):
         yield {
@@ -305,21 +307,21 @@ def _micro_batches(batch: dict[str, Any], samples: int, count: int) -> Iterator[
 
 
 class MegatronLMOptimizerWrapper(EngineOptimizer):
-    """Megatron's optimizer: it steps through the engine, which also clears the gradients before each window."""
+    """Megatron's optimizer; see `EngineOptimizer`. The engine clears the gradients before each window."""
 
     library = "Megatron-LM"
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients held infinities."""
+        """Whether the last step was skipped because gradients were infinite."""
         return self.engine is not None and bool(self.engine.skipped)
 
 
 class MegatronLMSchedulerWrapper(EngineScheduler):
-    """Megatron's schedule: the engine moves it at each of its steps, and saves it with itself."""
+    """Megatron's schedule; see `EngineScheduler`."""
 
     def get_last_lr(self) -> Any:
-        """Return the learning rates now in use, one per parameter group.
+        """Return the current learning rates, one per parameter group.
 
         Returns:
             A list of floats.

@@ -1,7 +1,7 @@
-"""Text from a decoder of Megatron-LM, its tensors and stages split over ranks: sampling, greedy and beam search.
+"""Text generation with a decoder of Megatron-LM split over ranks: sampling, greedy and beam search.
 
-Each new token is computed from all tokens before it, through the same schedule that trains: no cache of keys and values
-is kept, so that what works for training works here, at the price of time that grows with the square of the length.
+Each new token is computed from all tokens before it, through the schedule of training, without a cache of keys and
+values: every configuration of training works, and the time grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate.strategies.megatron import megatron_setup
-from notebook_accelerate.strategies.megatron.forward_steps import GPTTrainStep, whole_vocabulary
+from notebook_accelerate.strategies.megatron.forward_steps import GPTTrainStep, causal_mask, whole_vocabulary
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.megatron.megatron_engine import MegatronEngine
@@ -28,53 +28,55 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """Divisor of the logits."""
     top_k: int = 0
-    """Only so many of the likeliest tokens are drawn from; 1: always the likeliest; 0: all."""
+    """Sample from this number of most probable tokens; 1: greedy; 0: all tokens."""
     top_p: float = 0.0
-    """Only the likeliest tokens that make up this probability are drawn from; 0: all."""
+    """Sample from the most probable tokens with this total probability; 0: all tokens."""
     top_p_decay: float = 0.0
-    """What `top_p` is multiplied by after each token; 0: it stays."""
+    """Factor of `top_p` after each token; 0: it stays constant."""
     top_p_bound: float = 0.0
-    """`top_p` gets no smaller than this."""
+    """Smallest `top_p`."""
     random_seed: int | None = None
-    """The seed of the draws; None: they follow torch's generator."""
+    """Seed of the sampling; None: torch's generator is used."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0; for the likeliest token write top_k=1")
+            raise ValueError(f"temperature={self.temperature} must be above 0; for greedy generation pass top_k=1")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be from 0 to 1")
         if self.top_k and self.top_p:
-            raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} exclude each other; leave one of them out")
+            raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} contradict each other; leave one of them out")
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Return the generator of the draws; None: torch's own.
+        """Return the generator of the sampling; None: torch's own.
 
         Args:
-            device: Where they are drawn.
+            device: Device of the sampling.
         """
         return None if self.random_seed is None else torch.Generator(device).manual_seed(self.random_seed)
 
-    def after(self, tokens: int) -> float:
-        """Return `top_p` after so many tokens.
+    def top_p_after(self, tokens: int) -> float:
+        """Return `top_p` after a number of generated tokens.
 
         Args:
-            tokens: How many were generated.
+            tokens: Number of generated tokens.
         """
         return max(self.top_p * self.top_p_decay**tokens, self.top_p_bound) if self.top_p_decay else self.top_p
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None, done: int = 0) -> torch.Tensor:
+def choose_tokens(
+    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None, done: int = 0
+) -> torch.Tensor:
     """Choose a token for each sample.
 
     Args:
         logits: Shape `[samples, vocabulary]`.
-        sampling: How.
-        generator: Of the draws; None: torch's own.
-        done: How many tokens were generated before.
+        sampling: How the token is chosen.
+        generator: Generator of the sampling; None: torch's own.
+        done: Number of tokens generated before.
 
     Returns:
         Shape `[samples]`.
@@ -85,10 +87,10 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
     if sampling.top_k:
         least = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
-    elif 0 < (top_p := sampling.after(done)) < 1:
+    elif 0 < (top_p := sampling.top_p_after(done)) < 1:
         ordered, order = scores.sort(descending=True)
         shares = ordered.softmax(-1)
-        # The token that crosses the border belongs to those that are kept.
+        # The token that crosses the limit is kept.
         ordered = ordered.masked_fill(shares.cumsum(-1) - shares > top_p, -torch.inf)
         scores = torch.full_like(scores, -torch.inf).scatter(-1, order, ordered)
     return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
@@ -102,66 +104,66 @@ def generate(
     sampling: Sampling,
     end: int | None,
 ) -> torch.Tensor:
-    """Continue samples token by token; every rank must call this.
+    """Generate samples token by token; every rank must call this.
 
     Args:
         engine: The engine of a decoder.
-        inputs: Tokens, filled up on the right, of shape `[samples, tokens]`.
-        attention_mask: The same shape; 1 where there is a token; None: there is one everywhere.
-        length: How long samples get at most, the prompt included.
+        inputs: Tokens, padded on the right, of shape `[samples, tokens]`.
+        attention_mask: The same shape; 1: a token, 0: padding; None: no padding.
+        length: Maximum length of samples, with the prompt.
         sampling: How a token is chosen.
-        end: The token that ends a sample; None: there is none.
+        end: The token that ends a sample; None: no such token.
 
     Returns:
-        Prompts and what follows, of shape `[samples, tokens]`; what follows an end is ends.
+        Prompts and generated tokens, of shape `[samples, tokens]`; `end` repeats to the end.
     """
-    tokens, lengths = _start(engine, inputs, attention_mask, length, end)
-    over = torch.zeros_like(lengths, dtype=torch.bool)
+    tokens, lengths = _token_buffer(engine, inputs, attention_mask, length, end)
+    ended = torch.zeros_like(lengths, dtype=torch.bool)
     first, generator = int(lengths.min()), sampling.generator(tokens.device)
     for at in range(first, length):
         logits = next_logits(engine, tokens[:, :at])
-        new = None if logits is None else choose(logits, sampling, generator, at - first)
-        new = _agree(new, tokens[:, 0])
+        new = None if logits is None else choose_tokens(logits, sampling, generator, at - first)
+        new = _broadcast_from_last_stage(new, tokens[:, 0])
         in_prompt = at < lengths
         fill = tokens[:, at] if end is None else torch.full_like(new, end)
-        tokens[:, at] = torch.where(in_prompt, tokens[:, at], torch.where(over, fill, new))
+        tokens[:, at] = torch.where(in_prompt, tokens[:, at], torch.where(ended, fill, new))
         if end is not None:
-            over |= ~in_prompt & (new == end)
-            if bool(over.all()):
+            ended |= ~in_prompt & (new == end)
+            if bool(ended.all()):
                 return tokens[:, : at + 1]
     return tokens
 
 
-def search(
+def beam_search(
     engine: MegatronEngine, inputs: torch.Tensor, length: int, beams: int, penalty: float, end: int | None
 ) -> torch.Tensor:
-    """Find the likeliest continuation of one sample by beam search; every rank must call this.
+    """Find the most probable continuation of one sample by beam search; every rank must call this.
 
     Args:
         engine: The engine of a decoder.
-        inputs: Tokens without filling, of shape `[1, tokens]`.
-        length: How long the sample gets at most, the prompt included.
-        beams: How many candidates are followed.
-        penalty: The power of the length by which a candidate's log probability is divided.
-        end: The token that ends a sample; None: there is none.
+        inputs: Tokens without padding, of shape `[1, tokens]`.
+        length: Maximum length of the sample, with the prompt.
+        beams: Number of candidates.
+        penalty: Exponent of the length that divides a candidate's log probability.
+        end: The token that ends a sample; None: no such token.
 
     Returns:
         The best candidate, of shape `[1, tokens]`.
     """
-    tokens, _ = _start(engine, inputs, None, length, end)
+    tokens, _ = _token_buffer(engine, inputs, None, length, end)
     prompt = inputs.shape[1]
     tokens = tokens.repeat(beams, 1)
     scores = torch.full((beams,), -torch.inf, device=tokens.device)
-    scores[0] = 0.0  # all are the same still
+    scores[0] = 0.0  # all candidates are equal at the start
     finished: list[tuple[float, torch.Tensor]] = []
     for at in range(prompt, length):
         logits = next_logits(engine, tokens[:, :at])
-        found = None if logits is None else _likeliest(scores, logits, 2 * beams)
-        totals, places = _agree(found, tokens.new_zeros(2, 2 * beams).double())
+        found = None if logits is None else _best_continuations(scores, logits, 2 * beams)
+        totals, indices = _broadcast_from_last_stage(found, tokens.new_zeros(2, 2 * beams).double())
         kept: list[tuple[float, int, int]] = []
-        size = engine.vocabulary
-        for total, place in zip(totals.tolist(), places.long().tolist(), strict=True):
-            beam, token = divmod(place, size)
+        size = engine.vocabulary_size
+        for total, index in zip(totals.tolist(), indices.long().tolist(), strict=True):
+            beam, token = divmod(index, size)
             if token == end:
                 finished.append(
                     (total / (at + 1 - prompt) ** penalty, torch.cat([tokens[beam, :at], tokens.new_tensor([token])]))
@@ -186,23 +188,23 @@ def _score(candidate: tuple[float, torch.Tensor]) -> float:
     return candidate[0]
 
 
-def _likeliest(scores: torch.Tensor, logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return log probabilities and places (beam times vocabulary) of the likeliest continuations, as two rows."""
+def _best_continuations(scores: torch.Tensor, logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return log probabilities and indices (beam times vocabulary) of the best continuations, as two rows."""
     totals = (scores[:, None] + logits.float().log_softmax(-1)).flatten()
     best = totals.topk(min(count, totals.numel()))
     return torch.stack([best.values.double(), best.indices.double()])
 
 
-def _start(
+def _token_buffer(
     engine: MegatronEngine, inputs: torch.Tensor, attention_mask: torch.Tensor | None, length: int, end: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return room for all tokens, and how long each prompt is."""
+    """Return a tensor for all tokens that starts with the prompts, and the length of each prompt."""
     inputs = inputs.to(engine.device).long()
     samples, given = inputs.shape
     mask = torch.ones_like(inputs) if attention_mask is None else attention_mask.to(engine.device)
     if not bool((mask[:, :-1] >= mask[:, 1:]).all()):
         raise ValueError(
-            "megatron_generate takes prompts that are filled up on the right: tokenizer.padding_side = 'right'"
+            "megatron_generate takes prompts that are padded on the right: set tokenizer.padding_side = 'right'"
         )
     tokens = inputs.new_full((samples, length), 0 if end is None else end)
     tokens[:, :given] = inputs
@@ -211,7 +213,7 @@ def _start(
 
 @torch.no_grad()
 def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Compute what follows samples; every rank must call this.
+    """Compute the logits of the next token of each sample; every rank must call this.
 
     Args:
         engine: The engine of a decoder.
@@ -221,52 +223,47 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
         Logits on the last stage, of shape `[samples, vocabulary]`; None on the others.
     """
     run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
-    chunks, size = list(engine.module), engine.vocabulary
+    chunks, size = list(engine.module), engine.vocabulary_size
 
     def forward(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-        words = next(data)
-        places = torch.arange(words.shape[1], device=words.device).expand_as(words)
-        masked = torch.ones(words.shape[1], words.shape[1], dtype=torch.bool, device=words.device).triu(1)[None, None]
-        return model(words, places, masked), partial(_last, tokens.shape[1], size)
+        inputs = next(data)
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        masked = causal_mask(inputs.shape[1], inputs.device)
+        return model(inputs, positions, masked), partial(_last_logits, tokens.shape[1], size)
 
-    # Where the layers' norms are split over the sequence, it must divide; what is added behind changes nothing before.
-    spare = -tokens.shape[1] % megatron_setup.load().get_tensor_model_parallel_world_size()
-    filled = torch.nn.functional.pad(tokens, (0, spare))
-    several = [iter([filled]) for _ in chunks]
-    told = run(
+    # Norms split over the sequence need a divisible length; padding at the end does not affect earlier tokens.
+    padding = -tokens.shape[1] % megatron_setup.import_parallel_state().get_tensor_model_parallel_world_size()
+    padded = torch.nn.functional.pad(tokens, (0, padding))
+    iterators = [iter([padded]) for _ in chunks]
+    outputs = run(
         forward_step_func=forward,
-        data_iterator=several if len(chunks) > 1 else several[0],
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=1,
-        seq_length=filled.shape[1],
+        seq_length=padded.shape[1],
         micro_batch_size=tokens.shape[0],
         forward_only=True,
         collect_non_loss_data=True,
     )
-    return told[0] if told else None
+    return outputs[0] if outputs else None
 
 
-def _last(length: int, size: int, logits: torch.Tensor, **_: Any) -> torch.Tensor:
+def _last_logits(length: int, size: int, logits: torch.Tensor, **_: Any) -> torch.Tensor:
     return whole_vocabulary(logits[:, length - 1], size)
 
 
-def _agree(found: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Give all ranks that hold one model what the first rank of its last stage has found."""
-    groups = megatron_setup.load()
+def _broadcast_from_last_stage(found: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Broadcast a tensor from the first rank of the last stage to all ranks of one model."""
+    groups = megatron_setup.import_parallel_state()
     group = groups.get_model_parallel_group()
     if dist.get_world_size(group) == 1:
         assert found is not None
         return found
-    source = dist.get_global_rank(group, _rank_of_last_stage(groups, group))
+    last_stage = dist.get_world_size(group) - groups.get_tensor_model_parallel_world_size()
+    source = dist.get_global_rank(group, last_stage)
     shared = torch.empty_like(like) if found is None else found.to(like.dtype).contiguous()
     dist.broadcast(shared, src=source, group=group)
     return shared
-
-
-def _rank_of_last_stage(groups: Any, group: Any) -> int:
-    """Return the place, in the group of ranks that hold one model, of the last stage's first rank."""
-    tensors: int = groups.get_tensor_model_parallel_world_size()
-    return dist.get_world_size(group) - tensors
 
 
 def megatron_generate(
@@ -279,32 +276,26 @@ def megatron_generate(
     length_penalty: float | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Continue samples, by beam search where `num_beams` is given; every rank must call this.
+    """See `MegatronEngine.megatron_generate`.
 
     Args:
         engine: The engine of a decoder.
-        inputs: Tokens, filled up on the right, of shape `[samples, tokens]`.
-        attention_mask: The same shape; 1 where there is a token; None: there is one everywhere.
-        max_length: How long samples get at most, the prompt included.
-        max_new_tokens: How many tokens are added at most to the longest prompt.
-        num_beams: How many candidates are followed.
-        length_penalty: The power of the length by which a candidate's log probability is divided; None: 1.
+        inputs: See there, like the following arguments.
+        attention_mask: See there.
+        max_length: See there.
+        max_new_tokens: See there.
+        num_beams: See there.
+        length_penalty: See there.
         options: `add_BOS`, `bos_token_id`, `eos_token_id`, and the fields of `Sampling`.
-
-    Returns:
-        Prompts and what follows, of shape `[samples, tokens]`.
-
-    Raises:
-        ValueError: The model is no decoder, or arguments contradict each other.
     """
     if not isinstance(engine.train_step_handler, GPTTrainStep):
         raise ValueError(
-            f"megatron_generate continues text with a GPT, and {engine.train_step_handler.name} trains another model"
+            f"megatron_generate needs a GPT, and {engine.train_step_handler.name} trains another type of model"
         )
-    end, first = _special(engine, options, "eos_token_id"), _special(engine, options, "bos_token_id")
+    end, first = _special_token(engine, options, "eos_token_id"), _special_token(engine, options, "bos_token_id")
     if options.pop("add_BOS", False):
-        inputs, attention_mask = _with_beginning(inputs, attention_mask, first)
-    length = _length(engine, inputs, max_length, max_new_tokens)
+        inputs, attention_mask = _prepend_bos(inputs, attention_mask, first)
+    length = _output_length(engine, inputs, max_length, max_new_tokens)
     modes = [chunk.training for chunk in engine.module]
     engine.module.eval()
     try:
@@ -312,9 +303,9 @@ def megatron_generate(
             sampling = _sampling(options)
             return generate(engine, inputs, attention_mask, length, sampling, end)
         if options:
-            raise ValueError(f"beam search knows no {', '.join(options)}; leave num_beams out to draw tokens")
+            raise ValueError(f"beam search does not accept {', '.join(options)}; leave num_beams out to sample tokens")
         _check_beams(inputs, attention_mask, num_beams)
-        return search(engine, inputs, length, num_beams, 1.0 if length_penalty is None else length_penalty, end)
+        return beam_search(engine, inputs, length, num_beams, 1.0 if length_penalty is None else length_penalty, end)
     finally:
         for chunk, mode in zip(engine.module, modes, strict=True):
             chunk.train(mode)
@@ -324,41 +315,43 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     unknown = [name for name in options if name not in Sampling.__dataclass_fields__]
     if unknown:
         known = ", ".join(("add_BOS", "bos_token_id", "eos_token_id", *Sampling.__dataclass_fields__))
-        raise ValueError(f"megatron_generate knows no {', '.join(unknown)}; it takes {known}")
+        raise ValueError(f"megatron_generate does not accept {', '.join(unknown)}; known: {known}")
     return Sampling(**{name: value for name, value in options.items() if value is not None})
 
 
-def _special(engine: MegatronEngine, options: dict[str, Any], name: str) -> int | None:
+def _special_token(engine: MegatronEngine, options: dict[str, Any], name: str) -> int | None:
     given = options.pop(name, None)
     if given is None:
         given = getattr(engine.args, name, None)
     return None if given is None else int(given)
 
 
-def _with_beginning(
+def _prepend_bos(
     inputs: torch.Tensor, attention_mask: torch.Tensor | None, first: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if first is None:
-        raise ValueError("add_BOS=True needs the token that begins a text: megatron_generate(..., bos_token_id=...)")
+        raise ValueError("add_BOS=True needs the first token of a text: megatron_generate(..., bos_token_id=...)")
     inputs = torch.cat([torch.full_like(inputs[:, :1], first), inputs], 1)
     if attention_mask is not None:
         attention_mask = torch.cat([torch.ones_like(attention_mask[:, :1]), attention_mask], 1)
     return inputs, attention_mask
 
 
-def _length(engine: MegatronEngine, inputs: torch.Tensor, max_length: int | None, max_new_tokens: int | None) -> int:
+def _output_length(
+    engine: MegatronEngine, inputs: torch.Tensor, max_length: int | None, max_new_tokens: int | None
+) -> int:
     if (max_length is None) == (max_new_tokens is None):
-        raise ValueError("megatron_generate takes one of max_length (prompt included) and max_new_tokens")
+        raise ValueError("megatron_generate needs either max_length (with the prompt) or max_new_tokens")
     prompt = inputs.shape[1]
     asked = int(max_length) if max_length is not None else prompt + int(max_new_tokens or 0)
     if asked <= prompt:
-        raise ValueError(f"nothing to generate: prompts of {prompt} tokens, and {asked} are asked for in all")
-    room = int(engine.args.max_position_embeddings)
-    if asked > room:
-        warnings.warn(f"the model has {room} positions: samples end there, not at {asked} tokens", stacklevel=4)
-    if room <= prompt:
-        raise ValueError(f"prompts of {prompt} tokens leave no room in a model of {room} positions")
-    return min(asked, room)
+        raise ValueError(f"nothing to generate: prompts have {prompt} tokens, and the maximum length is {asked}")
+    positions = int(engine.args.max_position_embeddings)
+    if asked > positions:
+        warnings.warn(f"the model has {positions} positions: samples end there, not at {asked} tokens", stacklevel=4)
+    if positions <= prompt:
+        raise ValueError(f"prompts of {prompt} tokens fill all {positions} positions of the model")
+    return min(asked, positions)
 
 
 def _check_beams(inputs: torch.Tensor, attention_mask: torch.Tensor | None, num_beams: int) -> None:
@@ -366,8 +359,8 @@ def _check_beams(inputs: torch.Tensor, attention_mask: torch.Tensor | None, num_
         raise ValueError(f"num_beams={num_beams} must be 1 or more")
     if inputs.shape[0] != 1 or (attention_mask is not None and not bool(attention_mask.all())):
         raise ValueError(
-            f"beam search takes one prompt without filling; got {inputs.shape[0]}: call it for each of them"
+            f"beam search takes one prompt without padding, and got {inputs.shape[0]}: call it for each of them"
         )
 
 
-__all__ = ["Sampling", "choose", "generate", "megatron_generate", "next_logits", "search"]
+__all__ = ["Sampling", "beam_search", "choose_tokens", "generate", "megatron_generate", "next_logits"]

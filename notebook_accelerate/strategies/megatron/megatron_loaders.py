@@ -1,24 +1,26 @@
-"""Loaders for Megatron-LM: each batch is a window, whose micro-batches the schedule cuts out of it."""
+"""Loaders for Megatron-LM: each batch is a window, which the schedule splits into micro-batches."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
+from notebook_accelerate.strategies.accelerator_protocol import HasState
 from notebook_accelerate.strategies.megatron import megatron_setup
 
 
 class MegatronLMDummyScheduler:
-    """A stand-in for a learning rate schedule, which Megatron-LM makes and moves itself.
+    """A placeholder for a learning rate schedule, which Megatron-LM creates and steps itself.
 
     Args:
-        optimizer: The optimizer whose learning rate it is.
+        optimizer: The optimizer whose learning rate is scheduled.
         total_num_steps: Optimizer steps of the training, counted as if one rank read all batches.
-        warmup_num_steps: Those of them in which the learning rate rises from 0.
-        kwargs: More settings, kept as they are.
+        warmup_num_steps: Steps at the start in which the learning rate rises from 0.
+        kwargs: Further settings, kept as they are.
     """
 
     def __init__(
@@ -31,9 +33,9 @@ class MegatronLMDummyScheduler:
 
 
 class MegatronLMDummyDataLoader:
-    """A stand-in for loaders of Megatron's indexed datasets; give `prepare` the same one three times.
+    """A placeholder for loaders of Megatron's indexed datasets; pass it to `prepare` three times.
 
-    It is replaced by the loaders of the training, validation and test split, in this order.
+    `prepare` replaces it by the loaders of the training, validation and test split, in this order.
 
     Args:
         dataset_kwargs: Megatron's arguments: `data_path` (prefixes of indexed datasets), `split` ("949,50,1"),
@@ -44,25 +46,25 @@ class MegatronLMDummyDataLoader:
         self.dataset_args = dataset_kwargs
         self.built: list[Any] = []
 
-    def set_megatron_data_args(self, plugin: Any = None) -> None:
+    def set_megatron_data_args(self, plugin: MegatronLMPlugin | None = None) -> None:
         """Add the arguments to those of a plugin.
 
         Args:
-            plugin: A `MegatronLMPlugin`; None: that of the current state.
+            plugin: The plugin; None: the current state's.
         """
         if plugin is None:
             from notebook_accelerate.state import AcceleratorState
 
-            plugin = AcceleratorState().megatron_lm_plugin
+            plugin = cast("MegatronLMPlugin", AcceleratorState().megatron_lm_plugin)
         plugin.megatron_lm_default_args |= self.dataset_args
 
-    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
-        """Return a function that makes the three datasets for numbers of samples of each.
+    def get_train_valid_test_datasets_provider(self, accelerator: HasState) -> Any:
+        """Return a function that creates the three datasets for a number of samples of each.
 
         Args:
-            accelerator: An object with the `state` of the world.
+            accelerator: The Accelerator, or another object with its `state`.
         """
-        plugin = accelerator.state.megatron_lm_plugin
+        plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
         if plugin.custom_megatron_datasets_provider_function is not None:
             return plugin.custom_megatron_datasets_provider_function
 
@@ -71,34 +73,34 @@ class MegatronLMDummyDataLoader:
 
         return provider
 
-    def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
-        """Make endless iterators over the windows of the three splits; every rank must call this.
+    def build_train_valid_test_data_iterators(self, accelerator: HasState) -> tuple[Any, Any, Any]:
+        """Create endless iterators over the windows of the three splits; every rank must call this.
 
         Args:
-            accelerator: An object with the `state` of the world.
+            accelerator: The Accelerator, or another object with its `state`.
         """
         loaders = self.build_loaders(accelerator)
-        return tuple(_endless(loader) if loader is not None else None for loader in loaders)  # type: ignore[return-value]
+        return tuple(_repeat(loader) if loader is not None else None for loader in loaders)  # type: ignore[return-value]
 
-    def build_loaders(self, accelerator: Any) -> list[DataLoader[Any] | None]:
-        """Make loaders of micro-batches of the three splits, once; every rank must call this.
+    def build_loaders(self, accelerator: HasState) -> list[DataLoader[Any] | None]:
+        """Create loaders of micro-batches of the three splits, once; every rank must call this.
 
         Args:
-            accelerator: An object with the `state` of the world.
+            accelerator: The Accelerator, or another object with its `state`.
 
         Raises:
-            ValueError: How much to train is not known.
+            ValueError: The number of samples to train on is not known.
         """
         if self.built:
             return self.built
-        plugin = accelerator.state.megatron_lm_plugin
+        plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
         self.set_megatron_data_args(plugin)
         size = int(self.dataset_args.get("micro_batch_size", 1))
         plugin.set_training_args(size, megatron_setup.check_degrees(plugin, accelerator.state.num_processes))
         samples = plugin.train_samples or (plugin.train_iters or 0) * plugin.global_batch_size
         if not samples:
             raise ValueError(
-                "Megatron's datasets are made for a number of samples; pass MegatronLMPlugin(train_iters=...) or "
+                "Megatron's datasets need a number of samples; pass MegatronLMPlugin(train_iters=...) or "
                 "train_samples=..."
             )
         steps = samples // plugin.global_batch_size
@@ -113,19 +115,19 @@ class MegatronLMDummyDataLoader:
 
 
 def _loader(dataset: Any, size: int, consumed: int, wanted: int) -> DataLoader[Any]:
-    """Return a loader of micro-batches of the samples wanted, without those of an earlier run."""
+    """Return a loader of micro-batches of `wanted` samples, without the `consumed` ones of an earlier run."""
     end = min(wanted, len(dataset))
     remaining = torch.utils.data.Subset(dataset, range(consumed % max(end, 1), end))
     return DataLoader(remaining, batch_size=size, drop_last=True)
 
 
-def _endless(loader: DataLoader[Any]) -> Any:
+def _repeat(loader: DataLoader[Any]) -> Any:
     while True:
         yield from loader
 
 
 def _datasets(arguments: dict[str, Any], samples: list[int]) -> Any:
-    """Build Megatron's datasets for GPT, the first rank of each machine before the others."""
+    """Build Megatron's datasets for GPT; the first rank of each machine builds before the others."""
     kind = arguments.get("model_type_name")
     if kind != "gpt":
         raise ValueError(
@@ -151,48 +153,48 @@ def _datasets(arguments: dict[str, Any], samples: list[int]) -> Any:
     return builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, samples, lambda: True, config).build()
 
 
-_KEPT = (
+_LOADER_SETTINGS = (
     *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "generator"),
     *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
 
 
-def micro_batch_size_of(loader: Any, split_batches: bool, groups: int) -> int:
-    """Return the samples of a rank in one batch of a loader, which are a micro-batch.
+def micro_batch_size(loader: Any, split_batches: bool, groups: int) -> int:
+    """Return a rank's samples in one batch of a loader, which are a micro-batch.
 
     Args:
         loader: A DataLoader.
-        split_batches: Whether the ranks with data of their own share each batch.
-        groups: How many those are.
+        split_batches: Whether the groups of ranks with data of their own share each batch.
+        groups: Number of these groups.
 
     Raises:
-        ValueError: The loader does not tell.
+        ValueError: The loader has no batch size.
     """
     size = getattr(loader, "batch_size", None)
     if size is None:
         raise ValueError(
-            f"Megatron-LM makes windows of micro-batches of a loader's batch_size, and this {type(loader).__name__} "
-            "has none; make it with DataLoader(dataset, batch_size=...)"
+            f"Megatron-LM needs a loader's batch_size as the size of micro-batches, and this {type(loader).__name__} "
+            "has none; create it with DataLoader(dataset, batch_size=...)"
         )
     return size // groups if split_batches else int(size)
 
 
-def with_windows(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """Make a loader whose batches are windows of some batches of a given one.
+def window_loader(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+    """Return a loader whose batches are windows of several batches of a loader.
 
     Args:
         loader: The loader.
-        count: Batches of a window.
+        count: Batches per window.
 
     Returns:
         A new loader with the same settings; the loader itself where a window is one batch.
     """
     if count == 1:
         return loader
-    settings = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    settings = {name: getattr(loader, name) for name in _LOADER_SETTINGS if hasattr(loader, name)}
     if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
         settings["sampler"] = loader.sampler
     return type(loader)(loader.dataset, batch_size=(loader.batch_size or 1) * count, **settings)
 
 
-__all__ = ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "micro_batch_size_of", "with_windows"]
+__all__ = ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "micro_batch_size", "window_loader"]

@@ -1,4 +1,4 @@
-"""The models, optimizers and schedules that megatron-core makes of a plugin's arguments."""
+"""Creates megatron-core's models, optimizers and schedules from a plugin's arguments."""
 
 from __future__ import annotations
 
@@ -9,69 +9,70 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.strategies.megatron import megatron_setup
 
 Chunks = list[torch.nn.Module]
-"""The layers of this rank: one part, or several where the schedule interleaves them."""
+"""This rank's parts of the model: one, or several where the schedule interleaves them."""
 
 
 def _core(module: str) -> Any:
     return import_module(f"megatron.core.{module}")
 
 
-def _fitting(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
-    """Make one of Megatron's dataclasses of those arguments that it knows by name."""
+def _from_arguments(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
+    """Create one of Megatron's dataclasses from the arguments that are its fields."""
     names = {field.name for field in dataclasses.fields(kind) if field.init}
-    given = {name: value for name, value in arguments.items() if name in names and value is not None}
-    return kind(**(given | more))
+    known = {name: value for name, value in arguments.items() if name in names and value is not None}
+    return kind(**(known | more))
 
 
 def transformer_config(arguments: Mapping[str, Any], device: torch.device, **more: Any) -> Any:
-    """Make Megatron's configuration of a transformer.
+    """Create Megatron's configuration of a transformer.
 
     Args:
         arguments: The plugin's arguments.
         device: This rank's device.
-        more: Settings that come before the arguments.
+        more: Settings that override the arguments.
 
     Returns:
         A `TransformerConfig`.
     """
     precision = torch.bfloat16 if arguments.get("bf16") else torch.float16 if arguments.get("fp16") else torch.float32
     activation = torch.nn.functional.silu if arguments.get("gated_linear_unit") else torch.nn.functional.gelu
-    if arguments.get("sequence_parallel") and not _has_kernels(device):
+    if arguments.get("sequence_parallel") and not _has_transformer_engine(device):
         raise ValueError(
-            "sequence_parallelism=True needs the norms of Transformer Engine on a GPU, and there is none here; leave "
-            "it out, or install it: pip install 'transformer-engine[pytorch]'"
+            "sequence_parallelism=True needs the norms of Transformer Engine on a GPU, which are not available here; "
+            "leave it out, or install Transformer Engine: pip install 'transformer-engine[pytorch]'"
         )
     defaults = {
         "pipeline_dtype": precision,
         "params_dtype": precision,
         "activation_func": activation,
         "use_cpu_initialization": device.type == "cpu",
-        # Fused kernels that come with Apex and Transformer Engine; an argument of the same name turns them on.
+        # Fused kernels of Apex and Transformer Engine; an argument of the same name turns them on.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
         "persist_layer_norm": False,
     }
-    return _fitting(_core("transformer.transformer_config").TransformerConfig, {**defaults, **arguments}, **more)
+    return _from_arguments(_core("transformer.transformer_config").TransformerConfig, {**defaults, **arguments}, **more)
 
 
-def padded_vocabulary(arguments: Mapping[str, Any]) -> int:
-    """Return the rows of the embedding: the tokens, filled up so that the ranks which share tensors divide them."""
+def padded_vocabulary_size(arguments: Mapping[str, Any]) -> int:
+    """Return the rows of the embedding: the tokens, padded to a multiple of the ranks that share tensors."""
     unit = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
     return int(arguments.get("padded_vocab_size") or -(-arguments["orig_vocab_size"] // unit) * unit)
 
 
-def _has_kernels(device: torch.device) -> bool:
+def _has_transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and bool(_core("utils").is_te_min_version("1.0.0"))
 
 
-def _common(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _common_arguments(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "config": config,
-        "vocab_size": padded_vocabulary(arguments),
+        "vocab_size": padded_vocabulary_size(arguments),
         "max_sequence_length": arguments["max_position_embeddings"],
         "fp16_lm_cross_entropy": bool(arguments.get("fp16_lm_cross_entropy")),
         "share_embeddings_and_output_weights": not arguments["untie_embeddings_and_output_weights"],
@@ -79,112 +80,119 @@ def _common(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt(arguments: Mapping[str, Any], device: torch.device, **place: Any) -> torch.nn.Module:
+def _gpt(arguments: Mapping[str, Any], device: torch.device, **stage: Any) -> torch.nn.Module:
     config = transformer_config(arguments, device)
     specs = _core("models.gpt.gpt_layer_specs")
-    kernels = _has_kernels(device)
+    kernels = _has_transformer_engine(device)
     spec = specs.get_gpt_layer_with_transformer_engine_spec if kernels else specs.get_gpt_layer_local_spec
     experts = {"num_experts": arguments["num_moe_experts"]} if arguments.get("num_moe_experts") else {}
     more = {} if kernels else {"normalization": config.normalization}
     return _core("models.gpt").GPTModel(  # type: ignore[no-any-return]
-        **_common(config, arguments),
+        **_common_arguments(config, arguments),
         transformer_layer_spec=spec(**experts, **more),
         rotary_base=arguments.get("rotary_base", 10000),
-        **place,
+        **stage,
     )
 
 
-def _bert(arguments: Mapping[str, Any], device: torch.device, **place: Any) -> torch.nn.Module:
+def _bert(arguments: Mapping[str, Any], device: torch.device, **stage: Any) -> torch.nn.Module:
     config = transformer_config(arguments, device)
     specs = _core("models.bert.bert_layer_specs")
-    spec = specs.get_bert_layer_with_transformer_engine_spec() if _has_kernels(device) else specs.bert_layer_local_spec
+    spec = (
+        specs.get_bert_layer_with_transformer_engine_spec()
+        if _has_transformer_engine(device)
+        else specs.bert_layer_local_spec
+    )
     head = bool(arguments.get("bert_binary_head")) or not arguments.get("pretraining_flag", True)
     model: torch.nn.Module = _core("models.bert.bert_model").BertModel(
-        **_common(config, arguments),
+        **_common_arguments(config, arguments),
         num_tokentypes=2 if head else 0,
         transformer_layer_spec=spec,
         add_binary_head=head,
-        **place,
+        **stage,
     )
     labels = arguments.get("num_labels", 2)
-    if not arguments.get("pretraining_flag", True) and labels != 2 and place["post_process"]:
+    if not arguments.get("pretraining_flag", True) and labels != 2 and stage["post_process"]:
         make = _core("transformer.utils").get_linear_layer
         model.binary_head = make(config.hidden_size, labels, config.init_method, config.perform_initialization)
     return model
 
 
-def _t5(arguments: Mapping[str, Any], device: torch.device, **place: Any) -> torch.nn.Module:
+def _t5(arguments: Mapping[str, Any], device: torch.device, **stage: Any) -> torch.nn.Module:
     if arguments["pipeline_model_parallel_size"] > 1:
         raise ValueError(
             f"pp_degree={arguments['pipeline_model_parallel_size']} is not available for T5: megatron-core keeps "
             "encoder and decoder on one stage; use pp_degree=1 with a larger tp_degree"
         )
-    place.pop("vp_stage")
+    stage.pop("vp_stage")
     layers = arguments.get("encoder_num_layers", arguments["num_layers"])
     specs = _core("models.T5.t5_spec")
-    kind = "transformer_engine" if _has_kernels(device) else "local"
+    kind = "transformer_engine" if _has_transformer_engine(device) else "local"
     return _core("models.T5.t5_model").T5Model(  # type: ignore[no-any-return]
-        **_common(transformer_config(arguments, device), arguments),
+        **_common_arguments(transformer_config(arguments, device), arguments),
         encoder_config=transformer_config(arguments, device, num_layers=layers),
         transformer_encoder_layer_spec=getattr(specs, f"get_t5_encoder_with_{kind}_block_spec")(layers),
         transformer_decoder_layer_spec=getattr(specs, f"get_t5_decoder_with_{kind}_block_spec")(
             arguments["num_layers"]
         ),
-        **place,
+        **stage,
     )
 
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {"gpt": _gpt, "bert": _bert, "t5": _t5}
-"""What makes a model, by `model_type_name` of the arguments."""
+"""Functions that create a model, by `model_type_name` of the arguments."""
 
 
-def stage_count(plugin: Any, arguments: Mapping[str, Any]) -> int | None:
-    """Return how many parts of the model a rank has; None: one, without interleaving.
+def virtual_stage_count(plugin: MegatronLMPlugin, arguments: Mapping[str, Any]) -> int | None:
+    """Return the number of interleaved parts of the model per rank; None: one part, without interleaving.
 
     Args:
-        plugin: The `MegatronLMPlugin`.
+        plugin: The plugin.
         arguments: Its arguments.
 
     Raises:
-        ValueError: The layers do not divide.
+        ValueError: The layers cannot be divided equally.
     """
-    each = plugin.num_layers_per_virtual_pipeline_stage
-    if each is None or plugin.pp_degree == 1:
+    each, stages = plugin.num_layers_per_virtual_pipeline_stage, plugin.pp_degree or 1
+    if each is None or stages == 1:
         return None
-    layers, stages = arguments["num_layers"], plugin.pp_degree
+    layers = arguments["num_layers"]
     if layers % (stages * each):
         raise ValueError(
-            f"num_layers={layers} is no multiple of pp_degree={stages} x num_layers_per_virtual_pipeline_stage={each}"
+            f"num_layers={layers} is not a multiple of pp_degree={stages} x "
+            f"num_layers_per_virtual_pipeline_stage={each}"
         )
     parts = int(layers // stages // each)
     return parts if parts > 1 else None
 
 
-def make_chunks(plugin: Any, device: torch.device) -> Chunks:
-    """Make this rank's part of the model, on its device; every rank must call this.
+def make_chunks(plugin: MegatronLMPlugin, device: torch.device) -> Chunks:
+    """Create this rank's parts of the model, on its device; every rank must call this.
 
     Args:
-        plugin: The `MegatronLMPlugin`, with the shape of the network.
+        plugin: The plugin, with the shape of the network.
         device: This rank's device.
     """
     arguments = plugin.megatron_lm_default_args
-    groups = megatron_setup.load()
-    count = stage_count(plugin, arguments) if plugin.custom_model_provider_function is None else None
+    groups = megatron_setup.import_parallel_state()
+    count = virtual_stage_count(plugin, arguments) if plugin.custom_model_provider_function is None else None
     groups.set_virtual_pipeline_model_parallel_world_size(count)
     if count is not None:
         arguments["virtual_pipeline_model_parallel_size"] = count
-    seed = megatron_setup.seed(device)
+    seed = megatron_setup.seed_generators(device)
     chunks = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for stage in range(count or 1):
-            place = {} if count is None else {"ignore_virtual": False, "vp_stage": stage}
-            first, last = groups.is_pipeline_first_stage(**place), groups.is_pipeline_last_stage(**place)
+            virtual = {} if count is None else {"ignore_virtual": False, "vp_stage": stage}
+            first, last = groups.is_pipeline_first_stage(**virtual), groups.is_pipeline_last_stage(**virtual)
             chunks.append(_make_chunk(plugin, device, first, last, None if count is None else stage))
     return chunks
 
 
-def _make_chunk(plugin: Any, device: torch.device, first: bool, last: bool, stage: int | None) -> torch.nn.Module:
+def _make_chunk(
+    plugin: MegatronLMPlugin, device: torch.device, first: bool, last: bool, stage: int | None
+) -> torch.nn.Module:
     arguments = plugin.megatron_lm_default_args
     if plugin.custom_model_provider_function is not None:
         model = plugin.custom_model_provider_function(
@@ -199,7 +207,7 @@ def _make_chunk(plugin: Any, device: torch.device, first: bool, last: bool, stag
 
 
 def wrap_chunks(chunks: Chunks, arguments: Mapping[str, Any]) -> Chunks:
-    """Put Megatron's precision and data parallelism around the parts of a model; every rank must call this.
+    """Wrap the parts of a model for Megatron's precision and data parallelism; every rank must call this.
 
     Args:
         chunks: The parts.
@@ -211,7 +219,7 @@ def wrap_chunks(chunks: Chunks, arguments: Mapping[str, Any]) -> Chunks:
         config: Any = chunk.config
         half = config.fp16 or config.bf16
         inner = _core("transformer.module").Float16Module(config, chunk) if half else chunk
-        settings = _fitting(
+        settings = _from_arguments(
             distributed.DistributedDataParallelConfig, {"grad_reduce_in_fp32": bool(config.bf16), **arguments}
         )
         wrapped.append(distributed.DistributedDataParallel(config, settings, inner, disable_bucketing=index > 0))
@@ -221,20 +229,19 @@ def wrap_chunks(chunks: Chunks, arguments: Mapping[str, Any]) -> Chunks:
     return wrapped
 
 
-def make_optimizer(chunks: Chunks, plugin: Any) -> Any:
-    """Make Megatron's optimizer; every rank must call this.
+def make_optimizer(chunks: Chunks, plugin: MegatronLMPlugin) -> Any:
+    """Create Megatron's optimizer; every rank must call this.
 
     Args:
         chunks: The wrapped parts of the model.
-        plugin: The `MegatronLMPlugin`, with the optimizer's settings.
+        plugin: The plugin, with the optimizer's settings.
 
     Returns:
         A `MegatronOptimizer`.
     """
     optimizers = _core("optimizer")
     arguments = plugin.megatron_lm_default_args
-    config = _fitting(optimizers.OptimizerConfig, {"params_dtype": chunks[0].config.params_dtype, **arguments})  # type: ignore[union-attr]
-    # Whole optimizers of float32 models hand out the state that they do not have before the first step.
+    config = _from_arguments(optimizers.OptimizerConfig, {"params_dtype": chunks[0].config.params_dtype, **arguments})  # type: ignore[union-attr]
     optimizer = optimizers.get_megatron_optimizer(
         config, chunks, config_overrides=_overrides(plugin, config), use_gloo_process_groups=False
     )
@@ -244,8 +251,8 @@ def make_optimizer(chunks: Chunks, plugin: Any) -> Any:
     return optimizer
 
 
-def _overrides(plugin: Any, config: Any) -> Any:
-    """Return which parameters have another weight decay or learning rate than the rest; None: Megatron's choice."""
+def _overrides(plugin: MegatronLMPlugin, config: Any) -> Any:
+    """Return the overrides of weight decay and learning rate by parameter; None: Megatron's default."""
     if plugin.no_wd_decay_cond is None and plugin.scale_lr_cond is None:
         return None
     kinds = _core("optimizer.optimizer_config")
@@ -262,23 +269,28 @@ def _overrides(plugin: Any, config: Any) -> Any:
     return overrides
 
 
-def make_schedule(optimizer: Any, plugin: Any, scheduled: bool) -> Any:
-    """Make Megatron's schedule of learning rate and weight decay, counted in samples.
+def make_schedule(optimizer: Any, plugin: MegatronLMPlugin, scheduled: bool) -> Any:
+    """Create Megatron's schedule of learning rate and weight decay, counted in samples.
 
     Args:
         optimizer: Megatron's optimizer.
-        plugin: The `MegatronLMPlugin`, with the schedule's settings.
+        plugin: The plugin, with the schedule's settings.
         scheduled: Whether the learning rate follows a schedule; otherwise it is constant.
 
     Returns:
         An `OptimizerParamScheduler`.
 
     Raises:
-        ValueError: The length of the schedule is not known, or all of it is warm-up.
+        ValueError: The length of the schedule is not known, or the warm-up is not shorter.
     """
     each = plugin.global_batch_size
-    decay = plugin.lr_decay_samples or (plugin.lr_decay_iters or plugin.train_iters or 0) * each or plugin.train_samples
-    warmup = plugin.lr_warmup_samples or (plugin.lr_warmup_iters or 0) * each
+    decay = (
+        plugin.lr_decay_samples
+        or (plugin.lr_decay_iters or plugin.train_iters or 0) * each
+        or plugin.train_samples
+        or 0
+    )
+    warmup: float = plugin.lr_warmup_samples or (plugin.lr_warmup_iters or 0) * each
     if scheduled and not decay:
         raise ValueError(
             "the length of the learning rate's schedule is not known; pass MegatronLMDummyScheduler(optimizer, "
@@ -287,7 +299,9 @@ def make_schedule(optimizer: Any, plugin: Any, scheduled: bool) -> Any:
     if plugin.lr_warmup_fraction is not None and decay:
         warmup = plugin.lr_warmup_fraction * decay
     if scheduled and warmup >= decay:
-        raise ValueError(f"the schedule warms up for {warmup} samples and lasts {decay}: it must last longer than that")
+        raise ValueError(
+            f"the schedule warms up for {warmup} samples and lasts {decay}; it must last longer than the warm-up"
+        )
     arguments = plugin.megatron_lm_default_args
     rate, weight_decay = arguments["lr"], arguments["weight_decay"]
     return _core("optimizer_param_scheduler").OptimizerParamScheduler(
@@ -305,4 +319,4 @@ def make_schedule(optimizer: Any, plugin: Any, scheduled: bool) -> Any:
     )
 
 
-__all__ = ["MODELS", "make_chunks", "make_optimizer", "make_schedule", "padded_vocabulary", "wrap_chunks"]
+__all__ = ["MODELS", "make_chunks", "make_optimizer", "make_schedule", "padded_vocabulary_size", "wrap_chunks"]

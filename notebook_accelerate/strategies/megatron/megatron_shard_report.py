@@ -1,4 +1,4 @@
-"""What a rank holds of a model of Megatron-LM: some layers of the model, of each layer a part."""
+"""The shard report of a Megatron-LM engine: each rank has some layers of the model, and a part of each."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.strategy import Strategy
 
 
-def of(strategy: Strategy) -> ShardReport:
-    """Count an engine's parts.
+def report_engine(strategy: Strategy) -> ShardReport:
+    """Return the sizes of an engine's parameters, gradients and optimizer state on this rank.
 
     Args:
         strategy: The strategy, whose first model is its engine.
     """
     engine: Any = strategy.models[0]
-    groups, plugin = megatron_setup.load(), engine.plugin
+    groups, plugin = megatron_setup.import_parallel_state(), engine.plugin
     axes = {
         "pp": (plugin.pp_degree, groups.get_pipeline_model_parallel_rank()),
         "dp": (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()),
         "tp": (plugin.tp_degree, groups.get_tensor_model_parallel_rank()),
     }
     parameters = list(shard_report.all_parameters([engine]))
-    trained = _tally((p for p in parameters if p.requires_grad), plugin.tp_degree)
+    trained = _sum_sizes((p for p in parameters if p.requires_grad), plugin.tp_degree)
     layers = sum(type(part).__name__.endswith("TransformerLayer") for part in engine.modules())
     distributed = bool(plugin.use_distributed_optimizer) and axes["dp"][0] > 1
     return shard_report.make_report(
         strategy,
-        _tally(parameters, plugin.tp_degree).sizes(),
+        _sum_sizes(parameters, plugin.tp_degree).sizes(),
         _gradients(engine, trained),
-        _state(engine, trained, axes["dp"][0] if distributed else 1),
+        _optimizer_state(engine, trained, axes["dp"][0] if distributed else 1),
         variant="distributed optimizer" if distributed else "",
         mesh=shard_report.axes_of_several_ranks(axes),
         stages="pp" if plugin.pp_degree > 1 else "",
@@ -42,7 +42,7 @@ def of(strategy: Strategy) -> ShardReport:
     )
 
 
-def _tally(parameters: Any, ranks: int) -> ShardTally:
+def _sum_sizes(parameters: Any, ranks: int) -> ShardTally:
     found = ShardTally()
     for parameter in parameters:
         here = parameter.numel() * parameter.element_size()
@@ -52,7 +52,7 @@ def _tally(parameters: Any, ranks: int) -> ShardTally:
 
 
 def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
-    """Count gradients by the buffers that they are summed in, often of another precision than the weights."""
+    """Return the size of the gradients' buffers, which often have another precision than the weights."""
     buffers = [buffer for chunk in engine.module for buffer in getattr(chunk, "buffers", ())]
     here = sum(buffer.grad_data.nbytes for buffer in buffers if hasattr(buffer, "grad_data"))
     if not here or not trained.here:
@@ -60,8 +60,8 @@ def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
     return ShardSizes(round(trained.whole * here / trained.here), here, tuple(trained.sharded))
 
 
-def _state(engine: Any, trained: ShardTally, shards: int) -> ShardSizes:
-    """Count the optimizer's state: its moments, and master weights where the model computes in another precision."""
+def _optimizer_state(engine: Any, trained: ShardTally, shards: int) -> ShardSizes:
+    """Return the size of the optimizer's state: its moments, and master weights where the precisions differ."""
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     inner: list[Any] = [optimizer.optimizer for optimizer in optimizers]
     count = shard_report.common_states_per_parameter(inner)
@@ -77,4 +77,4 @@ def _state(engine: Any, trained: ShardTally, shards: int) -> ShardSizes:
     )
 
 
-__all__ = ["of"]
+__all__ = ["report_engine"]

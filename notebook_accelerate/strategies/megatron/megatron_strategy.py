@@ -1,11 +1,11 @@
-"""Megatron-LM on megatron-core: its engine owns precision, micro-batches, clipping, step and checkpoints."""
+"""The Megatron-LM strategy, on megatron-core: an engine does precision, micro-batches, clipping, steps, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.warn_once import warn_once
-from notebook_accelerate.strategies.engine_strategy import EngineStrategy
+from notebook_accelerate.strategies.accelerator_protocol import HasState, PreparesDataLoaders
+from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy, indices_by_kind
 from notebook_accelerate.strategies.megatron import (
     megatron_checkpoint,
     megatron_models,
@@ -40,38 +41,36 @@ from notebook_accelerate.strategies.megatron.megatron_engine import (
 from notebook_accelerate.strategies.megatron.megatron_loaders import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
-    micro_batch_size_of,
-    with_windows,
+    micro_batch_size,
+    window_loader,
 )
 from notebook_accelerate.strategies.strategy import NOTHING, kind_of
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 
-_TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 
-
-def megatron_lm_initialize(accelerator: Any, args_defaults: dict[str, Any] | None = None) -> None:
-    """Arrange the ranks by the degrees of the plugin; every rank must call this.
+def megatron_lm_initialize(accelerator: HasState, args_defaults: dict[str, Any] | None = None) -> None:
+    """Initialize Megatron's groups of ranks; every rank must call this.
 
     Args:
-        accelerator: An object with the `state` of the world.
-        args_defaults: More of Megatron's arguments.
+        accelerator: The Accelerator, or another object with its `state`.
+        args_defaults: Further arguments of Megatron.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The degrees do not make the world.
+        ValueError: The degrees do not fit the world.
     """
     plugin = accelerator.state.megatron_lm_plugin
     plugin.megatron_lm_default_args |= args_defaults or {}
-    megatron_setup.start(accelerator.state, plugin)
+    megatron_setup.initialize_groups(accelerator.state, plugin)
 
 
-def megatron_lm_prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module], Any, Any]:
-    """Make model, optimizer and schedule of the plugin's arguments; every rank must call this.
+def megatron_lm_prepare_model_optimizer_scheduler(accelerator: HasState) -> tuple[list[nn.Module], Any, Any]:
+    """Create model, optimizer and schedule from the plugin's arguments; every rank must call this.
 
     Args:
-        accelerator: An object with the `state` of the world.
+        accelerator: The Accelerator, or another object with its `state`.
 
     Returns:
         This rank's parts of the model, Megatron's optimizer, and its schedule.
@@ -79,36 +78,33 @@ def megatron_lm_prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[lis
     plugin = accelerator.state.megatron_lm_plugin
     arguments = plugin.megatron_lm_default_args
     if plugin.custom_prepare_model_function is not None:
-        made = plugin.custom_prepare_model_function(accelerator)
-        chunks = list(made) if isinstance(made, (list, tuple)) else [made]
+        chunks = _chunks(plugin.custom_prepare_model_function(accelerator))
     else:
         chunks = megatron_models.make_chunks(plugin, accelerator.state.device)
     if not hasattr(chunks[0], "zero_grad_buffer"):
         chunks = megatron_models.wrap_chunks(chunks, arguments)
     optimizer = megatron_models.make_optimizer(chunks, plugin)
-    scheduled = bool(getattr(plugin, "scheduled", False))
-    return chunks, optimizer, megatron_models.make_schedule(optimizer, plugin, scheduled)
+    return chunks, optimizer, megatron_models.make_schedule(optimizer, plugin, plugin.scheduled)
 
 
-def megatron_lm_prepare_optimizer(accelerator: Any, model: Any) -> Any:
-    """Make Megatron's optimizer for a wrapped model; every rank must call this.
+def megatron_lm_prepare_optimizer(accelerator: HasState, model: Any) -> Any:
+    """Create Megatron's optimizer for a wrapped model; every rank must call this.
 
     Args:
-        accelerator: An object with the `state` of the world.
+        accelerator: The Accelerator, or another object with its `state`.
         model: This rank's parts of the model.
 
     Returns:
         A `MegatronOptimizer`.
     """
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    return megatron_models.make_optimizer(chunks, accelerator.state.megatron_lm_plugin)
+    return megatron_models.make_optimizer(_chunks(model), accelerator.state.megatron_lm_plugin)
 
 
-def megatron_lm_prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
-    """Make Megatron's schedule for an optimizer of its own.
+def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, scheduler: Any) -> Any:
+    """Create Megatron's schedule for a Megatron optimizer.
 
     Args:
-        accelerator: An object with the `state` of the world.
+        accelerator: The Accelerator, or another object with its `state`.
         optimizer: A `MegatronOptimizer`.
         scheduler: A `MegatronLMDummyScheduler`; None: the learning rate is constant.
 
@@ -121,15 +117,19 @@ def megatron_lm_prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: A
     return megatron_models.make_schedule(optimizer, plugin, scheduler is not None)
 
 
-def megatron_lm_prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
-    """Make a loader of windows for this rank; every rank must call this.
+def _chunks(model: Any) -> list[nn.Module]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def megatron_lm_prepare_data_loader(accelerator: PreparesDataLoaders, dataloader: Any) -> Any:
+    """Create a loader of windows for this rank; every rank must call this.
 
     Args:
         accelerator: The Accelerator.
         dataloader: A DataLoader of micro-batches, or a `MegatronLMDummyDataLoader`.
 
     Returns:
-        The loader; for the stand-in those of the three splits.
+        The loader; for the placeholder a list of the loaders of the three splits.
     """
     if isinstance(dataloader, MegatronLMDummyDataLoader):
         return [
@@ -140,10 +140,10 @@ def megatron_lm_prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
 
 
 class MegatronLMStrategy(EngineStrategy):
-    """Layers split over `tp_degree` ranks, stages over `pp_degree`, data over the rest.
+    """Splits layers over `tp_degree` ranks, stages over `pp_degree` ranks, and data over the rest.
 
-    The model given says by its configuration which one is made; a window of accumulation is `num_micro_batches`
-    batches, which the prepared loader gives at once.
+    The configuration of the given model defines Megatron's model; a window of accumulation is `num_micro_batches`
+    batches, which the prepared loader yields as one.
 
     Attributes:
         models: The engine, once a model was prepared.
@@ -162,19 +162,19 @@ class MegatronLMStrategy(EngineStrategy):
                 f"megatron_lm_plugin is a {type(setup.state.megatron_lm_plugin).__name__}; pass a MegatronLMPlugin"
             )
         self.plugin.set_mixed_precision(setup.state.mixed_precision)
-        self._agree_on_steps()
+        self._set_window()
         megatron_lm_initialize(setup)
         self._groups = megatron_setup.check_degrees(self.plugin, setup.state.num_processes)
         if setup.state.num_processes > 1:
-            start_watchdog()  # otherwise save_state on some ranks only hangs: every rank writes a part
+            start_watchdog()  # save_state on some ranks only would hang otherwise: each writes a part
 
     @property
-    def plugin(self) -> Any:
-        """The plugin in use."""
-        return self.setup.state.megatron_lm_plugin
+    def plugin(self) -> MegatronLMPlugin:
+        """The plugin."""
+        return cast("MegatronLMPlugin", self.setup.state.megatron_lm_plugin)
 
-    def _agree_on_steps(self) -> None:
-        """Make a window of accumulation one batch of the prepared loaders, which has all micro-batches."""
+    def _set_window(self) -> None:
+        """Make a window of accumulation one batch of the prepared loaders, which contains all micro-batches."""
         state, plugin = self.setup.gradient_state, self.plugin
         if state.num_steps > 1:
             if plugin._micro_batches_given and plugin.num_micro_batches != state.num_steps:
@@ -190,120 +190,103 @@ class MegatronLMStrategy(EngineStrategy):
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
-        """Prepare objects in any order; every rank must call this with the same kinds.
-
-        Args:
-            objects: A model and its optimizer, with its `MegatronLMDummyScheduler`; loaders.
-            placements: For each, whether it goes to the device; None means the Accelerator's setting.
-
-        Returns:
-            The prepared objects, in the order given.
+        """See `Strategy.prepare`; a model must be prepared together with its optimizer and schedule placeholder.
 
         Raises:
             ValueError: Objects, or objects and plugin, contradict each other.
         """
-        kinds = [_kind(item) for item in objects]
         results = list(objects)
-        places = {kind: [at for at, found in enumerate(kinds) if found == kind] for kind in set(kinds)}
-        new = [at for at in places.get("model", ()) if results[at] is not self.engine]
-        self._check(results, places, new)
+        indices = indices_by_kind(objects, _object_kind)
+        new = [at for at in indices["model"] if results[at] is not self.engine]
+        self._check_objects(results, indices, new)
         if new:
-            self._read(results, places, new[0])
-        loaders = places.get("data_loader", [])
+            self._set_arguments(results, indices, new[0])
+        loaders = indices["data_loader"]
         for at, split in zip(loaders, _splits(results, loaders), strict=True):
-            results[at] = self._loader_of(results[at], split, placements[at])
+            results[at] = self._prepare_loader(results[at], split, placements[at])
         if new:
-            self._start_engine(results, places, new[0])
+            self._start_engine(results, indices, new[0])
         return results
 
-    def _check(self, objects: Sequence[Any], places: dict[str, list[int]], models: list[int]) -> None:
-        """Refuse what does not make an engine."""
-        optimizers = [objects[at] for at in places.get("optimizer", ()) if not self._is_prepared_optimizer(objects[at])]
-        plain = [objects[at] for at in places.get("scheduler", ()) if not _is_schedule_of_megatron(objects[at])]
+    def _check_objects(self, objects: Sequence[Any], indices: Mapping[str, list[int]], models: list[int]) -> None:
+        """Check that the objects make one engine, or none."""
+        optimizers = self._new_optimizers(objects, indices)
+        plain = [objects[at] for at in indices["scheduler"] if not _is_megatron_schedule(objects[at])]
         if plain:
             raise ValueError(
-                f"Megatron-LM makes and moves the learning rate's schedule itself, and prepare() was given a "
+                f"Megatron-LM creates and steps the learning rate's schedule itself, and prepare() was given a "
                 f"{type(plain[0]).__name__}; pass MegatronLMDummyScheduler(optimizer, total_num_steps=..., "
                 "warmup_num_steps=...)"
             )
         if len(models) != len(optimizers) or len(models) > 1:
             raise ValueError(
-                f"prepare() was given {len(models)} models and {len(optimizers)} optimizers; Megatron-LM makes one "
-                f"engine of one model and its optimizer, together: {_TOGETHER}"
+                f"prepare() was given {len(models)} models and {len(optimizers)} optimizers; Megatron-LM "
+                f"creates one engine from one model and its optimizer: {PREPARE_TOGETHER}"
             )
         if models and self.engine is not None:
             raise ValueError(
-                "this Accelerator trains a model by Megatron-LM already; let it go first: accelerator.free_memory()"
+                "this Accelerator already trains a model with Megatron-LM; free it first: accelerator.free_memory()"
             )
 
-    def _read(self, objects: Sequence[Any], places: dict[str, list[int]], model: int) -> None:
-        """Take shape, precision and settings over from the objects given."""
+    def _set_arguments(self, objects: Sequence[Any], indices: Mapping[str, list[int]], model: int) -> None:
+        """Set Megatron's arguments from the objects: the model's shape, batch sizes, optimizer and schedule."""
         plugin = self.plugin
         if plugin.custom_model_provider_function is None and plugin.custom_prepare_model_function is None:
             plugin.set_network_size_args(extract_model_from_parallel(objects[model], keep_torch_compile=False))
             warn_once(
-                "Megatron-LM makes a model of its own from the configuration of the one given, whose weights are not "
-                "taken over; load weights with accelerator.load_state(folder)"
+                "Megatron-LM creates a new model from the configuration of the given one, without its weights; load "
+                "weights with accelerator.load_state(folder)"
             )
-        loaders = [objects[at] for at in places.get("data_loader", ())]
+        loaders = [objects[at] for at in indices["data_loader"]]
         plain = [loader for loader in loaders if isinstance(loader, DataLoader) and not _is_prepared(loader)]
         split = self.setup.dataloader_config.split_batches
         if plain:
-            plugin.set_training_args(micro_batch_size_of(plain[0], split, self._groups), self._groups)
+            plugin.set_training_args(micro_batch_size(plain[0], split, self._groups), self._groups)
         elif not hasattr(plugin, "global_batch_size"):
-            size = next((item.dataset_args.get("micro_batch_size", 1) for item in loaders if _is_stand_in(item)), 1)
+            size = next((item.dataset_args.get("micro_batch_size", 1) for item in loaders if _is_placeholder(item)), 1)
             plugin.set_training_args(size, self._groups)
-        (at,) = (at for at in places["optimizer"] if not self._is_prepared_optimizer(objects[at]))
-        given = objects[at]
-        plugin.set_optimizer_type(given.optimizer if isinstance(given, AcceleratedOptimizer) else given)
-        schedules = places.get("scheduler", [])
+        (at,) = self._new_optimizers(objects, indices)
+        optimizer = objects[at]
+        plugin.set_optimizer_type(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
+        schedules = indices["scheduler"]
         plugin.scheduled = bool(schedules)
         if schedules:
             plugin.set_scheduler_args(objects[schedules[0]])
 
-    def _start_engine(self, objects: list[Any], places: dict[str, list[int]], model: int) -> None:
-        """Make the engine, and put what it has made of model, optimizer and schedule into their places."""
+    def _start_engine(self, objects: list[Any], indices: Mapping[str, list[int]], model: int) -> None:
+        """Create the engine, and replace model, optimizer and schedule by its own."""
         chunks, optimizer, schedule = megatron_lm_prepare_model_optimizer_scheduler(self.setup)
         engine = self.engine = MegatronEngine(self.setup, chunks, optimizer, schedule)
         engine._is_accelerate_prepared = True  # type: ignore[assignment]
         self.models.append(engine)
-        wrapper = MegatronLMOptimizerWrapper(optimizer, engine)
-        wrapper.gradient_state = self.setup.gradient_state
-        wrapper._is_accelerate_prepared = True
-        self.optimizers.append(wrapper)
-        (at,) = (at for at in places["optimizer"] if not self._is_prepared_optimizer(objects[at]))
-        objects[model], objects[at] = engine, wrapper
-        for place in places.get("scheduler", ()):
-            objects[place] = MegatronLMSchedulerWrapper(schedule, self.optimizers)
-            objects[place]._is_accelerate_prepared = True
-            self.schedulers.append(objects[place])
+        (at,) = self._new_optimizers(objects, indices)
+        objects[model], objects[at] = engine, self._add_optimizer(MegatronLMOptimizerWrapper(optimizer, engine))
+        for index in indices["scheduler"]:
+            objects[index] = MegatronLMSchedulerWrapper(schedule, self.optimizers)
+            objects[index]._is_accelerate_prepared = True
+            self.schedulers.append(objects[index])
 
-    def _loader_of(self, loader: Any, split: int, placement: bool | None) -> Any:
-        if not _is_stand_in(loader):
+    def _prepare_loader(self, loader: Any, split: int, placement: bool | None) -> Any:
+        if not _is_placeholder(loader):
             return self.prepare_data_loader(loader, placement)
-        made = loader.build_loaders(self.setup)[split]
-        return None if made is None else self.prepare_data_loader(made, placement)
+        built = loader.build_loaders(self.setup)[split]
+        return None if built is None else self.prepare_data_loader(built, placement)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """Prepare a loader: its batches become windows of `num_micro_batches` of them.
-
-        Args:
-            data_loader: The loader.
-            device_placement: Whether batches go to the device; None means the Accelerator's setting.
-            slice_fn_for_dispatch: How a batch that rank 0 reads is cut for the ranks; None: by the first dimension.
+        """See `Strategy.prepare_data_loader`; batches become windows of `num_micro_batches` batches.
 
         Returns:
-            The prepared loader; ranks that hold one model together read the same windows.
+            The prepared loader; the ranks of one model read the same windows.
         """
         if not _is_prepared(data_loader):
-            micro_batch_size_of(data_loader, self.setup.dataloader_config.split_batches, self._groups)
-            data_loader = with_windows(data_loader, self.plugin.num_micro_batches)
+            micro_batch_size(data_loader, self.setup.dataloader_config.split_batches, self._groups)
+            data_loader = window_loader(data_loader, self.plugin.num_micro_batches or 1)
         return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def _loader_settings(self) -> dict[str, Any]:
-        rank = megatron_setup.load().get_data_parallel_rank()
+        rank = megatron_setup.import_parallel_state().get_data_parallel_rank()
         return {
             **super()._loader_settings(),
             "num_processes": self._groups,
@@ -325,33 +308,13 @@ class MegatronLMStrategy(EngineStrategy):
             The model.
 
         Raises:
-            ValueError: It is to be trained, and came without its optimizer.
+            ValueError: The model is for training, and was prepared without its optimizer.
         """
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         if model is self.engine:
             return model
-        raise ValueError(
-            f"Megatron-LM makes one engine of a model and its optimizer, and {type(model).__name__} came alone: "
-            f"{_TOGETHER}"
-        )
-
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Return an optimizer that was prepared with its model.
-
-        Args:
-            optimizer: The optimizer.
-            device_placement: Not used: the engine places its state.
-
-        Raises:
-            ValueError: It was not prepared with its model.
-        """
-        if self._is_prepared_optimizer(optimizer):
-            return optimizer  # type: ignore[no-any-return]
-        raise ValueError(
-            f"Megatron-LM makes one engine of a model and its optimizer, and {type(optimizer).__name__} came alone: "
-            f"{_TOGETHER}"
-        )
+        raise self._incomplete(model)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Return a schedule that was prepared with its model.
@@ -365,14 +328,14 @@ class MegatronLMStrategy(EngineStrategy):
         if isinstance(scheduler, MegatronLMSchedulerWrapper):
             return scheduler
         raise ValueError(
-            "Megatron-LM makes and moves the learning rate's schedule itself: model, optimizer, scheduler = "
+            "Megatron-LM creates and steps the learning rate's schedule itself: model, optimizer, scheduler = "
             "accelerator.prepare(model, optimizer, MegatronLMDummyScheduler(optimizer, total_num_steps=...))"
         )
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Do nothing: the model's call has computed the gradients.
+        """Do nothing: the call of the model computes the gradients.
 
         Args:
             loss: The loss that the model returned.
@@ -380,78 +343,63 @@ class MegatronLMStrategy(EngineStrategy):
         """
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: a window is one call of the model.
-
-        Args:
-            model: Not used.
-        """
+        """Return a context that does nothing: a window is one call of the model."""
         return NOTHING
 
-    def _held_norm(self) -> tuple[float | None, str]:
-        held = self.plugin.gradient_clipping if self.plugin._clipping_given else None
-        return held, (
-            f"MegatronLMPlugin(gradient_clipping={held}) holds; leave it out of the plugin to have what the code says"
-        )
+    def _configured_norm(self) -> tuple[float | None, str]:
+        norm = self.plugin.gradient_clipping if self.plugin._clipping_given else None
+        return norm, f"MegatronLMPlugin(gradient_clipping={norm}) is used; leave it out to use the argument"
 
-    def _clip(self, max_norm: float) -> torch.Tensor:
+    def _step_clipped(self, max_norm: float) -> torch.Tensor:
         assert self.engine is not None
         self.engine.clip(max_norm)
         return torch.tensor(self.engine.grad_norm, dtype=torch.float32)
 
     def sharding(self) -> ShardReport:
-        """Return what this rank holds of parameters, gradients and optimizer state; nothing is asked of other ranks."""
-        return super().sharding() if self.engine is None else megatron_shard_report.of(self)
+        """See `Strategy.sharding`."""
+        return super().sharding() if self.engine is None else megatron_shard_report.report_engine(self)
 
     # -- states -------------------------------------------------------------------------------------------------------
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's whole state; every rank must call this.
-
-        Args:
-            model: A prepared model.
-            unwrap: Leave out what `prepare` put around the model.
+        """See `Strategy.model_state_dict`; every rank must call this.
 
         Returns:
-            The state dict, by the names that the model has on one rank; where ranks have parts of the model, in main
-            memory on rank 0, and nothing on other ranks.
+            The state dict, by the names of a model on one rank; where ranks have parts of the model, in main memory on
+            rank 0, and {} on other ranks.
         """
         if model is self.engine and self.engine is not None:
-            return model_parts.whole_state(self.engine)
+            return model_parts.gather_state(self.engine)
         return super().model_state_dict(model, unwrap)
 
     def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
-        """Write the engine into a folder, in megatron-core's files; every rank must call this.
-
-        Args:
-            folder: A folder that all ranks share.
-            safe_serialization: Not used: the formats are megatron-core's.
-            options: None is known.
+        """See `Strategy.save_state`; writes megatron-core's files. Every rank must call this.
 
         Raises:
-            ValueError: An option is not known.
+            ValueError: There are `options`: none are known.
         """
         if options:
-            raise ValueError(f"save_state with Megatron-LM knows no {', '.join(options)}; leave it out")
+            raise ValueError(f"save_state with Megatron-LM does not accept {', '.join(options)}; leave it out")
         if self.engine is not None:
-            megatron_checkpoint.save(self.engine, folder)
+            megatron_checkpoint.save_engine(self.engine, folder)
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
-        """Read the engine from a folder, written with these or other degrees; every rank must call this.
+        """See `Strategy.load_state` and `megatron_checkpoint.load_engine`; every rank must call this.
 
         Args:
-            folder: The checkpoint.
+            folder: The checkpoint, written with these or other degrees.
             models: The prepared models that no hook has loaded.
             options: `strict`: whether the names must be those of the model.
 
         Raises:
-            CheckpointMismatchError: The folder holds no such engine.
+            CheckpointMismatchError: The folder contains no such engine.
             ValueError: An option is not known.
         """
         strict = options.pop("strict", True)
         if options:
-            raise ValueError(f"load_state with Megatron-LM knows no {', '.join(options)}; leave it out")
+            raise ValueError(f"load_state with Megatron-LM does not accept {', '.join(options)}; leave it out")
         if self.engine is not None and any(self.engine is wanted for wanted in models):
-            megatron_checkpoint.load(self.engine, folder, strict)
+            megatron_checkpoint.load_engine(self.engine, folder, strict)
 
     def clear(self) -> None:
         """Forget all prepared objects."""
@@ -459,7 +407,7 @@ class MegatronLMStrategy(EngineStrategy):
         super().clear()
 
 
-def _is_stand_in(item: Any) -> bool:
+def _is_placeholder(item: Any) -> bool:
     return isinstance(item, MegatronLMDummyDataLoader)
 
 
@@ -467,23 +415,23 @@ def _is_prepared(loader: Any) -> bool:
     return getattr(loader, "_prepared_for", None) is not None
 
 
-def _is_schedule_of_megatron(item: Any) -> bool:
+def _is_megatron_schedule(item: Any) -> bool:
     return isinstance(item, (MegatronLMDummyScheduler, MegatronLMSchedulerWrapper))
 
 
-def _kind(item: Any) -> str:
-    if _is_stand_in(item):
+def _object_kind(item: Any) -> str:
+    if _is_placeholder(item):
         return "data_loader"
     return "scheduler" if isinstance(item, MegatronLMDummyScheduler) else kind_of(item)
 
 
 def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
-    """Return which split each of the stand-ins for loaders is: those given first are the training's."""
+    """Return the split of each placeholder for loaders: training, validation, test, in this order."""
     seen = 0
     splits = []
     for at in loaders:
         splits.append(min(seen, 2))
-        seen += _is_stand_in(objects[at])
+        seen += _is_placeholder(objects[at])
     return splits
 
 

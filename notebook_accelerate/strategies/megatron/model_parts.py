@@ -1,4 +1,4 @@
-"""The parts of a model of Megatron-LM: a file for each, in its older format, and all of them put together."""
+"""The parts of a Megatron-LM model: saving each in a file (the older format), and gathering the whole model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 FILE = "model_optim_rng.pt"
 
 
-def bare(chunk: Any) -> Any:
-    """Take off what Megatron-LM has put around a part of a model.
+def unwrap_chunk(chunk: Any) -> Any:
+    """Return a part of a model without Megatron-LM's wrappers.
 
     Args:
         chunk: The part.
@@ -32,18 +32,18 @@ def bare(chunk: Any) -> Any:
     return chunk
 
 
-def parts_of(engine: MegatronEngine) -> dict[str, Any]:
-    """Return this rank's parts of a model, by their names in files.
+def named_parts(engine: MegatronEngine) -> dict[str, Any]:
+    """Return this rank's parts of the model, by their names in files.
 
     Args:
         engine: The engine.
     """
-    chunks = [bare(chunk) for chunk in engine.module]
+    chunks = [unwrap_chunk(chunk) for chunk in engine.module]
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": part for index, part in enumerate(chunks)}
 
 
-def tracker() -> Any:
-    """Return Megatron's generators, which ranks that share a layer's tensors draw from."""
+def rng_tracker() -> Any:
+    """Return Megatron's random number generators of ranks that share a layer's tensors."""
     return import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
 
 
@@ -51,62 +51,62 @@ def tracker() -> Any:
 
 
 def part_name(engine: MegatronEngine) -> str:
-    """Return the folder of this rank's part, as mp_rank_01 or, with stages, mp_rank_01_000.
+    """Return the name of this rank's folder: mp_rank_01, or with stages mp_rank_01_000.
 
     Args:
         engine: The engine.
     """
-    groups = megatron_setup.load()
+    groups = megatron_setup.import_parallel_state()
     name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
-    if engine.plugin.pp_degree > 1:
+    if (engine.plugin.pp_degree or 1) > 1:
         name += f"_{groups.get_pipeline_model_parallel_rank():03d}"
     if (engine.plugin.expert_model_parallel_size or 1) > 1:
         name += f"_{groups.get_expert_model_parallel_rank():03d}"
     return name
 
 
-def save(engine: MegatronEngine, target: Path, common: dict[str, Any], with_optimizer: bool) -> None:
-    """Write this rank's part, where it is the first of those that hold the same; every rank must call this.
+def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with_optimizer: bool) -> None:
+    """Write this rank's part, on the first of the ranks with the same part; every rank must call this.
 
     Args:
         engine: The engine.
         target: The folder of an iteration.
-        common: What every file holds.
-        with_optimizer: Whether the optimizer's state belongs to it.
+        common: The entries that all files share.
+        with_optimizer: Whether to write the optimizer's state.
 
     Raises:
-        ValueError: The optimizer's state is shared out over ranks.
+        ValueError: The optimizer's state is distributed over ranks.
     """
     if with_optimizer and engine.plugin.use_distributed_optimizer:
         raise ValueError(
-            "use_distributed_optimizer=True shares the optimizer's state out over ranks, which a file for each part of "
-            "the model cannot hold; leave other_megatron_args={'ckpt_format': 'torch'} out"
+            "use_distributed_optimizer=True distributes the optimizer's state over ranks, which one file for each part "
+            "of the model cannot contain; leave other_megatron_args={'ckpt_format': 'torch'} out"
         )
-    groups = megatron_setup.load()
+    groups = megatron_setup.import_parallel_state()
     if groups.get_data_parallel_rank() and (engine.plugin.expert_model_parallel_size or 1) == 1:
         return
     state = dict(common, rng_state=[_generators()])
-    state.update({name: part.state_dict_for_save_checkpoint() for name, part in parts_of(engine).items()})
+    state.update({name: part.state_dict_for_save_checkpoint() for name, part in named_parts(engine).items()})
     if with_optimizer:
         state["optimizer"] = engine.optimizer.state_dict()
         state["opt_param_scheduler"] = engine.scheduler.state_dict()
-    place = target / part_name(engine)
-    place.mkdir(parents=True, exist_ok=True)
-    torch.save(state, place / FILE)
+    folder = target / part_name(engine)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / FILE)
 
 
 def _generators() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
     return {
         "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),  # noqa: NPY002 - the one that Megatron-LM's data are drawn from
+        "np_rng_state": np.random.get_state(),  # noqa: NPY002 - the generator of Megatron-LM's data
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": cuda,
-        "rng_tracker_states": tracker().get_states(),
+        "rng_tracker_states": rng_tracker().get_states(),
     }
 
 
-def load(engine: MegatronEngine, source: Path, strict: bool = True) -> None:
+def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None:
     """Read this rank's part; every rank must call this.
 
     Args:
@@ -115,20 +115,20 @@ def load(engine: MegatronEngine, source: Path, strict: bool = True) -> None:
         strict: Whether the names must be those of the model.
 
     Raises:
-        CheckpointMismatchError: The folder holds no such part, or objects that must not be loaded unseen.
+        CheckpointMismatchError: The folder does not contain this part, or contains objects that are unsafe to load.
     """
     file = source / part_name(engine) / FILE
     if not file.exists():
-        there = ", ".join(sorted(path.name for path in source.glob("mp_rank_*"))) or "nothing"
+        present = ", ".join(sorted(path.name for path in source.glob("mp_rank_*"))) or "nothing"
         raise CheckpointMismatchError(
-            f"{source} holds {there}, and this rank's part is {part_name(engine)}: files of this format load with the "
-            f"degrees that they were written with (now tp_degree={engine.plugin.tp_degree}, "
-            f"pp_degree={engine.plugin.pp_degree}). Load it with those, and save it in the format torch_dist"
+            f"{source} contains {present}, and this rank's part is {part_name(engine)}: files of this format load only "
+            f"with the degrees with which they were written (now tp_degree={engine.plugin.tp_degree}, "
+            f"pp_degree={engine.plugin.pp_degree}). Load it with those degrees, and save it in the format torch_dist"
         )
-    state = _read(file)
-    for name, part in parts_of(engine).items():
+    state = _read_safely(file)
+    for name, part in named_parts(engine).items():
         if name not in state:
-            raise CheckpointMismatchError(f"{file} holds no {name!r}: the stages of the model were others")
+            raise CheckpointMismatchError(f"{file} contains no {name!r}: the model had other stages")
         part.load_state_dict(state[name], strict=strict)
     if "optimizer" in state and not engine.plugin.no_load_optim:
         engine.optimizer.load_state_dict(state["optimizer"])
@@ -138,13 +138,13 @@ def load(engine: MegatronEngine, source: Path, strict: bool = True) -> None:
     engine.iteration = int(state.get("iteration", 0))
     generators = state.get("rng_state") or []
     if generators and generators[0].get("rng_tracker_states"):
-        tracker().set_states(generators[0]["rng_tracker_states"])
+        rng_tracker().set_states(generators[0]["rng_tracker_states"])
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Read a file, of which nothing but tensors, plain values and Megatron's own settings is made."""
+def _read_safely(file: Path) -> dict[str, Any]:
+    """Read a file; only tensors, plain values and Megatron's own settings are created."""
     known: list[Any] = list(import_module("megatron.core.safe_globals").SAFE_GLOBALS)
-    core: Any = getattr(np, "_core", None)  # where numpy 2 has what numpy 1 wrote by another name
+    core: Any = getattr(np, "_core", None)  # numpy 2's name of a module that numpy 1 wrote
     if core is not None:
         known.append((core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"))
     try:
@@ -154,98 +154,109 @@ def _read(file: Path) -> dict[str, Any]:
         if type(error).__name__ != "UnpicklingError":
             raise
         raise CheckpointMismatchError(
-            f"{file} holds objects that are not loaded, for loading them could run code: {error}"
+            f"{file} contains objects that are not loaded, because loading them could run code: {error}"
         ) from error
 
 
-# ---- the whole
+# ---- the whole model
 
 
-def whole_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Put a model's whole state together, as one rank with degrees of 1 has it; every rank must call this.
+def gather_state(engine: MegatronEngine) -> dict[str, Any]:
+    """Gather a model's whole state, as one rank with degrees of 1 has it; every rank must call this.
 
     Args:
         engine: The engine.
 
     Returns:
-        The state: where the degrees are 1, on every rank; else in main memory on rank 0, and nothing on other ranks.
+        With degrees of 1, the state on every rank; else the state in main memory on rank 0, and {} on other ranks.
     """
-    if engine.plugin.tp_degree * engine.plugin.pp_degree == 1 and len(engine.module) == 1:
-        return bare(engine.module[0]).state_dict()  # type: ignore[no-any-return]
-    groups = megatron_setup.load()
+    if (engine.plugin.tp_degree, engine.plugin.pp_degree, len(engine.module)) == (1, 1, 1):
+        return unwrap_chunk(engine.module[0]).state_dict()  # type: ignore[no-any-return]
+    groups = megatron_setup.import_parallel_state()
     if groups.get_data_parallel_rank():
         return {}
-    group, mine = groups.get_model_parallel_group(), _pieces(engine)
+    group, local = groups.get_model_parallel_group(), _local_pieces(engine)
     first = dist.get_global_rank(group, 0)
     found: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == first else None
-    dist.gather_object(mine, found, dst=first, group=group)
+    dist.gather_object(local, found, dst=first, group=group)
     if found is None or dist.get_rank() != 0:
         return {}
-    return _put_together([piece for pieces in found for piece in pieces], _rows(engine))
+    return _assemble([piece for pieces in found for piece in pieces], _embedding_rows(engine))
 
 
-Piece = tuple[str, tuple[int, ...], tuple[int, ...], bool, torch.Tensor | None]
-"""Name, shape of the whole, where the piece begins, whether it may be filled up, and the piece; None: there is none."""
+class _Piece(NamedTuple):
+    """A rank's piece of an entry of the whole state."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...] = ()
+    """Index of the piece's first element."""
+    padded: bool = False
+    """Whether the whole tensor may be padded."""
+    data: torch.Tensor | None = None
+    """The piece; None: the entry has no value."""
 
 
-def _pieces(engine: MegatronEngine) -> list[Piece]:
-    """Return what this rank holds, each with its place in the whole model."""
+def _local_pieces(engine: MegatronEngine) -> list[_Piece]:
+    """Return this rank's pieces of the whole state."""
     mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
-    pieces: list[Piece] = []
-    for part in parts_of(engine).values():
+    pieces: list[_Piece] = []
+    for part in named_parts(engine).values():
         layers = {name: module for name, module in part.named_modules() if hasattr(module, "layer_number")}
         empty = [name for name, value in part.state_dict().items() if value is None]
-        pieces += [(_name_in_whole(name, layers), (), (), False, None) for name in empty]
+        pieces += [_Piece(_global_name(name, layers)) for name in empty]
         for name, described in part.sharded_state_dict().items():
             if name == "output_layer.weight" and described.key.endswith("word_embeddings.weight"):
                 continue  # the last stage's copy of the embedding
             whole = [described.build()] if isinstance(described, mapping.ShardedTensorFactory) else [described]
-            for tensor in _flat(whole):
+            for tensor in _flatten(whole):
                 if isinstance(tensor, mapping.ShardedTensor) and tensor.data is not None:
                     skip = tensor.prepend_axis_num
-                    shape, begin = tensor.global_shape[skip:], tensor.global_offset[skip:]
-                    spare, data = tensor.allow_shape_mismatch, tensor.data.detach().cpu()
-                    pieces.append((_name_in_whole(name, layers), shape, begin, spare, data))
+                    shape, offset = tensor.global_shape[skip:], tensor.global_offset[skip:]
+                    padded, data = tensor.allow_shape_mismatch, tensor.data.detach().cpu()
+                    pieces.append(_Piece(_global_name(name, layers), shape, offset, padded, data))
     return pieces
 
 
-def _flat(nested: Any) -> list[Any]:
+def _flatten(nested: Any) -> list[Any]:
     if isinstance(nested, dict):
         nested = list(nested.values())
-    return [item for inner in nested for item in _flat(inner)] if isinstance(nested, (list, tuple)) else [nested]
+    return [item for inner in nested for item in _flatten(inner)] if isinstance(nested, (list, tuple)) else [nested]
 
 
-def _name_in_whole(name: str, layers: dict[str, Any]) -> str:
-    """Return the name that a parameter has where all layers are in one place."""
+def _global_name(name: str, layers: dict[str, Any]) -> str:
+    """Return the name of a parameter in a model with all layers."""
     found = re.match(r"(.*?\.?layers\.)(\d+)(\..*)", name)
     if found is None or (layer := layers.get(f"{found[1]}{found[2]}")) is None:
         return name
     return f"{found[1]}{layer.layer_number - 1}{found[3]}"
 
 
-def _rows(engine: MegatronEngine) -> int:
-    """Return how many rows the embedding of one rank would have."""
+def _embedding_rows(engine: MegatronEngine) -> int:
+    """Return the rows of the embedding of a model on one rank."""
     models: Any = import_module("notebook_accelerate.strategies.megatron.megatron_models")
     arguments = {**vars(engine.args), "tensor_model_parallel_size": 1, "padded_vocab_size": None}
-    return int(models.padded_vocabulary(arguments)) if arguments.get("orig_vocab_size") else 0
+    return int(models.padded_vocabulary_size(arguments)) if arguments.get("orig_vocab_size") else 0
 
 
-def _put_together(pieces: list[Piece], rows: int) -> dict[str, Any]:
+def _assemble(pieces: list[_Piece], rows: int) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    spares = set()
-    for name, shape, begin, spare, data in pieces:
+    padded_names = set()
+    for name, shape, offset, padded, data in pieces:
         if data is None:
             state[name] = None
             continue
         if name not in state:
             state[name] = torch.empty(shape, dtype=data.dtype)
-        place = tuple(slice(start, start + length) for start, length in zip(begin, data.shape, strict=True))
-        state[name][place] = data
-        spares |= {name} if spare else set()
-    for name in spares:
+        region = tuple(slice(start, start + length) for start, length in zip(offset, data.shape, strict=True))
+        state[name][region] = data
+        if padded:
+            padded_names.add(name)
+    for name in padded_names:
         if rows and state[name].shape[0] > rows:
             state[name] = state[name][:rows].clone()
     return state
 
 
-__all__ = ["FILE", "bare", "load", "part_name", "parts_of", "save", "tracker", "whole_state"]
+__all__ = ["FILE", "gather_state", "load_part", "named_parts", "part_name", "rng_tracker", "save_part", "unwrap_chunk"]

@@ -164,9 +164,7 @@ def test_mistakes() -> None:
     assert "is 'auto', and prepare() was given no loader" in said["no loader"]
     assert "the optimizer of its parameters" in said["another model's"]
     assert "a DeepSpeed engine has one" in said["two"]
-    assert (
-        'DummyOptim needs an optimizer in the configuration, which has none: add "optimizer"' in said["stand-in"]
-    )
+    assert 'DummyOptim needs an optimizer in the configuration, which has none: add "optimizer"' in said["stand-in"]
     assert "create another Accelerator for the second model" in said["second"]
     assert "call accelerator.clip_grad_norm_" in said["values"]
     assert "which clips by the 2-norm" in said["norm"]

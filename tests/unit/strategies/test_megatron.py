@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from notebook_accelerate import Accelerator
 from notebook_accelerate.config.megatron_plugin import MODEL_CONFIGS_TO_MEGATRON_PARSERS
-from notebook_accelerate.strategies.megatron.megatron_loaders import with_windows
+from notebook_accelerate.strategies.megatron.megatron_loaders import window_loader
 from notebook_accelerate.strategies.megatron.megatron_setup import check_degrees
 from notebook_accelerate.utils import (
     AbstractTrainStep,
@@ -167,7 +167,7 @@ class TestTrainSteps:
 def test_windows_keep_the_order_and_settings_of_a_loader() -> None:
     generator = torch.Generator()
     loader: Any = DataLoader(range(10), batch_size=2, shuffle=True, generator=generator, drop_last=True)  # type: ignore[arg-type]
-    windows: Any = with_windows(loader, 2)
+    windows: Any = window_loader(loader, 2)
     assert isinstance(windows.sampler, RandomSampler)
     assert (windows.batch_size, windows.drop_last) == (4, True)
     generator.manual_seed(1)
@@ -175,4 +175,4 @@ def test_windows_keep_the_order_and_settings_of_a_loader() -> None:
     generator.manual_seed(1)
     rows = [row for batch in windows for row in batch.tolist()]
     assert rows == batches[:8]
-    assert with_windows(loader, 1) is loader
+    assert window_loader(loader, 1) is loader
