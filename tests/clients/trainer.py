@@ -1,4 +1,4 @@
-"""Train a tiny model with transformers' Trainer and print what came of it as JSON; run by test_trainer.py."""
+"""Train a tiny model with transformers' Trainer and print the results as JSON; run by test_trainer.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a tiny Llama with transformers' Trainer and print what came of it as JSON; run by test_sequence_parallel.py."""
+"""Train a tiny Llama with transformers' Trainer and print the results as JSON; run by test_sequence_parallel.py."""
 
 from __future__ import annotations
 

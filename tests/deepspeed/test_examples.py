@@ -22,7 +22,7 @@ def kernel() -> Iterator[Kernel]:
         yield kernel
 
 
-def test_deepspeed_has_the_losses_of_the_other_ways(kernel: Kernel) -> None:
+def test_deepspeed_has_the_losses_of_the_other_strategies(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "06_parallel.ipynb")
     assert "at most 0.1 % apart" in cells[-1].stdout
     assert "DeepSpeed ZeRO-2" in kernel.value("list(runs)")

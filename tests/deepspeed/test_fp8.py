@@ -45,6 +45,6 @@ def with_msamp() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("msamp") is not None, reason="MS-AMP is installed")
-def test_msamp_is_asked_for_and_missing() -> None:
+def test_missing_msamp_raises() -> None:
     with pytest.raises(RankError, match=r"enable_msamp=True\) needs MS-AMP, which is not installed"):
         run_ranks(with_msamp, world_size=1, timeout=SECONDS)

@@ -46,7 +46,7 @@ def make_training() -> Any:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
-def test_one_argument_is_all(ranks: int) -> None:
+def test_one_argument_selects_deepspeed(ranks: int) -> None:
     before = dict(os.environ)
     plugin = DeepSpeedPlugin(zero_stage=3)
     # In one kernel, one after the other: an argument of the training, and one of the launch.

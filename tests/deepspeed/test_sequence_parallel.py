@@ -1,4 +1,4 @@
-"""Sequences that ranks share by DeepSpeed (Ulysses): losses, gradients and checkpoints are those of whole sequences."""
+"""DeepSpeed's sequence parallelism (Ulysses): losses, gradients and checkpoints equal those of whole sequences."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_training_is_that_of_whole_sequences(zero: dict[str, Any]) -> None:
+def test_training_equals_that_of_whole_sequences(zero: dict[str, Any]) -> None:
     found = run_ranks(split, zero, 24, timeout=SECONDS)
     expected = plain(24)
     assert_equal(found[0], expected)
@@ -198,7 +198,7 @@ def test_two_sequences_on_four_ranks() -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
-def test_resuming(stage: int, tmp_path: Path) -> None:
+def test_resumed_training_continues(stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     whole = run_ranks(split, {"stage": stage}, 24, 1, 4, None, folder, 6, timeout=SECONDS)[0]
     rest = run_ranks(split, {"stage": stage}, 24, 1, 4, None, folder, timeout=SECONDS)[0]
@@ -244,7 +244,7 @@ def beside() -> dict[str, Any]:
     return found
 
 
-def test_what_is_not_split() -> None:
+def test_other_models_and_evaluation_are_not_split() -> None:
     batches = list(DataLoader(Sentences(8), batch_size=ROWS))
     with torch.no_grad():
         losses = [llama()(**batch).loss.item() for batch in batches]
@@ -336,6 +336,6 @@ def bare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         ("places", r"a batch has input_ids, and no position_ids, labels"),
     ],
 )
-def test_mistakes(reason: str, message: str) -> None:
+def test_wrong_arguments_raise(reason: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(refused, reason, timeout=SECONDS)

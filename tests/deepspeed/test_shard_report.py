@@ -1,4 +1,4 @@
-"""What ranks of DeepSpeed say that they hold, in all stages of ZeRO."""
+"""Shard reports of DeepSpeed's ranks, in all stages of ZeRO."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def told_of_offloaded() -> list[ShardReport]:
     return found
 
 
-def test_what_is_offloaded_is_told_so() -> None:
+def test_offloaded_sizes_name_the_device() -> None:
     for found in run_ranks(told_of_offloaded):
         where = [[one.held[kind].offloaded for kind in KINDS] for one in found]
         assert where == [["", "cpu", "cpu"], ["cpu", "cpu", "cpu"]]

@@ -29,7 +29,7 @@ def trained(place: str, case: Case, folder: str, save_at: int | None) -> dict[st
     return scripts.trained(case, folder, save_at)
 
 
-def test_ranks_on_two_machines_resume_as_if_never_stopped(tmp_path: Path) -> None:
+def test_ranks_on_two_machines_resume(tmp_path: Path) -> None:
     folder = tmp_path / "store" / "checkpoint"
     whole = Case(**ZERO["stage 3"], steps=2 * HALF)
     half = Case(**ZERO["stage 3"], first=HALF, steps=HALF)

@@ -1,4 +1,4 @@
-"""transformers and DeepSpeed: models that are sharded while they are made, and the Trainer."""
+"""transformers and DeepSpeed: models that are sharded while they are built, and the Trainer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def born_in_pieces() -> dict[str, Any]:
     return found
 
 
-def test_models_are_sharded_while_they_are_made() -> None:
+def test_models_are_sharded_while_they_are_built() -> None:
     found = run_ranks(born_in_pieces, timeout=400)[0]
     assert found["on"]
     assert found["stage"] == 3

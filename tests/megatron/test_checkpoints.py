@@ -1,4 +1,4 @@
-"""Folders of Megatron-LM: its names, both of its formats, and whole models out of parts."""
+"""Checkpoints of Megatron-LM: names, both formats, and whole models gathered from parts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def without_its_manifest(case: Case) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("more", [OLDER, {}], ids=["torch", "torch_dist"])
-def test_what_megatron_itself_has_written_loads(more: dict[str, Any], tmp_path: Path) -> None:
+def test_checkpoints_written_by_megatron_load(more: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     (expected,) = run_ranks(run, Case(more=more, save_after=HALF_WAY, save_to=str(folder)), world_size=1)
     bare = tmp_path / "megatron"
@@ -100,7 +100,7 @@ def test_what_megatron_itself_has_written_loads(more: dict[str, Any], tmp_path: 
         assert found == expected[HALF_WAY + 1 :]
 
 
-def test_files_of_parts_hold_what_megatrons_tools_look_for(tmp_path: Path) -> None:
+def test_files_of_parts_have_the_entries_of_megatrons_tools(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     run_ranks(run, Case(more=OLDER, save_after=0, save_to=str(folder)), world_size=1)
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -119,7 +119,7 @@ class _Evil:
         return print, ("this code ran",)
 
 
-def test_a_file_that_would_run_code_does_not_load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_would_run_code_raises(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     part = tmp_path / "iter_0000001" / "mp_rank_00"
     part.mkdir(parents=True)
     torch.save({"model": _Evil()}, part / FILE, pickle_module=pickle)
@@ -128,7 +128,7 @@ def test_a_file_that_would_run_code_does_not_load(tmp_path: Path, capfd: pytest.
     assert "this code ran" not in capfd.readouterr().out.replace("print", "")
 
 
-def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"contains no iter_\*/ written by Megatron-LM"):
         run_ranks(without_its_manifest, Case(start=str(tmp_path)), world_size=1)
 
@@ -155,7 +155,7 @@ def whole(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
 @pytest.mark.parametrize(
     "more", [{}, {"other_megatron_args": {"swiglu": True, "num_layers": 4}}], ids=["gelu", "swiglu"]
 )
-def test_the_whole_state_of_a_split_model_is_that_of_one_rank(more: dict[str, Any], tmp_path: Path) -> None:
+def test_the_gathered_state_equals_that_of_one_rank(more: dict[str, Any], tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     run_ranks(run, Case(more=more, save_after=STEPS - 1, save_to=folder), world_size=1)
     ((expected, _),) = run_ranks(whole, Case(more=more, start=folder, save_to=str(tmp_path / "one")), world_size=1)

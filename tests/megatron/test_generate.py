@@ -1,4 +1,4 @@
-"""Text from a GPT on megatron-core: what one rank says, ranks that share it say too."""
+"""Text generation with a GPT on megatron-core, on one rank and split over several."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def calls() -> list[dict[str, Any]]:
 
 
 @needs_megatron
-def test_ranks_that_share_a_model_say_what_one_says(tmp_path: Any) -> None:
+def test_a_split_model_generates_the_same_text(tmp_path: Any) -> None:
     folder = str(tmp_path / "checkpoint")
     case = Case(save_after=5, save_to=folder)
     (expected,) = run_ranks(generated, case, calls(), world_size=1)
@@ -92,7 +92,7 @@ def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
 
 
 @needs_megatron
-def test_greedy_follows_the_logits_and_beams_find_nothing_worse() -> None:
+def test_greedy_follows_the_logits_and_beam_search_is_no_worse() -> None:
     ((found, expected, one, several),) = run_ranks(beside_the_logits, Case(), world_size=1)
     assert found == expected
     assert several >= one - 1e-5
@@ -109,7 +109,7 @@ def ended(case: Case) -> tuple[list[list[int]], int]:
 
 
 @needs_megatron
-def test_what_follows_an_end_is_ends() -> None:
+def test_the_end_token_repeats() -> None:
     ((rows, end),) = run_ranks(ended, Case(), world_size=1)
     for row, prompt in zip(rows, (5, 2), strict=True):
         new = row[prompt:]
@@ -142,18 +142,18 @@ def refused(case: Case) -> list[str]:
 
 
 @needs_megatron
-def test_misuse_gets_a_sentence() -> None:
+def test_wrong_arguments_raise() -> None:
     (found,) = run_ranks(refused, Case(), world_size=1)
     assert len(set(found)) == len(MISTAKES) - 1
 
 
 @needs_megatron
-def test_other_models_say_nothing() -> None:
+def test_other_models_raise() -> None:
     with pytest.raises(RankError, match="needs a GPT, and BertTrainStep"):
         run_ranks(generated, Case(kind="bert"), [{"max_new_tokens": 2}], world_size=1)
 
 
-def test_tokens_are_drawn_from_those_asked_for() -> None:
+def test_top_k_and_top_p_limit_the_sampled_tokens() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).repeat(500, 1)
     generator = torch.Generator().manual_seed(1)
     assert set(choose_tokens(logits, Sampling(top_k=2), generator).tolist()) == {1, 2}
@@ -167,6 +167,6 @@ def test_tokens_are_drawn_from_those_asked_for() -> None:
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 1.5}, {"top_k": 2, "top_p": 0.5}], ids=str
 )
-def test_impossible_samplings(options: dict[str, Any]) -> None:
+def test_wrong_sampling_settings_raise(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         Sampling(**options)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_launch_brings_the_plugin() -> None:
+def test_a_launch_passes_the_plugin() -> None:
     case, before = Case(tp=2), dict(os.environ)
     expected = run_ranks(run, case, world_size=2)
     config = LaunchConfig(accelerator={"megatron_lm_plugin": case.plugin()}, use_port=0)

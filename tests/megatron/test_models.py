@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 CLOSE = 1e-5
 START = {"bert": math.log(32), "classifier": math.log(3), "t5": math.log(32)}
-"""The loss of a model that knows nothing."""
+"""The loss of an untrained model."""
 
 
 @pytest.mark.parametrize("kind", list(START))
@@ -39,6 +39,6 @@ def test_the_stages_of_an_encoder_train_as_one_model(tp: int, ranks: int, tmp_pa
             assert mine == pytest.approx(theirs, rel=CLOSE)
 
 
-def test_stages_of_an_encoder_with_a_decoder_are_refused() -> None:
+def test_stages_of_an_encoder_with_a_decoder_raise() -> None:
     with pytest.raises(RankError, match="pp_degree=2 is not available for T5: megatron-core keeps"):
         run_ranks(run, Case(kind="t5", pp=2), world_size=2)

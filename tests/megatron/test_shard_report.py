@@ -1,4 +1,4 @@
-"""What ranks of Megatron-LM say that they hold is what they hold."""
+"""Shard reports of Megatron-LM's ranks equal the sizes of their tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_each_rank_holds_its_share(case: Case) -> None:
         assert shares == pytest.approx(dict.fromkeys(KINDS, 0.55), abs=0.07)
 
 
-def test_an_optimizer_shared_out_over_ranks_is_told_so() -> None:
+def test_a_distributed_optimizer_is_reported() -> None:
     case = Case(batch_size=2, more={"use_distributed_optimizer": True})
     for told, real in run_ranks(told_and_real, case, world_size=2):
         assert told.variant == "distributed optimizer"

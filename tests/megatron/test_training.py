@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tup
     return folder, found
 
 
-def test_resuming_is_as_not_having_stopped(checkpoint: tuple[Path, list[tuple[float, float]]]) -> None:
+def test_a_resumed_training_equals_an_uninterrupted_one(checkpoint: tuple[Path, list[tuple[float, float]]]) -> None:
     folder, expected = checkpoint
     (found,) = run_ranks(run, Case(start=str(folder), skipped=HALF_WAY + 1), world_size=1)
     assert found == expected[HALF_WAY + 1 :]
@@ -102,7 +102,7 @@ def test_interleaved_stages_train_as_one_model(tmp_path: Path) -> None:
 SHARED = {"use_distributed_optimizer": True}
 
 
-def test_an_optimizer_shared_out_over_ranks_trains_as_a_whole_one(tmp_path: Path) -> None:
+def test_a_distributed_optimizer_trains_as_a_whole_one(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     (alone,) = run_ranks(run, Case(), world_size=1)
     case = Case(batch_size=2, more=SHARED, save_after=HALF_WAY, save_to=folder)
@@ -121,7 +121,7 @@ def test_an_optimizer_shared_out_over_ranks_trains_as_a_whole_one(tmp_path: Path
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
 )
-def test_an_optimizer_shared_out_over_ranks_resumes(tmp_path: Path) -> None:
+def test_a_distributed_optimizer_resumes(tmp_path: Path) -> None:
     folder, ranks = str(tmp_path / "checkpoint"), min(2, torch.cuda.device_count())
     expected = run_ranks(run, Case(batch_size=2, more=SHARED, save_after=HALF_WAY, save_to=folder), world_size=ranks)
     case = Case(batch_size=2, more=SHARED, start=folder, skipped=HALF_WAY + 1)

@@ -1,4 +1,4 @@
-"""What the ranks of these tests run: small models on megatron-core, its requests for CUDA answered by the CPU.
+"""Trainings for the ranks of these tests: small models on megatron-core, with its CUDA calls served by the CPU.
 
 Where there is a GPU for each rank nothing is redirected.
 """

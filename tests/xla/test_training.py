@@ -66,7 +66,7 @@ def train(accumulation: int, accelerator: Accelerator | None) -> tuple[list[floa
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_losses_and_weights_are_those_of_plain_torch(accumulation: int) -> None:
+def test_losses_and_weights_equal_plain_torch(accumulation: int) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     assert accelerator.distributed_type.value == "XLA"
     assert accelerator.strategy.name == "xla"
@@ -124,7 +124,7 @@ def test_bf16_computes_in_bf16_and_follows_float32() -> None:
         torch.testing.assert_close(state[name], weight, rtol=0, atol=0.1)
 
 
-def test_random_numbers_go_on_where_they_were_saved(tmp_path: Path) -> None:
+def test_random_numbers_continue_after_resuming(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Dropout(0.5))
     ones = torch.ones(4, 64, device=accelerator.device)
@@ -165,7 +165,7 @@ except RuntimeError as error:
 """
 
 
-def test_processes_that_the_runtime_does_not_join_are_refused() -> None:
+def test_processes_that_the_runtime_does_not_join_raise() -> None:
     """On the CPU the runtime of each process knows of itself alone, and its collectives would do nothing."""
     root = str(Path(__file__).resolve().parents[2])
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

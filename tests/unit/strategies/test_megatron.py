@@ -31,7 +31,7 @@ def _model(**config: Any) -> Any:
 
 
 class TestPlugin:
-    def test_what_is_not_given_comes_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fields_that_are_none_come_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"TP_DEGREE": "2", "PP_DEGREE": "4", "SEQUENCE_PARALLELISM": "true"}.items():
             monkeypatch.setenv(f"MEGATRON_LM_{name}", value)
         plugin = MegatronLMPlugin(pp_degree=2)
@@ -44,7 +44,7 @@ class TestPlugin:
         assert arguments["tensor_model_parallel_size"] == 2
         assert (arguments["clip_grad"], arguments["mine"]) == (0.7, 1)
 
-    def test_a_gpt2_is_read_by_its_configuration(self) -> None:
+    def test_the_shape_of_a_gpt2_comes_from_its_configuration(self) -> None:
         plugin = MegatronLMPlugin(seq_length=8)
         config = {"n_layer": 3, "n_embd": 8, "n_head": 2, "n_positions": 32, "vocab_size": 11}
         plugin.set_network_size_args(_model(model_type="gpt2", tie_word_embeddings=False, **config))
@@ -54,7 +54,7 @@ class TestPlugin:
         assert (arguments["seq_length"], arguments["max_position_embeddings"]) == (8, 32)
         assert arguments["untie_embeddings_and_output_weights"] is True
 
-    def test_a_kind_of_model_can_be_added(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_type_of_model_can_be_added(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             "notebook_accelerate.config.megatron_plugin.MODEL_CONFIGS_TO_MEGATRON_PARSERS",
             kinds := dict(MODEL_CONFIGS_TO_MEGATRON_PARSERS),
@@ -69,7 +69,7 @@ class TestPlugin:
         plugin.set_network_size_args(_model(model_type="mine", depth=7))
         assert plugin.megatron_lm_default_args["num_layers"] == 7
 
-    def test_an_unknown_kind_names_those_that_are_known(self) -> None:
+    def test_an_unknown_type_raises_with_the_known_ones(self) -> None:
         with pytest.raises(ValueError, match=r"model_type='opt'.*gpt2, llama, megatron-bert, t5"):
             MegatronLMPlugin().set_network_size_args(_model(model_type="opt"))
 
@@ -81,7 +81,7 @@ class TestPlugin:
             ({"num_micro_batches": 0}, "whole number of at least 1"),
         ],
     )
-    def test_settings_that_cannot_be(self, settings: dict[str, Any], message: str) -> None:
+    def test_wrong_settings_raise(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             MegatronLMPlugin(**settings)
 
@@ -90,8 +90,8 @@ class TestPlugin:
             MegatronLMPlugin().set_mixed_precision("fp8")
 
 
-class TestStart:
-    def test_the_degrees_make_the_world(self) -> None:
+class TestDegrees:
+    def test_the_degrees_must_fit_the_world(self) -> None:
         assert check_degrees(MegatronLMPlugin(tp_degree=2, pp_degree=2), 8) == 2
         with pytest.raises(ValueError, match=r"tp_degree=2 x pp_degree=2 = 4 ranks .* world of 6 ranks"):
             check_degrees(MegatronLMPlugin(tp_degree=2, pp_degree=2), 6)
@@ -99,7 +99,7 @@ class TestStart:
             check_degrees(MegatronLMPlugin(tp_degree=2, pp_degree=2), 2)
 
     @pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="megatron-core is installed")
-    def test_a_missing_library_comes_with_the_line_to_type(self) -> None:
+    def test_a_missing_library_raises_with_the_line_to_type(self) -> None:
         with pytest.raises(ImportError, match=r"pip install 'megatron-core>=0.16,<0.17'"):
             Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
 
@@ -125,16 +125,16 @@ class TestTrainSteps:
         assert hidden[0, 0].int().tolist() == [[1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1], [1, 0, 0, 0]]
         assert positions.tolist() == [[0, 1, 2, 3]]
 
-    def test_labels_and_filling_without_loss(self) -> None:
+    def test_labels_and_padding_without_loss(self) -> None:
         step = GPTTrainStep(_world(), SimpleNamespace(orig_vocab_size=9))
         rows = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[-100, 6, -100, 8]])}
         _, labels, loss_mask, *_ = step.get_batch(iter([rows]))
         assert labels.tolist() == [[6, 0, 8, 0]]
         assert loss_mask.tolist() == [[True, False, True, False]]
-        total, count, told = step.loss_func(loss_mask, torch.tensor([[1.0, 9.0, 2.0, 9.0]]))
-        assert (total.item(), count.item(), told["lm loss"].tolist()) == (3.0, 2, [3.0, 2.0])
+        total, count, reported = step.loss_func(loss_mask, torch.tensor([[1.0, 9.0, 2.0, 9.0]]))
+        assert (total.item(), count.item(), reported["lm loss"].tolist()) == (3.0, 2, [3.0, 2.0])
 
-    def test_the_decoder_of_a_t5_begins_with_the_filling(self) -> None:
+    def test_the_decoder_of_a_t5_begins_with_the_padding_token(self) -> None:
         step = T5TrainStep(_world(), SimpleNamespace(orig_vocab_size=9, pad_token_id=0))
         rows = {
             "input_ids": torch.tensor([[5, 6, 0]]),
@@ -149,7 +149,7 @@ class TestTrainSteps:
         assert decoder[0].int().tolist() == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
         assert across[0].int().tolist() == [[0, 0, 1]] * 4
 
-    def test_the_users_functions_take_the_places(self) -> None:
+    def test_custom_functions_replace_the_defaults(self) -> None:
         def batch(_: Any) -> None: ...
 
         def loss(*_: Any) -> None: ...
@@ -159,7 +159,7 @@ class TestTrainSteps:
         assert step.get_batch is batch
         assert step.loss_func is loss
 
-    def test_a_step_of_ones_own_says_what_it_lacks(self) -> None:
+    def test_an_incomplete_train_step_names_the_missing_method(self) -> None:
         with pytest.raises(NotImplementedError, match="must have get_forward_step_func"):
             AbstractTrainStep("mine").get_forward_step_func()
 

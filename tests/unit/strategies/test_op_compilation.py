@@ -1,4 +1,4 @@
-"""What DeepSpeed compiles, after somebody who compiled it was killed."""
+"""Compilation of DeepSpeed's operators after a compiling process was killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from notebook_accelerate.state.warn_once import forget_notices
 from notebook_accelerate.strategies.deepspeed import op_compilation
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="who has a file open is seen in /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed in /proc only")
 
 HOLD = """
 import runpy, sys, time
@@ -44,7 +44,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that nobody shares, whatever its file system is."""
+    """Return a folder whose file system counts as not shared."""
     monkeypatch.setattr(
         op_compilation, "_CONTAINER_FILE_SYSTEMS", frozenset({op_compilation._file_system_type(tmp_path)})
     )
@@ -52,7 +52,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("fresh_state")
-def test_a_lock_goes_once_its_process_is_dead(own: Path) -> None:
+def test_a_lock_is_removed_when_its_process_is_dead(own: Path) -> None:
     locks = [own / "one" / "lock", own / "py311_cpu" / "two" / "lock"]
     processes = [held(lock) for lock in locks]
     try:
@@ -68,7 +68,7 @@ def test_a_lock_goes_once_its_process_is_dead(own: Path) -> None:
         assert op_compilation.remove_dead_locks(own) == locks[1:]
 
 
-def test_a_process_whose_parent_has_not_heard_of_its_end_has_ended() -> None:
+def test_a_zombie_has_ended() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -85,7 +85,7 @@ def test_a_process_whose_parent_has_not_heard_of_its_end_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("fresh_state")
-def test_a_lock_stays_that_a_process_out_of_sight_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_stays_that_an_invisible_process_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "one" / "lock"
     end(held(lock))
     monkeypatch.setattr(op_compilation, "_CONTAINER_FILE_SYSTEMS", frozenset())
@@ -102,7 +102,7 @@ def test_a_lock_stays_that_a_process_out_of_sight_may_hold(tmp_path: Path, monke
         assert op_compilation.remove_dead_locks(tmp_path) == [lock]
 
 
-def test_the_folder_is_that_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extensions_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     assert op_compilation.extensions_folder().resolve() == Path(get_default_build_root()).resolve()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -113,7 +113,7 @@ def test_the_folder_is_that_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("fresh_state")
-def test_dead_locks_go_before_compiling(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_locks_are_removed_before_compiling(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = own / "cpu_adam" / "lock"
     end(held(lock))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(own))
