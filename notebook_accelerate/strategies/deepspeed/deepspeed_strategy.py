@@ -60,12 +60,12 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     Raises:
         ValueError: This world does not train with DeepSpeed.
     """
-    if state.distributed_type != DistributedType.DEEPSPEED:
+    plugin = state.deepspeed_plugin if state.distributed_type == DistributedType.DEEPSPEED else None
+    if plugin is None:
         raise ValueError(
             "no DeepSpeedPlugin is active; pass one: Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)), and "
             "select one of several with AcceleratorState().select_deepspeed_plugin(name)"
         )
-    plugin: DeepSpeedPlugin = state.deepspeed_plugin
     return plugin
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.strategies.accelerator_protocol import HasState
+from notebook_accelerate.strategies.megatron.megatron_setup import active_plugin
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100
@@ -154,7 +155,7 @@ class _TrainStep(AbstractTrainStep):
     def __init__(self, name: str, accelerator: HasState, args: Any) -> None:
         super().__init__(name)
         self.args = args
-        self.plugin = accelerator.state.megatron_lm_plugin
+        self.plugin = active_plugin(accelerator.state)
         self.return_logits = bool(self.plugin.return_logits)
         self.get_batch = self.plugin.custom_get_batch_function or self.get_batch_func(
             accelerator, self.plugin.megatron_dataset_flag

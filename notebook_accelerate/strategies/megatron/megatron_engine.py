@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_protocol import HasState
 from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, EngineScheduler
@@ -82,7 +81,7 @@ class MegatronEngine(nn.Module):
         super().__init__()
         self.module = nn.ModuleList(model if isinstance(model, (list, tuple)) else [model])
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
+        self.plugin = megatron_setup.active_plugin(accelerator.state)
         self.device = accelerator.state.device
         self.args = SimpleNamespace(**self.plugin.megatron_lm_default_args)
         self.train_step_handler = self._create_train_step(accelerator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -55,7 +55,7 @@ class MegatronLMDummyDataLoader:
         if plugin is None:
             from notebook_accelerate.state import AcceleratorState
 
-            plugin = cast("MegatronLMPlugin", AcceleratorState().megatron_lm_plugin)
+            plugin = megatron_setup.active_plugin(AcceleratorState())
         plugin.megatron_lm_default_args |= self.dataset_args
 
     def get_train_valid_test_datasets_provider(self, accelerator: HasState) -> Any:
@@ -64,7 +64,7 @@ class MegatronLMDummyDataLoader:
         Args:
             accelerator: The Accelerator, or another object with its `state`.
         """
-        plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
+        plugin = megatron_setup.active_plugin(accelerator.state)
         if plugin.custom_megatron_datasets_provider_function is not None:
             return plugin.custom_megatron_datasets_provider_function
 
@@ -93,7 +93,7 @@ class MegatronLMDummyDataLoader:
         """
         if self.built:
             return self.built
-        plugin: MegatronLMPlugin = accelerator.state.megatron_lm_plugin
+        plugin = megatron_setup.active_plugin(accelerator.state)
         self.set_megatron_data_args(plugin)
         size = int(self.dataset_args.get("micro_batch_size", 1))
         plugin.set_training_args(size, megatron_setup.check_degrees(plugin, accelerator.state.num_processes))

@@ -33,6 +33,21 @@ def import_parallel_state() -> Any:
     return import_module("megatron.core.parallel_state")
 
 
+def active_plugin(state: AcceleratorState) -> MegatronLMPlugin:
+    """Return the Megatron-LM plugin.
+
+    Args:
+        state: The world.
+
+    Raises:
+        ValueError: The world has no such plugin.
+    """
+    plugin: object = state.megatron_lm_plugin
+    if not isinstance(plugin, MegatronLMPlugin):
+        raise ValueError(f"megatron_lm_plugin is a {type(plugin).__name__}; pass a MegatronLMPlugin")
+    return plugin
+
+
 def check_degrees(plugin: MegatronLMPlugin, world_size: int) -> int:
     """Return the number of groups of ranks with data of their own.
 
@@ -122,4 +137,4 @@ def seed_generators(device: torch.device) -> int:
     return int(seed)
 
 
-__all__ = ["check_degrees", "import_parallel_state", "initialize_groups", "seed_generators"]
+__all__ = ["active_plugin", "check_degrees", "import_parallel_state", "initialize_groups", "seed_generators"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ def megatron_lm_initialize(accelerator: HasState, args_defaults: dict[str, Any] 
         ImportError: megatron-core is not installed.
         ValueError: The degrees do not fit the world.
     """
-    plugin = accelerator.state.megatron_lm_plugin
+    plugin = megatron_setup.active_plugin(accelerator.state)
     plugin.megatron_lm_default_args |= args_defaults or {}
     megatron_setup.initialize_groups(accelerator.state, plugin)
 
@@ -75,7 +75,7 @@ def megatron_lm_prepare_model_optimizer_scheduler(accelerator: HasState) -> tupl
     Returns:
         This rank's parts of the model, Megatron's optimizer, and its schedule.
     """
-    plugin = accelerator.state.megatron_lm_plugin
+    plugin = megatron_setup.active_plugin(accelerator.state)
     arguments = plugin.megatron_lm_default_args
     if plugin.custom_prepare_model_function is not None:
         chunks = _chunks(plugin.custom_prepare_model_function(accelerator))
@@ -97,7 +97,7 @@ def megatron_lm_prepare_optimizer(accelerator: HasState, model: Any) -> Any:
     Returns:
         A `MegatronOptimizer`.
     """
-    return megatron_models.make_optimizer(_chunks(model), accelerator.state.megatron_lm_plugin)
+    return megatron_models.make_optimizer(_chunks(model), megatron_setup.active_plugin(accelerator.state))
 
 
 def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, scheduler: Any) -> Any:
@@ -111,7 +111,7 @@ def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, schedul
     Returns:
         An `OptimizerParamScheduler`.
     """
-    plugin = accelerator.state.megatron_lm_plugin
+    plugin = megatron_setup.active_plugin(accelerator.state)
     if scheduler is not None:
         plugin.set_scheduler_args(scheduler)
     return megatron_models.make_schedule(optimizer, plugin, scheduler is not None)
@@ -157,10 +157,6 @@ class MegatronLMStrategy(EngineStrategy):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        if not isinstance(setup.state.megatron_lm_plugin, MegatronLMPlugin):
-            raise ValueError(
-                f"megatron_lm_plugin is a {type(setup.state.megatron_lm_plugin).__name__}; pass a MegatronLMPlugin"
-            )
         self.plugin.set_mixed_precision(setup.state.mixed_precision)
         self._set_window()
         megatron_lm_initialize(setup)
@@ -171,7 +167,7 @@ class MegatronLMStrategy(EngineStrategy):
     @property
     def plugin(self) -> MegatronLMPlugin:
         """The plugin."""
-        return cast("MegatronLMPlugin", self.setup.state.megatron_lm_plugin)
+        return megatron_setup.active_plugin(self.setup.state)
 
     def _set_window(self) -> None:
         """Make a window of accumulation one batch of the prepared loaders, which contains all micro-batches."""
