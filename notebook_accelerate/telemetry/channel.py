@@ -49,7 +49,7 @@ def encode(messages: Iterable[Stamped]) -> bytes:
         rows.clear()
 
     for stamp, event in messages:
-        rows.append([type(event).__name__, stamp, *[getattr(event, name) for name in event.names()]])
+        rows.append([type(event).__name__, stamp, *[getattr(event, name) for name in event.field_names]])
         if hasattr(event, "payload"):
             close_frame(event.payload)
         elif len(rows) >= MAX_ROWS:
@@ -117,7 +117,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
         kind = Event.registry.get(name)
         if kind is None:  # an event of a newer peer is skipped
             continue
-        names = kind.field_names or kind.names()
+        names = kind.field_names
         if "payload" in kind.__dataclass_fields__:
             arguments = {**dict(zip(names, values, strict=False)), "payload": payload}
             found.append(Stamped(stamp, kind(**arguments)))

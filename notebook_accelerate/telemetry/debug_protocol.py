@@ -47,8 +47,6 @@ class Collective(NamedTuple):
 class Request(Event):
     """Base of the kernel's requests; the reply carries the same number."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     number: int
 
 
@@ -56,16 +54,12 @@ class Request(Event):
 class Reply(Event):
     """Base of a rank's replies; each answers the request with the same number."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     number: int
 
 
 @dataclass(slots=True)
 class StacksRequest(Request):
     """Return the stacks of all threads."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(slots=True)
@@ -79,8 +73,6 @@ class StacksReply(Reply):
         last: By process group, the number of the last collective entered.
         paused: Where the rank waits for ``run.resume()`` or at a breakpoint; "" where it does not.
     """
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     threads: dict[str, tuple[FrameInfo, ...]]
     moved: float
@@ -109,8 +101,6 @@ def to_collective(row: Any) -> Collective:
 class AskRequest(Request):
     """Evaluate an expression in a frame of the main thread, at the next step boundary."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     expression: str
     frame: str = ""
 
@@ -118,8 +108,6 @@ class AskRequest(Request):
 @dataclass(slots=True)
 class AskReply(Reply):
     """The pickled value, or an error's text."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     error: str = ""
     shown: str = ""
@@ -130,8 +118,6 @@ class AskReply(Reply):
 class CompleteRequest(Request):
     """Complete a text with the names in a frame of the main thread."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     text: str
     frame: str = ""
 
@@ -140,8 +126,6 @@ class CompleteRequest(Request):
 class CompleteReply(Reply):
     """The text, completed by each name that fits."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     matches: list[str] = field(default_factory=list)
 
 
@@ -149,35 +133,25 @@ class CompleteReply(Reply):
 class PauseRequest(Request):
     """Pause at the next step boundary."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
 
 @dataclass(slots=True)
 class ResumeRequest(Request):
     """Resume."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(slots=True)
 class BreakRequest(Request):
     """Open the debugger at the main thread's next bytecode."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
 
 @dataclass(slots=True)
 class AttachRequest(Request):
     """Start debugpy."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
 
 @dataclass(slots=True)
 class DoneReply(Reply):
     """The request was carried out, with ``text`` as its result; or it failed with ``error``."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     text: str = ""
     error: str = ""
@@ -188,7 +162,6 @@ class HeartbeatEvent(Event):
     """Sent by a rank's agent every second: when its main thread last moved, and the collective it waits in."""
 
     droppable: ClassVar[bool] = True
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     moved: float
     waiting: Collective | None = None
@@ -215,8 +188,6 @@ class CheckEvent(Event):
         text: The warning, where one rank is enough to find the mistake.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     check: str
     key: int
     values: list[float] = field(default_factory=list)
@@ -227,8 +198,6 @@ class CheckEvent(Event):
 class DumpReadyEvent(Event):
     """The file to which a rank writes its stacks on SIGUSR1, readable on the same machine."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     path: str
 
 
@@ -236,14 +205,10 @@ class DumpReadyEvent(Event):
 class DebuggerLeftEvent(Event):
     """The debugger has released the rank."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
 
 @dataclass(slots=True)
 class CellRequest(Request):
     """Run a cell in a warm rank; ``payload`` holds variables to set first, ``fetch`` names those to send back."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     source: str
     filename: str
@@ -254,8 +219,6 @@ class CellRequest(Request):
 @dataclass(slots=True)
 class CellReply(Reply):
     """A cell has ended: the ``repr`` of its value, or the exceptions; ``payload`` holds the fetched variables."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     shown: str = ""
     chain: tuple[ExceptionInfo, ...] = ()

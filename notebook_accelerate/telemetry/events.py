@@ -20,22 +20,18 @@ class Event:
     boundary: ClassVar[bool] = False
     """Whether it marks the boundary between two training steps."""
     field_names: ClassVar[tuple[str, ...]] = ()
+    """The names of the fields in the JSON, in order."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # dataclass(slots=True) creates the class again, and the later class replaces the earlier one in the registry.
         # (Zero-argument super() would use the replaced class.)
         super(Event, cls).__init_subclass__(**kwargs)
         Event.registry[cls.__name__] = cls
+        if "__dataclass_fields__" in cls.__dict__:
+            cls.field_names = tuple(f.name for f in fields(cls) if f.name != "payload")
 
     def shift(self, seconds: float) -> None:
         """Add ``seconds`` to the times in the event, to convert them from another machine's clock."""
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return the names of the fields in the JSON, in order."""
-        if not cls.field_names:
-            cls.field_names = tuple(f.name for f in fields(cls) if f.name != "payload")
-        return cls.field_names
 
 
 @dataclass(slots=True)
@@ -44,7 +40,6 @@ class MetricEvent(Event):
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     values: dict[str, float]
     step: int | None = None
@@ -56,7 +51,6 @@ class ProgressEvent(Event):
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     step: int
     total: int | None = None
@@ -67,8 +61,6 @@ class ProgressEvent(Event):
 class StatusEvent(Event):
     """A rank changed state: "starting", "running", "succeeded", "failed" or "stopped"."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     state: str
     detail: str = ""
 
@@ -78,7 +70,6 @@ class LogEvent(Event):
     """Complete lines that a rank wrote to ``stream`` ("stdout" or "stderr"), without the last line break."""
 
     droppable: ClassVar[bool] = True
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     stream: str
     text: str
@@ -89,7 +80,6 @@ class ResourceEvent(Event):
     """Use of a rank's process: percent of one core, bytes of memory, and the same of its accelerator if it has one."""
 
     droppable: ClassVar[bool] = True
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     cpu_percent: float
     memory_bytes: int
@@ -100,8 +90,6 @@ class ResourceEvent(Event):
 @dataclass(slots=True)
 class DisplayEvent(Event):
     """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     data: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -117,8 +105,6 @@ class InputRequest(Event):
     prompts, from 1.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     prompt: str
     password: bool = False
     shown: str = ""
@@ -133,8 +119,6 @@ class InputReply(Event):
     ``number`` is that of the prompt: two notebooks may show the same prompt, and only the first answer counts.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     text: str | None
     number: int = 0
 
@@ -143,8 +127,6 @@ class InputReply(Event):
 class AnsweredEvent(Event):
     """A rank no longer waits for the answer to its prompt ``number``."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     number: int
 
 
@@ -152,16 +134,12 @@ class AnsweredEvent(Event):
 class DroppedEvent(Event):
     """The channel could not keep up, and ``count`` droppable events were lost."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     count: int
 
 
 @dataclass(slots=True)
 class ResultEvent(Event):
     """The function returned; ``payload`` is its pickled value."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     payload: bytes
 
@@ -173,16 +151,12 @@ class GroupTimeoutEvent(Event):
     The kernel enforces it, and stops its clock at a breakpoint: torch cannot extend a waiting operation.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     seconds: float
 
 
 @dataclass(slots=True)
 class TraceEvent(Event):
     """A rank has written a profiler trace: its absolute path on the rank's machine, and its size in bytes."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     path: str
     size: int
@@ -197,8 +171,6 @@ class ShardingEvent(Event):
     bytes ``whole`` and ``here`` (None: unknown), the axes over which it is ``sharded``, where it is stored while
     ``offloaded``, and a ``note``. ``units`` is the number of ``unit``: units of FSDP, layers of a stage.
     """
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     strategy: str
     variant: str

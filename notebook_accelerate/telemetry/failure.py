@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry.events import Event
@@ -24,8 +24,6 @@ class FailureEvent(Event):
 
     When the exception cannot be pickled, ``payload`` is empty and ``note`` has the reason.
     """
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     chain: tuple[ExceptionInfo, ...]
     time: float

@@ -35,7 +35,6 @@ class StepTimeEvent(Event):
     """
 
     droppable: ClassVar[bool] = True
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     parts: dict[str, float]
     step: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from notebook_accelerate.telemetry import Event
 
@@ -24,8 +24,6 @@ class PlaceOrder(Event):
         versions: What the kernel runs, by name: python, torch, notebook_accelerate.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     address: str
     ranks: int
     cpus: float
@@ -45,16 +43,12 @@ class ReachedEvent(Event):
         here: Address of the kernel's machine, as the nodes know it; "" where they cannot reach it.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     here: str
 
 
 @dataclass(slots=True)
 class NoteEvent(Event):
     """Something to tell the user while the launch waits."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     text: str
 
@@ -63,14 +57,10 @@ class NoteEvent(Event):
 class TakenEvent(Event):
     """The resources are reserved; actors start."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
 
 @dataclass(slots=True)
 class RefusedEvent(Event):
     """The launch cannot be done, and why."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     text: str
 
@@ -84,8 +74,6 @@ class PlacedEvent(Event):
             place calls for.
         port: Free on the first rank's node, and held there.
     """
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     places: list[dict[str, Any]]
     port: int
@@ -101,8 +89,6 @@ class ServeOrder(Event):
         payload: The run's secret and an order for each rank, pickled.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     address: str
     port: int
     payload: bytes
@@ -112,8 +98,6 @@ class ServeOrder(Event):
 class ActorEndedEvent(Event):
     """A rank's actor has ended, and why, in words."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     rank: int
     reason: str
 
@@ -121,8 +105,6 @@ class ActorEndedEvent(Event):
 @dataclass(slots=True)
 class LeaveOrder(Event):
     """Give everything back and end."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     ranks: list[int] = field(default_factory=list)
 

@@ -6,7 +6,7 @@ A rank's own channel and output travel inside: nothing of them is decoded on the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from notebook_accelerate.telemetry import Event
 
@@ -21,8 +21,6 @@ class HelloEvent(Event):
         facts: What the kernel may want to know of it: versions, devices.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     node: int
     host: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -32,16 +30,12 @@ class HelloEvent(Event):
 class ClockEvent(Event):
     """What time is it? The answer carries the same number; its stamp is the other end's time."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     number: int
 
 
 @dataclass(slots=True)
 class StartedEvent(Event):
     """A rank has a process."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     rank: int
     pid: int
@@ -52,8 +46,6 @@ class StartedEvent(Event):
 class OutputEvent(Event):
     """Bytes that a rank wrote to ``stream`` ("stdout" or "stderr")."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     rank: int
     stream: str
     payload: bytes
@@ -63,8 +55,6 @@ class OutputEvent(Event):
 class FramesEvent(Event):
     """Bytes of a rank's channel, in either direction."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     rank: int
     payload: bytes
 
@@ -73,8 +63,6 @@ class FramesEvent(Event):
 class AsideEvent(Event):
     """What the host says in a rank's name, between what the rank says itself: whole frames."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     rank: int
     payload: bytes
 
@@ -82,8 +70,6 @@ class AsideEvent(Event):
 @dataclass(slots=True)
 class EndedEvent(Event):
     """A rank's process has ended, and everything it left has been sent; see ``backends.base.Exit``."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     rank: int
     code: int | None
@@ -95,8 +81,6 @@ class EndedEvent(Event):
 class SignalOrder(Event):
     """Send a signal to a rank, or to everything in its process group."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     rank: int
     number: int
     group: bool = False
@@ -106,8 +90,6 @@ class SignalOrder(Event):
 class DumpOrder(Event):
     """The rank's stacks appear in this file of the host's machine: keep it open."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     rank: int
     path: str
 
@@ -116,8 +98,6 @@ class DumpOrder(Event):
 class LookOrder(Event):
     """Look at a rank that cannot answer."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     rank: int
     number: int
 
@@ -125,8 +105,6 @@ class LookOrder(Event):
 @dataclass(slots=True)
 class LookAnswer(Event):
     """What was seen: faulthandler's dump, and native frames."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     rank: int
     number: int
@@ -137,7 +115,5 @@ class LookAnswer(Event):
 @dataclass(slots=True)
 class FarewellEvent(Event):
     """This end leaves, and why: "" when the run is over for it."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     reason: str = ""

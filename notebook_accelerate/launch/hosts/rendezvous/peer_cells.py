@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest
 from notebook_accelerate.telemetry.debug_protocol import CellReply, StacksReply
@@ -16,8 +16,6 @@ from notebook_accelerate.telemetry.tracebacks import cell_name
 @dataclass(slots=True)
 class CellsEvent(Event):
     """Cells that a notebook has run: by the name of each one's file, what it is called there, and its source."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     cells: dict[str, list[str]] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from notebook_accelerate.telemetry import Event
 
@@ -14,8 +14,6 @@ class RendezvousOrder(Event):
 
     ``node`` is a `nodes.Node` as a dict, less what the child finds out; ``settings`` is `rdzv_conf` without the secret.
     """
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     backend: str
     address: str
@@ -31,16 +29,12 @@ class RendezvousOrder(Event):
 class JoinOrder(Event):
     """Join the others for one attempt."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     attempt: int
 
 
 @dataclass(slots=True)
 class ListenerEvent(Event):
     """Where the first notebook can be called, for the attempt at hand: told by it, and heard by the others."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     address: str
     port: int
@@ -50,8 +44,6 @@ class ListenerEvent(Event):
 class WaitingEvent(Event):
     """Who has come so far, in words; ``first``: this notebook hosts the store, and says so for the first time."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     text: str
     first: bool = False
 
@@ -60,16 +52,12 @@ class WaitingEvent(Event):
 class NoteEvent(Event):
     """Something the user should read, such as a notebook that was refused."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     text: str
 
 
 @dataclass(slots=True)
 class MetEvent(Event):
     """All have come: the nodes in order, which one this is, and where the ranks' store is."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     attempt: int
     index: int
@@ -84,8 +72,6 @@ class MetEvent(Event):
 class BrokenEvent(Event):
     """The rendezvous has failed: ``kind`` is "timeout", "secret", "port", "late", "mismatch" or "connection"."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     kind: str
     text: str
 
@@ -97,8 +83,6 @@ class NewsOrder(Event):
     ``failures`` are those of this notebook's ranks, as an `EndOrder` has them.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     kind: str
     text: str
     failures: list[dict[str, Any]] = field(default_factory=list)
@@ -107,8 +91,6 @@ class NewsOrder(Event):
 @dataclass(slots=True)
 class NewsEvent(Event):
     """What another notebook told, as `NewsOrder` has it, or that it was lost: ``kind`` is "lost" then."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     kind: str
     node: int
@@ -120,8 +102,6 @@ class NewsEvent(Event):
 class StandOrder(Event):
     """Tell the other notebooks whether time stands still in this one, and where it waits for its user, in words."""
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     standing: bool
     text: str = ""
 
@@ -129,8 +109,6 @@ class StandOrder(Event):
 @dataclass(slots=True)
 class StandEvent(Event):
     """Whether time stands still in another notebook, as it told."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     node: int
     standing: bool
@@ -144,8 +122,6 @@ class EndOrder(Event):
     ``final``: it must not start again.
     """
 
-    field_names: ClassVar[tuple[str, ...]] = ()
-
     outcome: str
     text: str = ""
     failures: list[dict[str, Any]] = field(default_factory=list)
@@ -155,8 +131,6 @@ class EndOrder(Event):
 @dataclass(slots=True)
 class DecisionEvent(Event):
     """What all notebooks do now: ``action`` is "end" or "restart"; ``ends`` is what each told, by node."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     action: str
     reason: str
@@ -168,8 +142,6 @@ class DecisionEvent(Event):
 @dataclass(slots=True)
 class LeaveOrder(Event):
     """Nothing more is wanted: tell the others if they still wait for this notebook, and end."""
-
-    field_names: ClassVar[tuple[str, ...]] = ()
 
     text: str = ""
 
