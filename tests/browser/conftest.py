@@ -1,4 +1,4 @@
-"""One server for all browser tests; every test is marked, and skipped with the reason where there is no browser."""
+"""One server for all browser tests; every test is marked, and skipped with the reason if there is no browser."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(params=["lab", "notebook"])
 def app(request: pytest.FixtureRequest) -> App:
-    """Where the notebook is opened: in both, one after the other."""
+    """The application that opens the notebook: both, one after the other."""
     found: App = request.param
     return found
 

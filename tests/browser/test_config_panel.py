@@ -32,10 +32,10 @@ FOCUSED = """() => {
   return element.getAttribute('aria-label') || element.labels?.[0]?.innerText || element.innerText || '';
 }"""
 LAUNCH = ".na-form button.mod-primary"
-# It is said for four seconds only.
+# The message is shown for four seconds only.
 WATCH_FOR_COPIED = """() => {
-  const said = () => [...document.querySelectorAll('[role=status]')].some(e => e.textContent.includes('Copied'));
-  new MutationObserver(() => { window.saidCopied ||= said(); }).observe(document.body, {
+  const text = () => [...document.querySelectorAll('[role=status]')].some(e => e.textContent.includes('Copied'));
+  new MutationObserver(() => { window.saidCopied ||= text(); }).observe(document.body, {
     subtree: true, childList: true, characterData: true,
   });
 }"""
@@ -46,7 +46,7 @@ BOTH = pytest.mark.parametrize("app", ["lab", "notebook"], indirect=True)
 
 @pytest.fixture
 def app(request: pytest.FixtureRequest) -> App:
-    """Where the notebook is opened: JupyterLab, unless the test asks for both."""
+    """The application that opens the notebook: JupyterLab, unless the test requests both."""
     found: App = getattr(request, "param", "lab")
     return found
 
@@ -77,8 +77,8 @@ def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
         assert page.outside == []
 
 
-def _plan(page: NotebookPage, said: str) -> None:
-    page.wait_for(f"(said) => document.querySelector('{PLAN}').innerText.includes(said)", said)
+def _plan(page: NotebookPage, text: str) -> None:
+    page.wait_for(f"(text) => document.querySelector('{PLAN}').innerText.includes(text)", text)
 
 
 def _tab(page: NotebookPage, title: str) -> None:
@@ -111,7 +111,7 @@ def test_configure_and_launch(opened: Any, app: App) -> None:
     page.shot(f"config-panel-launched-{app}")
 
 
-def test_what_is_typed_is_checked_while_it_is_typed(opened: Any, app: App) -> None:
+def test_entries_are_checked_while_typing(opened: Any, app: App) -> None:
     page = opened()
     box = page.page.get_by_label("num_processes")
     box.click()
@@ -176,7 +176,7 @@ def test_files_are_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
     _plan(page, "2 processes on")
 
 
-def test_a_failing_launch_is_told_in_the_panel(opened: Any) -> None:
+def test_a_failing_launch_is_shown_in_the_panel(opened: Any) -> None:
     page = opened()
     page.page.get_by_label("Function").fill("nothing_like_it")
     page.page.locator(LAUNCH).click()

@@ -1,4 +1,4 @@
-"""Two ranks that hang, looked into and talked to from the debug panel, in JupyterLab 4 and Notebook 7."""
+"""Two ranks that hang, diagnosed and asked from the debug panel, in JupyterLab 4 and Notebook 7."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _says(page: NotebookPage, selector: str, words: str) -> None:
     )
 
 
-def _asks(page: NotebookPage, ask: Callable[[], None], selector: str, words: str) -> None:
-    """Ask until the ranks say it: each question tells what has been answered within a few seconds."""
+def _repeat_until_shown(page: NotebookPage, ask: Callable[[], None], selector: str, words: str) -> None:
+    """Repeat a request until the text appears: each reply contains what arrived within a few seconds."""
     deadline = time.monotonic() + LIMIT
     shown = "([selector, words]) => document.querySelector(selector)?.innerText.includes(words)"
     while not page.page.evaluate(shown, [selector, words]):
@@ -52,7 +52,7 @@ def _asks(page: NotebookPage, ask: Callable[[], None], selector: str, words: str
         )
 
 
-def _hangs(page: NotebookPage) -> None:
+def _start_and_hang(page: NotebookPage) -> None:
     page.run(1)
     page.idle()
     page.run(2)
@@ -63,7 +63,7 @@ def _hangs(page: NotebookPage) -> None:
     page.page.locator(CARD).scroll_into_view_if_needed()
 
 
-# Until rank 0 waits in the second all_reduce and rank 1 has come to its loop.
+# Until rank 0 waits in the second all_reduce and rank 1 has reached its loop.
 UNTIL = """
 deadline = time.monotonic() + 100
 while time.monotonic() < deadline and not all(map(run.diagnose().verdict.count, ("never reached", "time.sleep"))):
@@ -77,10 +77,10 @@ LOOPS = f"(f32 [128]); it is at Cell In[1], line {LOOP}: time.sleep(0.05)"
 @DAILY_IN_LAB
 def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL])
-    _hangs(page)
+    _start_and_hang(page)
     page.shot(f"{app}-debug-before", CARD)
 
-    _asks(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, LOOPS)
+    _repeat_until_shown(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, LOOPS)
     assert re.search(re.escape(STUCK) + r"\d " + re.escape(LOOPS), page.text(VERDICT))
     _says(page, f"{CARD} table", f"Cell In[1], line {SKIPPED}, in train: dist.all_reduce(total)")
     _says(page, f"{CARD} table", "waits in all_reduce #")
@@ -89,7 +89,7 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
     stacks.locator("summary").press("Enter")
     _says(page, f"{CARD} details[open] pre", "time.sleep(0.05)")
     page.page.wait_for_timeout(1500)  # over the next renders
-    assert stacks.get_attribute("open") is not None, "what was opened stays open"
+    assert stacks.get_attribute("open") is not None, "an opened fold stays open"
     page.shot(f"{app}-debug-verdict", CARD)
 
     line = page.page.get_by_label("Expression or command")
@@ -103,10 +103,10 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
         line.fill("total.shape")
         page.page.get_by_role("button", name="Send").click()
 
-    _asks(page, one, LOG, "rank 1: 5.0")
+    _repeat_until_shown(page, one, LOG, "rank 1: 5.0")
     page.until(lambda: line.input_value() == "", "an empty line")
     page.page.get_by_label("Ranks to ask").select_option("all ranks")
-    _asks(page, all_of_them, LOG, "ranks 0, 1: torch.Size([128])")
+    _repeat_until_shown(page, all_of_them, LOG, "ranks 0, 1: torch.Size([128])")
     line.fill("total +")
     line.press("Enter")
     _says(page, f"{CARD} [role=alert]", "is not an expression")
@@ -114,10 +114,10 @@ def test_why_two_ranks_are_stuck(opened: Any, app: App) -> None:
 
 
 @DAILY_IN_LAB
-def test_in_the_dark(opened: Any, app: App) -> None:
+def test_dark_theme(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH, SHOW, UNTIL], "dark")
-    _hangs(page)
-    _asks(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, STUCK)
+    _start_and_hang(page)
+    _repeat_until_shown(page, page.page.get_by_role("button", name="Why is it stuck?").click, VERDICT, STUCK)
     page.shot(f"{app}-debug-dark", CARD)
     page.page.get_by_label("Expression or command").focus()
     seen = []

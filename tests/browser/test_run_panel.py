@@ -1,4 +1,4 @@
-"""A run watched, stopped and kept, in JupyterLab 4 and Notebook 7."""
+"""A run that is watched, stopped and saved, in JupyterLab 4 and Notebook 7."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(seconds, fail_at=None):
 """
 LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
 LONG = 1200
-"""Seconds that a run lasts which a test does not wait for, however slow its steps are."""
+"""Seconds of a run whose end no test waits for, even with slow steps."""
 LAST = "import notebook_accelerate; notebook_accelerate.runs()[-1].panel()"
 CARD = ".na-live"
 REPORT = ".notebook-accelerate-report:not(.na-left *)"
@@ -52,7 +52,7 @@ WATCHED = """(ranks) => {
 
 
 def _watch(page: NotebookPage, *ranks: str) -> None:
-    """Wait until the last panel draws the ranks' three curves; which is the last may change while a page is loaded."""
+    """Wait until the last panel draws the ranks' three curves; another panel may become the last during loading."""
     page.wait_for(WATCHED, list(ranks or ("rank 0", "rank 1")))
 
 
@@ -86,7 +86,9 @@ def test_the_saved_notebook_keeps_the_report(opened: Any, server: Server, chromi
     page.wait_for(f"() => document.querySelector('{REPORT}')")
     saved = page.save()
     bundles = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]
-    bundles = [data for data in bundles if any("".join(part) for part in data.values())]  # less the empty place beside
+    bundles = [
+        data for data in bundles if any("".join(part) for part in data.values())
+    ]  # without the empty output beside it
     assert len(bundles) == 1
     assert set(bundles[0]) == {"text/html", "text/plain"}
     html = "".join(bundles[0]["text/html"])
@@ -124,8 +126,8 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
     page.shot(f"{app}-step-time", CARD)
     tabs.nth(3).click()
     page.wait_for("() => document.querySelectorAll('.na-mesh g').length === 2")
-    said = "fsdp2 <img src=x onerror=alert(1)> · dp_shard 2 · 5 units"
-    page.wait_for(f"(said) => document.querySelector('{CARD}').innerText.includes(said)", said)
+    text = "fsdp2 <img src=x onerror=alert(1)> · dp_shard 2 · 5 units"
+    page.wait_for(f"(text) => document.querySelector('{CARD}').innerText.includes(text)", text)
     assert "each rank" in page.text(".na-shards")
     page.shot(f"{app}-sharding", CARD)
     tabs.nth(4).click()
@@ -145,7 +147,7 @@ def test_a_failing_run_shows_the_cell_line(opened: Any, app: App) -> None:
     page.page.locator(REPORT).scroll_into_view_if_needed()
     page.shot(f"{app}-failed-report")
     page.run(2)
-    _watch(page, "rank 1")  # rank 0 may have been ended before it had begun
+    _watch(page, "rank 1")  # rank 0 may have been ended before its first step
     page.page.locator(".na-tabs [role=tab]").nth(5).click()
     assert "Cell In[1], line" in page.text(f"{CARD} details")
     page.shot(f"{app}-failed", CARD)

@@ -1,4 +1,4 @@
-"""What a saved notebook shows of live panels once their kernel is gone, in JupyterLab 4 and Notebook 7."""
+"""Live panels in a saved notebook without its kernel, in JupyterLab 4 and Notebook 7."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     for index in range(len(CELLS)):
         live.run(index)
         live.idle()
-    # What is out of sight is not drawn: each is looked at in its turn.
+    # Curves out of sight are not drawn: each panel is scrolled into view.
     live.wait_for(DRAWN)
     live.page.locator(".na-card").first.scroll_into_view_if_needed()
     live.until(lambda: _count(live, ".na-live") >= 1, "a live panel")
@@ -90,7 +90,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     assert sum("na-left" in "".join(data.get("text/html", "")) for data in views) == 4
     assert live.errors == []
 
-    # A kernel that is killed tells nobody: the file stays as it was saved.
+    # A killed kernel sends nothing: the file stays as it was saved.
     copy = f"without-kernel-{name}"
     shutil.copy(server.notebooks / name, server.notebooks / copy)
     again = server.open(chromium, copy, app)
@@ -116,12 +116,12 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def test_a_report_is_whole_on_paper(executed: Any, chromium: Browser, tmp_path: Path) -> None:
+def test_a_printed_report_is_complete(executed: Any, chromium: Browser, tmp_path: Path) -> None:
     html, _ = HTMLExporter(template_name="webpdf").from_notebook_node(executed)
     (tmp_path / "saved.html").write_text(html)
     page = chromium.context.new_page()
     try:
-        page.route("http*://**", lambda route: route.abort())  # nbconvert's page names scripts elsewhere
+        page.route("http*://**", lambda route: route.abort())  # nbconvert's page refers to external scripts
         page.emulate_media(media="print")
         page.goto(f"file://{tmp_path / 'saved.html'}")
         for words in ("num_processes", "python", "rank 1 failed: ValueError: it diverged", "peak memory"):
@@ -135,10 +135,10 @@ def test_a_report_is_whole_on_paper(executed: Any, chromium: Browser, tmp_path: 
         page.close()
 
 
-def test_a_report_is_whole_in_a_notebook_that_nobody_trusts(
+def test_a_report_in_an_untrusted_notebook_is_complete(
     executed: Any, server: Server, chromium: Browser, app: App, pages: list[NotebookPage]
 ) -> None:
-    """A notebook from elsewhere: the front end cleans the HTML of its outputs."""
+    """The front end sanitizes the HTML of an untrusted notebook."""
     name = f"{app}-untrusted-{time.monotonic_ns()}.ipynb"
     (server.notebooks / name).write_text(nbformat.writes(executed), encoding="utf-8")
     page = server.open(chromium, name, app)

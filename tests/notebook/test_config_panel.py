@@ -1,4 +1,4 @@
-"""The config panel in a real kernel: what it displays, and where what it launches shows itself."""
+"""The config panel in a real kernel: its displays, and the cell that shows its runs."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_the_static_form_follows_what_is_entered(kernel: Kernel, shown: Cell) ->
 
 
 def _static(kernel: Kernel, shown: Cell) -> str:
-    """Return the static form as a front end has it: an update finds its display whichever cell sends it."""
+    """Return the latest static form: an update replaces its display, whichever cell sends it."""
     outputs = [output for cell in kernel.cells.values() for output in cell.outputs]
     name = [o for o in shown.outputs if o["output_type"] == "display_data"][1]["transient"]["display_id"]
     texts = [o["data"]["text/plain"] for o in outputs if o.get("transient", {}).get("display_id") == name]
     return str(texts[-1])
 
 
-def test_a_click_launches_and_the_ranks_speak_under_the_panels_cell(kernel: Kernel, shown: Cell) -> None:
+def test_a_click_launches_and_output_appears_under_the_panels_cell(kernel: Kernel, shown: Cell) -> None:
     click = kernel.check("panel._go.click()")
     kernel.check("panel.runs[-1].wait()")
     kernel.wait_for(lambda: "[rank 1] training 21" in shown.stdout, what="the ranks' output under the panel")
@@ -76,7 +76,7 @@ def test_a_click_launches_and_the_ranks_speak_under_the_panels_cell(kernel: Kern
     kernel.wait_for(lambda: "succeeded" in kernel.value("panel._run_note.value"), what="the panel to say so")
 
 
-def test_a_click_on_what_cannot_run_throws_nothing_into_the_cell(kernel: Kernel, shown: Cell) -> None:
+def test_a_click_that_cannot_launch_raises_nothing_in_the_cell(kernel: Kernel, shown: Cell) -> None:
     kernel.check("panel._args.value = '(1'")
     click = kernel.check("panel._go.click()")
     assert click.stderr == ""
@@ -84,7 +84,7 @@ def test_a_click_on_what_cannot_run_throws_nothing_into_the_cell(kernel: Kernel,
     kernel.check("panel._args.value = ''")
 
 
-def test_closing_leaves_the_static_form_in_the_place_of_the_widget(kernel: Kernel, shown: Cell) -> None:
+def test_closing_replaces_the_widget_by_the_static_form(kernel: Kernel, shown: Cell) -> None:
     kernel.check("panel.close()")
     first = next(o for o in shown.outputs if o["output_type"] == "display_data")["transient"]["display_id"]
     updates = [

@@ -1,4 +1,4 @@
-"""Panels in a real kernel: shown once, replaced by the report, never in the way."""
+"""Panels in a real kernel: shown once, then replaced by the report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def launch(*args, until="", **kwargs):
 
 
 def _kinds(cell: Cell) -> list[str]:
-    """What stood in the panel's place, in order; what is left beside it is not counted."""
+    """Return the kinds of the panel's displays, in order, without the output beside it."""
     beside = {_name(output) for output in cell.outputs if "na-left" in output.get("data", {}).get("text/html", "")}
     return [_kind(output["data"]) for output in _shown(cell) if _name(output) not in beside]
 
@@ -56,7 +56,7 @@ def _kind(data: dict[str, Any]) -> str:
 
 
 def _filled(cell: Cell) -> list[dict[str, Any]]:
-    """What the saved notebook would hold, without the places that show nothing."""
+    """Return the displays in the saved notebook, without the empty ones."""
     return [data for data in cell.displays if data != {"text/plain": ""}]
 
 
@@ -150,7 +150,7 @@ def test_without_a_panel_nothing_is_shown(kernel: Kernel) -> None:
     assert _kinds(inline)[-1] == "report"
 
 
-def test_widgets_that_are_broken_do_not_keep_a_run_from_going_on() -> None:
+def test_broken_widgets_do_not_stop_a_run() -> None:
     with Kernel() as kernel:
         kernel.check(TRAIN + "\nimport sys; sys.modules['anywidget'] = None")
         cell = kernel.submit("launch(until='tried').results is not None")
@@ -164,7 +164,7 @@ def test_the_kernel_answers_while_ten_thousand_points_a_second_come(kernel: Kern
     cell = kernel.check("run = launch(600, 5000, block=False)")
     points = "sum(len(series.values) for series in run.metrics.values())"
     kernel.wait_for(lambda: kernel.value(points) > 10_000, what="points")
-    with Kernel() as other:  # has nothing to do, but shares the machine
+    with Kernel() as other:  # idle, on the same machine
         pairs = [(_answer(other), _answer(kernel)) for _ in range(40)]
     idle, busy = ([pair[index] for pair in pairs] for index in (0, 1))
     count = kernel.value(points)
@@ -175,7 +175,7 @@ def test_the_kernel_answers_while_ten_thousand_points_a_second_come(kernel: Kern
         f"{1000 * statistics.median(busy):.1f} ms, slowest {1000 * max(busy):.1f} ms; {count:,} points kept; "
         f"{len(updates)} messages under the cell"
     )
-    # `make bench` measures; a kernel that works waits for its turn on a busy machine, where an idle one is let before.
+    # `make bench` measures precisely; on a busy machine a working kernel is scheduled after an idle one.
     assert statistics.median(busy) < 0.5 + 10 * statistics.median(idle)
 
 
@@ -186,7 +186,7 @@ def _answer(kernel: Kernel) -> float:
     return time.perf_counter() - begin
 
 
-def test_when_the_kernel_ends_static_forms_take_the_place_of_live_views() -> None:
+def test_static_forms_replace_live_views_when_the_kernel_ends() -> None:
     with Kernel() as kernel:
         kernel.check(TRAIN)
         kernel.check("run = launch(0.2)")
@@ -239,7 +239,7 @@ def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> No
     assert "· train · stopped ·" in full[0]["text/plain"]
 
 
-def test_a_cell_that_is_executed_again_lets_go_of_its_old_view(kernel: Kernel) -> None:
+def test_executing_a_cell_again_forgets_its_old_view(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("from notebook_accelerate.launch.output import cell_outputs")
     kernel.check("run = launch(0.5)")
@@ -253,11 +253,11 @@ def test_a_cell_that_is_executed_again_lets_go_of_its_old_view(kernel: Kernel) -
     assert kernel.value("len(cell_outputs._at_exit)") == before + 1
 
 
-def test_a_table_of_runs_follows_those_that_are_launched_later_and_then_rests(kernel: Kernel) -> None:
+def test_a_table_of_runs_adds_later_runs_and_is_then_suspended(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("table = notebook_accelerate.widgets.RunsTable()\ntable")
     row = "next((row for row in table.rows if row[0] == str(runs()[-1].id)), None)"
-    _rests(kernel)  # nothing goes on
+    _rests(kernel)  # no run lasts
     cell = kernel.check("launch(until='followed', block=False, panel=False)")
     kernel.wait_for(lambda: kernel.value(f"{row} is not None and 'Running' in table._table.value"), what="the new run")
     open_gate(kernel, "followed")

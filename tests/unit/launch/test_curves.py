@@ -88,7 +88,7 @@ def test_with_many_ranks_the_envelope_and_the_chosen_ranks_are_drawn() -> None:
 
 def test_two_hundred_thousand_points_make_a_small_image_quickly() -> None:
     store = _store(ranks=4, steps=49_000)
-    begin = time.thread_time()  # of the processor: machines that test are busy
+    begin = time.thread_time()  # processor time: test machines are busy
     html = svg_curves.image("loss", svg_curves.tracks_of(store, "loss"), "")
     assert time.thread_time() - begin < 10
     assert len(html) < 60_000

@@ -1,4 +1,4 @@
-"""From raw bytes to whole labelled lines."""
+"""From raw bytes to complete, labelled lines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_any_cut_gives_the_same_lines(lines: list[str], data: st.DataObject) -> 
     assert _all(chunks) == lines
 
 
-def test_a_line_without_end_does_not_grow_for_ever() -> None:
+def test_a_line_without_end_is_bounded() -> None:
     assembler, seen, longest = LineAssembler(), 0, 0
     for _ in range(100):
         text = assembler.feed(b"x" * 100_000)
@@ -77,7 +77,7 @@ def test_a_giant_line_is_not_cut_inside_a_character() -> None:
 
 
 def test_a_giant_line_costs_linear_time() -> None:
-    begin = time.thread_time()  # of the processor: machines that test are busy
+    begin = time.thread_time()  # processor time: test machines are busy
     _all([b"x" * 100] * 20_000)
     assert time.thread_time() - begin < 20.0
 
@@ -131,7 +131,7 @@ class _Memory(Publisher):
         self.sent.append(("display", label))
 
 
-def test_every_line_has_its_label_and_streams_stay_apart_in_order() -> None:
+def test_every_line_has_its_label_and_streams_keep_their_order() -> None:
     publisher = _Memory()
     publisher.lines("stdout", "a\nb", "[0] ")
     publisher.lines("stdout", "c", "[1] ")
@@ -142,7 +142,7 @@ def test_every_line_has_its_label_and_streams_stay_apart_in_order() -> None:
     assert publisher.seconds_until_due() is None
 
 
-def test_flushes_are_gathered() -> None:
+def test_flushes_are_batched() -> None:
     publisher = _Memory()
     begin = time.monotonic()
     for number in range(1000):
@@ -158,7 +158,7 @@ def test_flushes_are_gathered() -> None:
     assert 0 <= wait < 0.2
 
 
-def test_bars_are_drawn_in_order_of_rank_and_taken_away() -> None:
+def test_bars_are_drawn_in_order_of_rank_and_removed() -> None:
     publisher = _Memory()
     kept: list[tuple[int, str, str]] = []
     outputs = [RankOutput(rank, "stderr", f"[{rank}] ", lambda *row: kept.append(row), publisher) for rank in (1, 0)]
@@ -173,7 +173,7 @@ def test_bars_are_drawn_in_order_of_rank_and_taken_away() -> None:
     assert kept == [(1, "stderr", "100%"), (0, "stderr", "10%")]
 
 
-def test_the_text_publisher_writes_where_the_launch_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_publisher_writes_to_the_streams_of_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     publisher = publisher_for(1)
     assert isinstance(publisher, TextPublisher)
     publisher.lines("stdout", "out", "> ")

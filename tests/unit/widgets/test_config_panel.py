@@ -48,10 +48,10 @@ def fail() -> None:
     raise KeyError("lost")
 
 
-# ---- what will happen
+# ---- the plan
 
 
-def test_the_sentence_says_what_will_happen() -> None:
+def test_the_sentence_describes_the_plan() -> None:
     panel = _set(_panel(), num_processes="2", mixed_precision="bf16", batch_size="8", gradient_accumulation_steps="4")
     assert panel.sentence == "2 processes on cpu, fork, gloo, bf16; effective batch 64"
     assert panel.sentence in panel._plan_view.value
@@ -81,7 +81,7 @@ def test_one_blocking_process_runs_inline() -> None:
     assert "the button starts it without blocking" in panel._plan_view.value
 
 
-def test_what_does_not_fit_the_machine_is_said_and_cannot_be_launched() -> None:
+def test_a_launch_that_does_not_fit_the_machine_is_an_error() -> None:
     panel = _set(_panel(GPUS), num_processes="5")
     assert "this machine has 4 cuda devices" in panel.errors[""]
     assert 'role="alert"' in panel._plan_view.value
@@ -98,7 +98,7 @@ def test_the_hardware_is_shown() -> None:
     assert "no accelerator" in _panel().text
 
 
-def test_the_real_machine_and_kernel_are_asked_by_default() -> None:
+def test_the_machine_and_the_kernel_are_detected_by_default() -> None:
     panel = _set(ConfigPanel(), num_processes="2", cpu=True)
     assert panel.errors == {}
     assert panel.sentence.startswith("2 processes on cpu, ")
@@ -107,7 +107,7 @@ def test_the_real_machine_and_kernel_are_asked_by_default() -> None:
 # ---- values in and out
 
 
-def test_the_config_is_what_the_form_says_and_comes_back_the_same() -> None:
+def test_the_config_has_the_values_of_the_form_and_sets_them() -> None:
     panel = _set(_panel(), num_processes="2", timeout="60", env="A=1", gradient_accumulation_steps="4")
     given = {"gradient_accumulation_steps": 4}
     assert panel.config == LaunchConfig(num_processes=2, timeout=60.0, block=False, env={"A": "1"}, accelerator=given)
@@ -118,7 +118,7 @@ def test_the_config_is_what_the_form_says_and_comes_back_the_same() -> None:
     assert other.launch_form.value.env == {"A": "1"}
 
 
-def test_fields_are_set_from_code_too() -> None:
+def test_fields_are_set_from_code() -> None:
     panel = _panel()
     panel.change(num_processes=2, timeout=60.0, batch_size=8, dataloader_config=DataLoaderConfiguration(data_seed=1))
     given = {"dataloader_config": DataLoaderConfiguration(data_seed=1)}
@@ -154,7 +154,7 @@ def test_the_launch_gives_the_options_of_the_training_to_every_accelerator() -> 
     assert other.config == panel.config
 
 
-def test_arguments_that_have_no_field_stay() -> None:
+def test_arguments_without_a_field_are_kept() -> None:
     given = {"rng_types": ["torch"], "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
     panel = _panel(config=LaunchConfig(num_processes=2, accelerator=given))
     assert panel.config.accelerator == given
@@ -164,7 +164,7 @@ def test_arguments_that_have_no_field_stay() -> None:
     assert panel.config.accelerator == {"gradient_accumulation_steps": 3}
 
 
-def test_accumulation_in_detail_keeps_the_number_of_steps() -> None:
+def test_an_accumulation_plugin_keeps_the_number_of_steps() -> None:
     options = TrainingOptions(
         gradient_accumulation_steps=4, gradient_accumulation_plugin=GradientAccumulationPlugin(adjust_scheduler=False)
     )
@@ -223,7 +223,7 @@ def test_the_cell_launches_what_is_set(entries: dict[str, Any]) -> None:
     assert called == {"function": double, "args": (3,), "config": panel.config}
 
 
-def test_the_cell_brings_the_options_of_the_training_along() -> None:
+def test_the_cell_contains_the_options_of_the_training() -> None:
     training = TrainingOptions(
         dataloader_config=DataLoaderConfiguration(even_batches=False),
         process_group_kwargs=InitProcessGroupKwargs(backend="gloo"),
@@ -247,7 +247,7 @@ def test_the_copied_text_is_the_cell() -> None:
 # ---- configuration files
 
 
-def test_a_configuration_file_goes_out_and_in(tmp_path: Path) -> None:
+def test_a_configuration_file_is_saved_and_loaded(tmp_path: Path) -> None:
     plugin = TorchDynamoPlugin(backend="INDUCTOR", mode="max-autotune")  # type: ignore[arg-type]
     panel = _set(
         _panel(GPUS, training=TrainingOptions(dynamo_plugin=plugin)), num_processes="2", mixed_precision="fp16"
@@ -264,7 +264,7 @@ def test_a_configuration_file_goes_out_and_in(tmp_path: Path) -> None:
     assert other.training == panel.training
 
 
-def test_what_the_forms_have_no_place_for_stays_in_the_file_and_reaches_the_ranks(tmp_path: Path) -> None:
+def test_settings_of_a_file_without_a_field_are_kept_and_reach_the_ranks(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     values = {"num_processes": 4, "distributed_type": "FSDP", "mixed_precision": "bf16", "main_training_function": "go"}
     values["fsdp_config"] = {"fsdp_version": 2, "fsdp_offload_params": True}
@@ -281,7 +281,7 @@ def test_what_the_forms_have_no_place_for_stays_in_the_file_and_reaches_the_rank
     assert written["main_training_function"] == "go"
 
 
-def test_loading_keeps_what_files_do_not_have_and_forgets_the_file_before(tmp_path: Path) -> None:
+def test_loading_keeps_other_settings_and_removes_those_of_the_previous_file(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text(
         yaml.safe_dump({"num_processes": 2, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})
@@ -294,7 +294,7 @@ def test_loading_keeps_what_files_do_not_have_and_forgets_the_file_before(tmp_pa
     assert panel.config == LaunchConfig(num_processes=3, timeout=60.0, block=False, env={"A": "1"})
 
 
-def test_chosen_gpus_of_a_file_are_what_the_ranks_see(tmp_path: Path) -> None:
+def test_gpu_ids_of_a_file_become_the_visible_devices(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"num_processes": 2, "distributed_type": "MULTI_GPU", "gpu_ids": "1,3"}))
     panel = _panel(GPUS)
@@ -302,7 +302,7 @@ def test_chosen_gpus_of_a_file_are_what_the_ranks_see(tmp_path: Path) -> None:
     assert panel.config.env == {"CUDA_VISIBLE_DEVICES": "1,3"}
 
 
-def test_files_that_cannot_be_loaded_are_refused_where_the_user_clicked(tmp_path: Path) -> None:
+def test_files_that_cannot_be_loaded_are_reported_beside_the_button(tmp_path: Path) -> None:
     panel = _set(_panel(), num_processes="3")
     file = tmp_path / "config.yaml"
     panel._file.value = str(file)
@@ -316,7 +316,7 @@ def test_files_that_cannot_be_loaded_are_refused_where_the_user_clicked(tmp_path
         panel.load(file)
 
 
-def test_saving_over_a_strangers_file_asks_first(tmp_path: Path) -> None:
+def test_saving_over_another_file_asks_first(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("mine: true\n")
     panel = _set(_panel(), num_processes="2", timeout="5")
@@ -342,7 +342,7 @@ def test_a_launch_from_code_returns_the_run() -> None:
     assert run.config == panel.config
 
 
-def test_the_button_launches_without_blocking_and_says_how_it_went() -> None:
+def test_the_button_launches_without_blocking_and_shows_the_outcome() -> None:
     panel = _set(ConfigPanel(double, (5,)), num_processes="2", cpu=True, use_port="0", block=True)
     panel._go.click()
     run = panel.runs[-1]
@@ -352,7 +352,7 @@ def test_the_button_launches_without_blocking_and_says_how_it_went() -> None:
     assert f"run {run.id} succeeded" in panel._run_note.value
 
 
-def test_a_failing_run_is_told_in_the_panel_and_throws_nothing() -> None:
+def test_a_failing_run_is_shown_in_the_panel_and_raises_nothing() -> None:
     panel = _set(ConfigPanel(fail), num_processes="2", cpu=True, use_port="0")
     panel._go.click()
     panel.runs[-1].wait()
@@ -372,7 +372,7 @@ def test_functions_and_arguments_are_taken_from_the_notebook(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "arguments", "message"),
     [
         ("", "", "there is no function to run"),
         ("nothing_here", "", "is not a function of this notebook"),
@@ -381,14 +381,14 @@ def test_functions_and_arguments_are_taken_from_the_notebook(monkeypatch: pytest
         ("double", "(missing,)", "NameError"),
     ],
 )
-def test_what_cannot_be_launched_is_said_where_the_user_clicked(
-    name: str, arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_a_launch_that_is_not_possible_is_reported_beside_the_button(
+    name: str, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "double", double, raising=False)
     panel = _panel()
     panel._name.value, panel._args.value = name, arguments
     panel._go.click()
-    assert said in panel._run_note.value
+    assert message in panel._run_note.value
     assert panel.runs == []
 
 
@@ -400,10 +400,10 @@ def test_a_wrong_form_cannot_be_launched_from_code_either() -> None:
         _ = panel.config
 
 
-# ---- how it looks without widgets
+# ---- without widgets
 
 
-def test_the_static_forms_hold_everything_and_no_script() -> None:
+def test_the_static_forms_are_complete_and_without_scripts() -> None:
     panel = _set(_panel(), num_processes="2", rdzv_id="<script>1</script>", batch_size="4")
     assert "<script" not in panel.html
     for part in ("2 processes on cpu, fork, gloo, fp32; effective batch 8", "num_processes", "8 CPU cores"):
@@ -435,7 +435,7 @@ def test_every_field_has_its_place_in_the_panel() -> None:
         assert sorted(placed) == sorted(set(cls.__dataclass_fields__) - {"accelerator"})
 
 
-def test_the_cell_knows_what_the_launcher_has_no_parameter_for() -> None:
+def test_only_in_config_lists_the_fields_that_are_no_parameters() -> None:
     import inspect
 
     parameters = inspect.signature(notebook_accelerate.notebook_launcher).parameters

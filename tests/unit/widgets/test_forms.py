@@ -1,4 +1,4 @@
-"""Forms over dataclasses: what stands in them, what they say, what they make."""
+"""Forms over dataclasses: their entries, errors and values."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ ENTERED = [
 
 
 @pytest.mark.parametrize(("name", "raw", "value"), ENTERED)
-def test_what_is_entered_becomes_a_value_of_the_fields_type(name: str, raw: Any, value: Any) -> None:
+def test_entries_become_values_of_the_fields_type(name: str, raw: Any, value: Any) -> None:
     form = Form(Everything, Everything("x"))
     form.input(name).value = raw
     assert form.errors == {}
@@ -101,7 +101,7 @@ def test_what_is_entered_becomes_a_value_of_the_fields_type(name: str, raw: Any,
 
 
 @pytest.mark.parametrize(("name", "raw", "value"), ENTERED)
-def test_values_go_in_and_come_out_the_same(name: str, raw: Any, value: Any) -> None:
+def test_values_are_shown_and_read_unchanged(name: str, raw: Any, value: Any) -> None:
     form = Form(Everything, Everything("x"))
     given = dataclasses.replace(Everything("x"), **{name: value})
     form.value = given
@@ -110,7 +110,7 @@ def test_values_go_in_and_come_out_the_same(name: str, raw: Any, value: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "said"),
+    ("name", "raw", "message"),
     [
         ("count", "three", "count='three' is not a whole number"),
         ("count", "", "count is required"),
@@ -119,14 +119,14 @@ def test_values_go_in_and_come_out_the_same(name: str, raw: Any, value: Any) -> 
         ("env", "A", "env: 'A' is not NAME=value"),
     ],
 )
-def test_what_is_no_value_is_said_beside_the_field_and_goes_away(name: str, raw: str, said: str) -> None:
+def test_invalid_entries_show_an_error_until_they_are_corrected(name: str, raw: str, message: str) -> None:
     form = Form(Everything, Everything("x"))
     before = form.input(name).value
     form.input(name).value = raw
-    assert said in form.errors[name]
+    assert message in form.errors[name]
     assert 'role="alert"' in form.note(name)
     assert "na-invalid" in form.input(name)._dom_classes
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         _ = form.value
     form.input(name).value = before
     assert form.errors == {}
@@ -134,14 +134,14 @@ def test_what_is_no_value_is_said_beside_the_field_and_goes_away(name: str, raw:
     assert "na-invalid" not in form.input(name)._dom_classes
 
 
-def test_a_required_field_is_asked_for() -> None:
+def test_a_missing_required_field_is_an_error() -> None:
     form = Form(Everything)
     assert form.errors == {"required": "required is required: write a value"}
     form.input("required").value = "here"
     assert form.value == Everything("here")
 
 
-def test_the_dataclass_checks_and_every_wrong_field_is_named() -> None:
+def test_the_dataclass_checks_and_every_invalid_field_has_an_error() -> None:
     form = Form(LaunchConfig, choices={"start_method": START_METHODS})
     form.input("num_processes").value = "0"
     form.input("max_restarts").value = "-2"
@@ -151,7 +151,7 @@ def test_the_dataclass_checks_and_every_wrong_field_is_named() -> None:
     assert form.errors["max_restarts"] == _refusal(max_restarts=-2)
 
 
-def test_a_check_over_two_fields_blames_one_that_was_changed() -> None:
+def test_an_error_of_two_fields_is_shown_at_a_changed_one() -> None:
     form = Form(LaunchConfig)
     form.input("node_rank").value = "1"
     assert form.errors == {"node_rank": _refusal(node_rank=1)}
@@ -165,7 +165,7 @@ def _refusal(**values: Any) -> str:
     return str(caught.value)
 
 
-def test_help_comes_from_the_literal_after_the_field_and_from_the_docstring() -> None:
+def test_help_texts_are_literals_after_fields_and_docstrings() -> None:
     texts = {field.name: field.help for field in fields_of(Everything)}
     assert texts["count"] == "How many there are, over two lines."
     assert texts["name"] == "What it is ``called``."
@@ -176,7 +176,7 @@ def test_help_comes_from_the_literal_after_the_field_and_from_the_docstring() ->
     assert summary(Inner) == "What is inside."
 
 
-def test_types_that_only_type_checkers_import_do_not_matter() -> None:
+def test_types_that_only_type_checkers_import_are_ignored() -> None:
     kinds = {field.name: field.kind for field in fields_of(FullyShardedDataParallelPlugin)}
     assert kinds["sharding_strategy"] == "text"  # str | ShardingStrategy | None
     assert kinds["cpu_offload"] == "flag"
@@ -205,7 +205,7 @@ def test_a_nested_dataclass_opens_with_its_box_and_is_checked_too() -> None:
     assert form.value.always == Inner(2)
 
 
-def test_values_of_nested_dataclasses_go_in_and_out() -> None:
+def test_values_of_nested_dataclasses_are_shown_and_read() -> None:
     form = Form(TrainingOptions)
     given = TrainingOptions(
         dataloader_config=DataLoaderConfiguration(split_batches=True, dispatch_batches=False),
@@ -220,7 +220,7 @@ def test_values_of_nested_dataclasses_go_in_and_out() -> None:
     assert form.input("dataloader_config").value is False
 
 
-def test_what_the_class_fills_in_itself_is_not_shown_as_entered() -> None:
+def test_values_that_the_class_sets_itself_are_not_entries() -> None:
     draft = FormDraft(TorchDynamoPlugin, TorchDynamoPlugin(backend="EAGER"))  # type: ignore[arg-type]
     assert list(draft.changed()) == ["backend"]
 
@@ -241,7 +241,7 @@ def test_objects_set_in_code_are_kept() -> None:
     assert form.value.made is marker
 
 
-def test_each_change_is_told_once_and_a_listener_hears_of_errors() -> None:
+def test_each_change_calls_on_change_once_also_with_errors() -> None:
     told: list[Any] = []
     form = Form(LaunchConfig, on_change=told.append)
     form.input("num_processes").value = "2"
@@ -258,7 +258,7 @@ def test_every_input_has_its_fields_name_as_label() -> None:
         assert form.input(field.name).description == field.name  # a <label for=...> in the browser
 
 
-def test_folded_groups_say_how_much_is_wrong_in_them() -> None:
+def test_folded_groups_show_their_number_of_errors() -> None:
     form = Form(LaunchConfig, groups=[("", ["num_processes"]), ("Limits", ["timeout", "max_restarts"])])
     assert form._folds.selected_index is None
     form.input("timeout").value = "-1"
@@ -267,7 +267,7 @@ def test_folded_groups_say_how_much_is_wrong_in_them() -> None:
     assert form._folds.get_title(0) == "Limits"
 
 
-def test_the_static_forms_show_what_differs_and_escape_it() -> None:
+def test_the_static_forms_show_and_escape_changed_entries() -> None:
     form = Form(LaunchConfig, title="Launch")
     assert form.text == "defaults"
     form.input("rdzv_id").value = "<script>alert(1)</script>"
@@ -280,7 +280,7 @@ def test_the_static_forms_show_what_differs_and_escape_it() -> None:
     assert set(shown) == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
 
 
-def test_wrong_entries_stand_in_the_static_form_too() -> None:
+def test_the_static_form_includes_invalid_entries() -> None:
     form = Form(LaunchConfig)
     form.input("num_processes").value = "many<b>"
     assert "many<b> (not allowed)" in form.text
@@ -296,7 +296,7 @@ def test_wrong_entries_stand_in_the_static_form_too() -> None:
         TorchDynamoPlugin(backend="INDUCTOR"),  # type: ignore[arg-type]
     ],
 )
-def test_the_code_of_a_value_makes_it_again(value: Any) -> None:
+def test_the_code_of_a_value_evaluates_to_it(value: Any) -> None:
     scope = {cls.__name__: cls for cls in (LaunchConfig, TrainingOptions, TorchDynamoPlugin, DataLoaderConfiguration)}
     assert eval(code_of(value), scope) == value
 

@@ -1,4 +1,4 @@
-"""What the plot sends: everything at first, then what is new, thinned by M4."""
+"""The messages of the plot: everything at first, then new points, downsampled by M4."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _plot(store: Store) -> Plot:
     return Plot([Source(store, 100.0)])
 
 
-def test_first_everything_then_what_is_new() -> None:
+def test_the_first_message_has_everything_the_next_the_new_points() -> None:
     store = Store()
     _log(store, range(3))
     plot = _plot(store)
@@ -48,15 +48,15 @@ def test_first_everything_then_what_is_new() -> None:
     assert plot.delta["prev"] == plot.full["seq"]
     before = plot.delta
     plot.update(0.3)
-    assert plot.delta is before, "nothing new, nothing sent"
+    assert plot.delta is before, "no message without new points"
 
 
-def test_curves_that_begin_late_begin_with_everything() -> None:
-    """A view would have to ask for the beginning of a message that continues another, and a busy kernel cannot hear."""
+def test_late_curves_begin_with_a_full_message() -> None:
+    """A view could not ask a busy kernel for the message that a delta continues."""
     store = Store()
     plot = _plot(store)
     plot.update(0.0)
-    plot.update(20.0)  # as long as views are sent everything now and then
+    plot.update(20.0)  # past the ages at which everything is sent again
     _log(store, range(3))
     plot.update(20.2)
     assert _points(plot.full) == {("loss", "rank 0"): [[0, 1, 2], [0, 1, 2], [0, 1, 2]]}
@@ -75,7 +75,7 @@ def test_an_update_of_one_point_is_a_hundred_bytes() -> None:
     assert len(plot.delta["data"]) + len(str(plot.delta["series"])) < 100
 
 
-def test_a_view_that_missed_something_gets_everything() -> None:
+def test_a_view_that_missed_a_message_gets_a_full_one() -> None:
     store = Store()
     _log(store, range(3))
     plot = _plot(store)
@@ -85,7 +85,7 @@ def test_a_view_that_missed_something_gets_everything() -> None:
     plot.update(0.2)
     assert len(_points(plot.full)["loss", "rank 0"][0]) == 6
     _log(store, range(6, 7))
-    plot.update(0.5)  # no question, but soon after the beginning: perhaps the kernel was too busy to hear it
+    plot.update(0.5)  # no request, but at a refresh age: the kernel may have been too busy to receive one
     assert len(_points(plot.full)["loss", "rank 0"][0]) == 7
 
 
@@ -102,7 +102,7 @@ def test_when_the_store_has_moved_its_points_everything_is_sent_again() -> None:
     assert _points(plot.full)["loss", "rank 0"][2][-1] == 109
 
 
-def test_extremes_survive_thinning() -> None:
+def test_extremes_survive_downsampling() -> None:
     store = Store()
     _log(store, range(40_000))
     store.add([Record(0, 1e5, MetricEvent({"loss": -1e6}, 40_000))])
@@ -121,7 +121,7 @@ def test_two_hundred_thousand_points_are_sent_within_a_second() -> None:
     store = Store()
     for rank in range(4):
         _log(store, range(49_900), rank=rank)
-    begin = time.thread_time()  # of the processor: machines that test are busy
+    begin = time.thread_time()  # processor time: test machines are busy
     plot = _plot(store)
     plot.update(0.0)
     seconds = time.thread_time() - begin
@@ -143,7 +143,7 @@ def test_more_metrics_than_are_sent_are_found_by_name() -> None:
     assert [name for name, _, _ in plot.full["series"]] == ["metric 249"]
 
 
-def test_without_steps_the_time_is_drawn() -> None:
+def test_metrics_without_steps_are_drawn_over_time() -> None:
     store = Store()
     store.add([Record(0, 105.0, MetricEvent({"loss": 1.0}))])
     plot = _plot(store)
@@ -151,7 +151,7 @@ def test_without_steps_the_time_is_drawn() -> None:
     assert _points(plot.full)["loss", "rank 0"] == [[5.0], [5.0], [1.0]]
 
 
-def test_runs_over_each_other_have_a_curve_each() -> None:
+def test_overlaid_runs_have_a_curve_each() -> None:
     stores = [Store(), Store()]
     for store in stores:
         for rank in range(3):

@@ -79,7 +79,7 @@ def _failure(rank: int = 1) -> RankFailure:
     return RankFailure(rank, "exception", START, f"ValueError: {EVIL}", (ExceptionInfo("ValueError", EVIL, frames),))
 
 
-def test_the_header_says_what_runs_where_and_how_long() -> None:
+def test_the_header_has_name_state_plan_and_time() -> None:
     one = _Panel(ranks=4)
     text = _text(one.look(65.0))
     assert "Running train run" in text
@@ -112,18 +112,18 @@ def test_without_a_total_the_steps_are_counted_and_no_bar_is_drawn() -> None:
     assert "step 20" in _text(html)
 
 
-def test_a_straggler_is_plain_by_its_steps() -> None:
+def test_a_straggler_is_found_by_its_steps() -> None:
     one = _Panel(ranks=3)
     for rank, step in ((0, 100), (1, 100), (2, 60)):
         feed(one.run, MetricEvent({"loss": 0.5}, step), rank=rank)
-    assert "steps behind" not in one.look(), "nobody knows yet how fast they are"
+    assert "steps behind" not in one.look(), "the pace is not known yet"
     html = one.look(3.0)
     assert "Rank 2 is 40 steps behind." in html
     assert html.count("na-late") == 1
     assert one.panel._tab_titles[1] == "Ranks ⚠"
 
 
-def test_a_straggler_is_plain_by_its_own_work_where_all_are_in_step() -> None:
+def test_a_straggler_is_found_by_its_own_work_if_all_are_in_step() -> None:
     one = _Panel(ranks=3)
     for rank in range(3):
         own = 0.2 if rank == 1 else 0.05
@@ -136,7 +136,7 @@ def test_a_straggler_is_plain_by_its_own_work_where_all_are_in_step() -> None:
     assert "25.0 ms per step" in html
 
 
-def test_what_is_sharded_where_is_shown_and_made_anew_for_news_alone() -> None:
+def test_the_sharding_page_is_made_again_only_for_new_reports() -> None:
     one = _Panel(ranks=4)
     assert "Nothing prepared yet" in one.look()
     for rank, report in hybrid().items():
@@ -152,7 +152,7 @@ def test_what_is_sharded_where_is_shown_and_made_anew_for_news_alone() -> None:
     assert one.panel._sharding_page.html() is not before
 
 
-def test_the_table_of_ranks_has_what_is_known() -> None:
+def test_the_table_of_ranks_shows_the_known_figures() -> None:
     one = _Panel()
     feed(one.run, MetricEvent({"train/loss": 0.123456}, 3), ResourceEvent(97.0, 300 << 20, 45.0, 2 << 30), rank=0)
     text = _text(one.look(4.0))
@@ -166,7 +166,7 @@ def test_without_a_gpu_there_is_no_column_for_it() -> None:
     assert "GPU" not in one.look()
 
 
-def test_nothing_that_a_rank_says_becomes_markup() -> None:
+def test_texts_from_ranks_are_escaped() -> None:
     one = _Panel()
     one.run.notes.append(EVIL)
     feed(one.run, MetricEvent({f"loss {EVIL}": 1.0}, 1), ProgressEvent(1, 2, EVIL), LogEvent("stdout", EVIL))
@@ -180,10 +180,10 @@ def test_nothing_that_a_rank_says_becomes_markup() -> None:
     assert EVIL not in one.panel.logs.html
 
 
-def test_lines_that_begin_late_begin_with_everything() -> None:
-    """A view would have to ask for the beginning of a message that continues another, and a busy kernel cannot hear."""
+def test_late_lines_begin_with_a_full_message() -> None:
+    """A view could not ask a busy kernel for the message that a delta continues."""
     one = _Panel()
-    for _ in range(20):  # as long as views are sent everything now and then
+    for _ in range(20):  # past the ages at which everything is sent again
         one.look()
     feed(one.run, LogEvent("stdout", "first"))
     one.look()
@@ -206,7 +206,7 @@ def test_errors_are_grouped_and_a_failed_run_keeps_everything() -> None:
     again.close()
 
 
-def test_stop_asks_once_and_then_kills() -> None:
+def test_the_first_stop_requests_and_the_second_kills() -> None:
     one = _Panel()
     asked: list[float] = []
     one.run._stopper = asked.append
@@ -249,7 +249,7 @@ def test_an_inline_run_is_stopped_by_the_notebook() -> None:
     assert "notebook's own stop button" in hint(one.run, KernelState((7, 4), True, True, False))
 
 
-def test_a_panel_with_a_bug_says_so_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panel_that_raises_shows_a_problem_and_the_run_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     one = _Panel()
 
     def broken(_: float) -> None:
@@ -281,8 +281,8 @@ def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
     run = make_run(ranks=4)
     for rank in range(4):
         feed(run, *(MetricEvent({"loss": math.sin(step / 100)}, step) for step in range(49_900)), rank=rank)
-    RunPanel(make_run(), Clock())  # the first panel of a process pays for imports
-    begin = time.thread_time()  # of the processor: machines that test are busy
+    RunPanel(make_run(), Clock())  # the first panel of a process imports modules
+    begin = time.thread_time()  # processor time: test machines are busy
     panel = RunPanel(run, Clock())
     seconds = time.thread_time() - begin
     print(f"\na panel on 200,000 points opens in {1000 * seconds:.0f} ms")
@@ -318,7 +318,7 @@ def test_a_day_is_bounded() -> None:
     assert max(kept) <= MAX_POINTS
     assert max(curves for curves, _ in sizes) <= 108
     assert max(logs for _, logs in sizes) <= MAX_LOG_BYTES / 1e6
-    assert sizes[-1][0] < 1.5 * sizes[12][0], "it does not grow any more"
+    assert sizes[-1][0] < 1.5 * sizes[12][0], "bounded"
     panel.close()
 
 
@@ -360,7 +360,7 @@ def test_the_table_of_runs_shows_differences_and_final_metrics() -> None:
 
 
 class _Place:
-    """A place under a cell, where something may happen while a view is shown."""
+    """An output of a cell; something may happen while a view is shown."""
 
     cell = notebook_cell = ""
 
@@ -383,7 +383,7 @@ def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monk
 
 
 def test_two_views_are_shown_at_once() -> None:
-    """As on the kernel's thread and on that of a click."""
+    """On the kernel's thread and on the thread of a click."""
     both = threading.Barrier(2)
 
     class Widget:
@@ -413,7 +413,7 @@ def test_a_few_steps_behind_at_full_speed_are_no_straggler() -> None:
     assert "straggler" not in html
 
 
-def test_many_ranks_stand_in_a_dense_strip() -> None:
+def test_many_ranks_have_a_dense_strip() -> None:
     one = _Panel(ranks=16)
     for rank in range(16):
         feed(one.run, ResourceEvent(90.0 + rank, (300 + rank) << 20, 40.0, 2 << 30), rank=rank)
@@ -424,7 +424,7 @@ def test_many_ranks_stand_in_a_dense_strip() -> None:
     assert "<polyline" not in html
 
 
-def test_the_table_of_runs_renders_at_most_five_times_a_second_and_takes_new_runs_in() -> None:
+def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs() -> None:
     run, clock = make_run(), Clock()
     table = RunsTable([run], clock)
     values = set()

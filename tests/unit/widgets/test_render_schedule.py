@@ -50,7 +50,7 @@ def test_a_clock_that_was_set_back_does_not_stop_the_view() -> None:
     binding.close()
 
 
-def test_a_view_that_fails_is_closed_and_the_store_goes_on() -> None:
+def test_a_view_that_fails_is_closed_and_the_store_is_not_affected() -> None:
     store, clock, errors = Store(), Clock(), []
 
     def broken(_: float) -> None:

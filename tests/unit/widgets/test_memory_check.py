@@ -68,7 +68,7 @@ def test_the_warning_follows_the_options() -> None:
     assert "most of it for activations" in with_inputs.warning
 
 
-def test_a_model_that_cannot_be_made_does_not_stop_the_panel() -> None:
+def test_a_model_that_raises_does_not_stop_the_panel() -> None:
     def broken() -> nn.Module:
         raise KeyError("width")
 
@@ -119,13 +119,13 @@ FSDP1: dict[str, Any] = {"fsdp_version": 1}
          {"strategy": "megatron_distributed_optimizer", "degrees": {"tp": 2, "pp": 2}}),
     ],
 )  # fmt: skip
-def test_how_ranks_share_the_model(options: Any, ranks: int, expected: Any) -> None:
+def test_how_the_model_is_distributed(options: Any, ranks: int, expected: Any) -> None:
     sharing = distribution_of(TrainingOptions(**options), ranks, local=2)
     assert sharing == expected
-    estimate_memory(model, num_processes=ranks, **sharing)  # knows all these names
+    estimate_memory(model, num_processes=ranks, **sharing)  # accepts all these names
 
 
-def test_what_is_offloaded_is_main_memory_that_ranks_share() -> None:
+def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
     offloaded = Fsdp(fsdp_version=2, cpu_offload=True)
     made = panel(2 * 3 * WEIGHTS - 1)
     made.change(fsdp_plugin=offloaded)
@@ -139,7 +139,7 @@ def test_what_is_offloaded_is_main_memory_that_ranks_share() -> None:
 
 def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
-    monkeypatch.setattr("notebook_accelerate.widgets.memory_check.nvml.gpus", lambda: [gpu, gpu])  # there are none here
+    monkeypatch.setattr("notebook_accelerate.widgets.memory_check.nvml.gpus", lambda: [gpu, gpu])  # without GPUs
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
