@@ -103,7 +103,8 @@ def strategy_files(parts: Sequence[StatePart]) -> list[StateFile]:
         parts: The strategy's `state_parts`.
     """
     return [
-        StateFile(part.name, part.value, part.optimizer, None if part.dresses is None else part.write) for part in parts
+        StateFile(part.name, part.value, part.optimizer, None if part.wrappers is None else part.write)
+        for part in parts
     ]
 
 

@@ -122,7 +122,7 @@ def failing(folder: str, before: int, at: str, where: int) -> tuple[str, list[st
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    owner = {"write": shard_files.SummedStream, "rename": shard_files.SummedFiles}[at]
+    owner = {"write": shard_files.ChecksumStream, "rename": shard_files.ChecksumFiles}[at]
     with pytest.MonkeyPatch.context() as patch:
         if training.accelerator.process_index == where:
             patch.setattr(owner, at, full)

@@ -88,7 +88,7 @@ def failing(place: str, folder: str, blocking: bool) -> tuple[str, list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         if training.accelerator.process_index == 1:
-            target, name = (shard_files.SummedStream, "write") if place == "write" else (Snapshot, "_run")
+            target, name = (shard_files.ChecksumStream, "write") if place == "write" else (Snapshot, "_run")
             patch.setattr(target, name, full)
         with pytest.raises(CheckpointError) as failure:
             saved_twice(training, folder, blocking)
@@ -127,7 +127,7 @@ def interrupted(folder: str, before: int) -> list[str]:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_files.SummedStream, "write", stop)
+        patch.setattr(shard_files.ChecksumStream, "write", stop)
         with pytest.raises(KeyboardInterrupt):
             training.accelerator.save_state(folder)
     training.accelerator.wait_for_everyone()
@@ -156,7 +156,7 @@ def killed(folder: str, at: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if training.accelerator.process_index == 1:
-        target, name = (shard_files.SummedStream, "write") if at == "writing" else (Snapshot, "finish")
+        target, name = (shard_files.ChecksumStream, "write") if at == "writing" else (Snapshot, "finish")
         pytest.MonkeyPatch().setattr(target, name, die)
     training.accelerator.save_state(folder, blocking=False)
     pending = state_saving._pending[-1]

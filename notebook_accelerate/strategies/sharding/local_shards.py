@@ -1,4 +1,4 @@
-"""A rank's part of a sharded state, apart from torch's wrappers of it: memory that a thread can copy and write."""
+"""A rank's part of a sharded state without torch's wrappers: memory that a thread can copy and write."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from notebook_accelerate.strategies.sharding.shard_files import Sums
-from notebook_accelerate.strategies.sharding.write_plans import Outline, Place, write_planned
+from notebook_accelerate.strategies.sharding.shard_files import FileChecksums
+from notebook_accelerate.strategies.sharding.write_plans import KeyPath, StateForm, write_planned
 
-Dress = Callable[[Any], Any]
-"""Puts torch's wrapper around a rank's own memory."""
+Wrapper = Callable[[Any], Any]
+"""Wraps a rank's own memory in torch's sharded tensor again."""
 
 
 @dataclass
 class StatePart:
-    """What goes into one entry of a checkpoint's folder.
+    """What one rank writes of one entry of a checkpoint's folder.
 
     Attributes:
         name: The entry: a file that this rank writes alone, or a folder that all ranks write to.
         value: Nested dicts and lists of this rank's own tensors; for a folder, without torch's wrappers.
-        dresses: The wrappers of a folder's values; None for a file.
-        optimizer: torch's optimizer whose step alone changes the tensors; None for everything else.
+        wrappers: The wrappers of a folder's values; None for a file.
+        optimizer: torch's optimizer if its steps alone change the tensors; None otherwise.
     """
 
     name: str
     value: Any
-    dresses: dict[Place, Dress] | None = None
+    wrappers: dict[KeyPath, Wrapper] | None = None
     optimizer: Any = None
 
-    def write(self, value: Any, path: Path, group: Any = None) -> Sums:
+    def write(self, value: Any, path: Path, group: Any = None) -> FileChecksums:
         """Write a folder; every rank must call this.
 
         Args:
@@ -47,67 +47,67 @@ class StatePart:
             group: Processes that agree on who writes what; None: torch's default group.
 
         Returns:
-            The files that this rank wrote, which are on the disk itself then.
+            The files that this rank wrote, which are synced to the disk.
 
         Raises:
-            ShardsError: Some rank could not.
+            ShardsError: A rank could not write its part.
         """
-        assert self.dresses is not None
-        return write_shards(value, self.dresses, path, group)
+        assert self.wrappers is not None
+        return write_shards(value, self.wrappers, path, group)
 
     def write_here(self, folder: Path) -> None:
         """Write the value itself into a folder, now; every rank must call this.
 
         Args:
-            folder: The folder that the entry goes to.
+            folder: The folder of the checkpoint.
         """
-        if self.dresses is None:
+        if self.wrappers is None:
             torch.save(self.value, folder / self.name)
         else:
             self.write(self.value, folder / self.name)
 
 
-def part_of(name: str, state: dict[str, Any], optimizer: Any = None) -> StatePart:
-    """Return the part of a checkpoint's folder that a sharded state becomes.
+def make_part(name: str, state: dict[str, Any], optimizer: Any = None) -> StatePart:
+    """Take the wrappers off a sharded state.
 
     Args:
         name: Name of the folder.
         state: The state, with torch's sharded tensors.
-        optimizer: torch's optimizer that the state is of, if it is.
+        optimizer: As for `StatePart`.
     """
-    dresses: dict[Place, Dress] = {}
-    with torch.no_grad():  # autograd takes twenty times as long to show a rank's own memory
-        return StatePart(name, _bare(state, dresses, ()), dresses, optimizer)
+    wrappers: dict[KeyPath, Wrapper] = {}
+    with torch.no_grad():  # with autograd, to_local takes twenty times as long
+        return StatePart(name, _unwrapped(state, wrappers, ()), wrappers, optimizer)
 
 
-def _bare(value: Any, dresses: dict[Place, Dress], place: Place) -> Any:
-    """Return a nested state with this rank's own memory, and note what was around it."""
+def _unwrapped(value: Any, wrappers: dict[KeyPath, Wrapper], path: KeyPath) -> Any:
+    """Return a nested state with this rank's own memory, and record the wrappers."""
     if isinstance(value, DTensor):
-        dresses[place] = _WholeTensor(value.device_mesh, tuple(value.placements), value.shape, value.stride())
+        wrappers[path] = _DTensorWrapper(value.device_mesh, tuple(value.placements), value.shape, value.stride())
         return value.to_local().detach()
     if isinstance(value, ShardedTensor):
-        dresses[place] = _dress_of_sharded(value)
+        wrappers[path] = _sharded_tensor_wrapper(value)
         return [shard.tensor.detach() for shard in value.local_shards()]
     if isinstance(value, dict):
-        return {key: _bare(item, dresses, (*place, key)) for key, item in value.items()}
+        return {key: _unwrapped(item, wrappers, (*path, key)) for key, item in value.items()}
     if type(value) in {list, tuple}:
-        return type(value)(_bare(item, dresses, (*place, index)) for index, item in enumerate(value))
+        return type(value)(_unwrapped(item, wrappers, (*path, index)) for index, item in enumerate(value))
     return value
 
 
-def _dressed(value: Any, dresses: dict[Place, Dress], place: Place) -> Any:
-    if place in dresses:
-        return dresses[place](value)
+def _wrapped(value: Any, wrappers: dict[KeyPath, Wrapper], path: KeyPath) -> Any:
+    if path in wrappers:
+        return wrappers[path](value)
     if isinstance(value, dict):
-        return {key: _dressed(item, dresses, (*place, key)) for key, item in value.items()}
+        return {key: _wrapped(item, wrappers, (*path, key)) for key, item in value.items()}
     if type(value) in {list, tuple}:
-        return type(value)(_dressed(item, dresses, (*place, index)) for index, item in enumerate(value))
+        return type(value)(_wrapped(item, wrappers, (*path, index)) for index, item in enumerate(value))
     return value
 
 
 @dataclass(frozen=True)
-class _WholeTensor:
-    """What is around the one piece that a rank has of a DTensor."""
+class _DTensorWrapper:
+    """Wraps the one shard that a rank has of a DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -120,28 +120,28 @@ class _WholeTensor:
         )
 
 
-def _dress_of_sharded(tensor: ShardedTensor) -> Dress:
+def _sharded_tensor_wrapper(tensor: ShardedTensor) -> Wrapper:
     metadata, group = tensor.metadata(), tensor._process_group
-    places = [shard.metadata for shard in tensor.local_shards()]
+    shards_metadata = [shard.metadata for shard in tensor.local_shards()]
 
-    def dress(locals_: list[torch.Tensor]) -> ShardedTensor:
-        shards = [Shard(local, place) for local, place in zip(locals_, places, strict=True)]
+    def wrap(tensors: list[torch.Tensor]) -> ShardedTensor:
+        shards = [Shard(local, own) for local, own in zip(tensors, shards_metadata, strict=True)]
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             shards, sharded_tensor_metadata=metadata, process_group=group
         )
 
-    return dress
+    return wrap
 
 
 # -- torch's distributed checkpoints ----------------------------------------------------------------------------------
 
 
-def write_shards(value: Any, dresses: dict[Place, Dress], folder: Path, group: Any = None) -> Sums:
+def write_shards(value: Any, wrappers: dict[KeyPath, Wrapper], folder: Path, group: Any = None) -> FileChecksums:
     """Write a sharded state into a folder, one file per rank; every rank must call this.
 
     Args:
         value: The state, without torch's wrappers.
-        dresses: The wrappers.
+        wrappers: The wrappers.
         folder: The folder; made where it does not exist.
         group: As for `StatePart.write`.
 
@@ -149,40 +149,40 @@ def write_shards(value: Any, dresses: dict[Place, Dress], folder: Path, group: A
         The files that this rank wrote.
 
     Raises:
-        ShardsError: Some rank could not.
+        ShardsError: A rank could not write its part.
     """
-    return write_planned(value, _outline_of(value, dresses), lambda: _dressed(value, dresses, ()), folder, group)
+    return write_planned(value, _form_of(value, wrappers), lambda: _wrapped(value, wrappers, ()), folder, group)
 
 
-def _outline_of(value: Any, dresses: dict[Place, Dress]) -> Outline | None:
-    """Return all of a state that a plan depends on; None where a value is in several pieces (FSDP 1)."""
-    if not all(isinstance(dress, _WholeTensor) for dress in dresses.values()):
+def _form_of(value: Any, wrappers: dict[KeyPath, Wrapper]) -> StateForm | None:
+    """Return everything a plan depends on; None where a rank has several shards of a value (FSDP 1)."""
+    dtensors = {path: wrapper for path, wrapper in wrappers.items() if isinstance(wrapper, _DTensorWrapper)}
+    if len(dtensors) != len(wrappers):
         return None
-    outline: Outline = [(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)]
-    meshes = {id(dress.mesh): dress.mesh for dress in dresses.values() if isinstance(dress, _WholeTensor)}
+    form: StateForm = [(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)]
+    meshes = {id(wrapper.mesh): wrapper.mesh for wrapper in dtensors.values()}
     numbers = {key: number for number, key in enumerate(meshes)}
-    outline += [(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) for mesh in meshes.values()]
-    forms = {
-        place: (numbers[id(dress.mesh)], dress.placements, dress.shape, dress.stride)
-        for place, dress in dresses.items()
-        if isinstance(dress, _WholeTensor)
+    form += [(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) for mesh in meshes.values()]
+    layouts = {
+        path: (numbers[id(wrapper.mesh)], wrapper.placements, wrapper.shape, wrapper.stride)
+        for path, wrapper in dtensors.items()
     }
-    _add_outline(value, forms, (), outline)
-    return outline
+    _add_form(value, layouts, (), form)
+    return form
 
 
-def _add_outline(value: Any, forms: dict[Place, Any], place: Place, outline: Outline) -> None:
+def _add_form(value: Any, layouts: dict[KeyPath, Any], path: KeyPath, form: StateForm) -> None:
     if isinstance(value, torch.Tensor):
-        outline.append((place, value.dtype, value.shape, forms.get(place)))
+        form.append((path, value.dtype, value.shape, layouts.get(path)))
         return
-    outline.append((place, type(value)))
+    form.append((path, type(value)))
     if isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _add_outline(item, forms, (*place, key), outline)
+            _add_form(item, layouts, (*path, key), form)
 
 
 def read_shards(state: dict[str, Any], folder: Path) -> None:
-    """Fill a sharded state from a folder; every rank must call this.
+    """Load a sharded state from a folder, in place; every rank must call this.
 
     Args:
         state: The state, with torch's sharded tensors.

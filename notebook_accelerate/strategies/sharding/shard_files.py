@@ -1,7 +1,8 @@
-"""A rank's file of a sharded state: torch's format for distributed checkpoints, without torch's work for each tensor.
+"""Writes a rank's file of a distributed checkpoint in torch's format, without calling torch.save for each tensor.
 
-torch.save takes a quarter of a millisecond for a tensor, most of it in Python: as long as writing a megabyte. What it
-puts around the values depends on their type and shape alone, so it is asked once for each of these.
+torch.save takes 0.25 ms for a tensor, most of it in Python: as long as writing a megabyte. The bytes that it writes
+around the values depend on their type and shape alone, so they are made once for each of these (see `write_plans` for
+measurements).
 """
 
 from __future__ import annotations
@@ -28,64 +29,63 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
-Sums = dict[str, tuple[int, int]]
-"""Size in bytes and CRC-32 of files, by path relative to the folder they are in."""
-Infos = dict[MetadataIndex, _StorageInfo]
-"""Where a file has what."""
+FileChecksums = dict[str, tuple[int, int]]
+"""Size in bytes and CRC-32 of files, by path relative to their folder."""
+Locations = dict[MetadataIndex, _StorageInfo]
+"""File, offset and length of each entry."""
 
 
 class ShardWriter(FileSystemWriter):
-    """torch's writer of one file per rank; the files are summed up while they are written.
+    """torch's writer of one file per rank, which also computes checksums while it writes.
 
     Args:
-        folder: Where to; torch makes it, in a step whose failure on one rank every rank learns of.
-
-        beside: As for `SummedFiles`.
+        folder: The folder; torch makes it, and raises on every rank if one rank cannot.
+        background: As for `ChecksumFiles`.
 
     Attributes:
-        files: What the files are written through.
-        items: What this rank has written, in order, once it has.
-        name: Name of its file.
-        infos: Where the file has what.
-        metadata: What all ranks have written, on the rank that writes it down.
+        files: The file system that computes checksums.
+        items: The entries that this rank wrote, in order.
+        name: Name of this rank's file.
+        locations: The entries' locations in the file.
+        metadata: What all ranks wrote, on the rank that writes the metadata.
     """
 
-    def __init__(self, folder: Path, beside: bool = False) -> None:
+    def __init__(self, folder: Path, background: bool = False) -> None:
         super().__init__(folder)
-        self.fs = self.files = SummedFiles(beside)
+        self.fs = self.files = ChecksumFiles(background)
         self.items: list[WriteItem] = []
         self.name = ""
-        self.infos: Infos = {}
+        self.locations: Locations = {}
         self.metadata: Metadata | None = None
 
     def storage_meta(self) -> None:
-        """Return nothing: the folder is not where the checkpoint will be found."""
+        """Return nothing: the checkpoint is moved to another folder when it is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
 
         Args:
-            plan: What goes in.
-            planner: Knows the values.
+            plan: The entries of the file.
+            planner: Returns their values.
 
         Returns:
-            Where everything is, at once.
+            A future that is done, with the entries' locations.
         """
-        # What has no fixed size comes last: everything else is at the same place in the next checkpoint.
+        # Objects come last: their size can change, and the tensors keep their offsets in the next checkpoint.
         self.items = sorted(plan.items, key=is_object)
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         contents = ((item.index, planner.resolve_data(item)) for item in self.items)
-        self.infos = write_file(self.files, Path(self.path) / self.name, contents)
+        self.locations = write_file(self.files, Path(self.path) / self.name, contents)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(index, info.length, info) for index, info in self.infos.items()])
+        done.set_result([WriteResult(index, info.length, info) for index, info in self.locations.items()])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write down what all ranks have written; called on one of them.
+        """Write the metadata; called on one rank.
 
         Args:
             metadata: The plan of all ranks.
-            results: Where everything is.
+            results: The locations of all ranks' entries.
         """
         super().finish(metadata, results)
         self.metadata = metadata
@@ -96,18 +96,18 @@ def is_object(item: WriteItem) -> bool:
     return item.type == WriteItemType.BYTE_IO
 
 
-def write_file(files: SummedFiles, path: Path, contents: Iterable[tuple[MetadataIndex, Any]]) -> Infos:
-    """Write a rank's file, to the disk itself.
+def write_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[MetadataIndex, Any]]) -> Locations:
+    """Write a rank's file, and sync it to the disk.
 
     Args:
-        files: What it is written through.
+        files: The file system.
         path: The file.
-        contents: Tensors, and streams of bytes for everything else.
+        contents: Tensors, and pickled objects as streams of bytes.
 
     Returns:
-        Where the file has what.
+        The entries' locations in the file.
     """
-    infos: Infos = {}
+    locations: Locations = {}
     with files.create_stream(path, "wb") as stream:
         for index, content in contents:
             begin = stream.tell()
@@ -115,15 +115,16 @@ def write_file(files: SummedFiles, path: Path, contents: Iterable[tuple[Metadata
                 _write_tensor(stream, content)
             else:
                 stream.write(content.getbuffer())
-            infos[index] = _StorageInfo(path.name, begin, stream.tell() - begin)
+            locations[index] = _StorageInfo(path.name, begin, stream.tell() - begin)
         stream.sync()
-    return infos
+    return locations
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
-_FRAMED = 1 << 24
-"""Bytes up to which torch's work for a tensor counts; a frame takes as much memory for a moment."""
+_MAX_FRAMED = 1 << 24
+"""Bytes of the largest tensor that is framed: for larger ones torch.save costs little, and making a frame takes as much
+memory as the tensor."""
 _DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -132,7 +133,7 @@ _DTYPES = {
 
 def _write_tensor(stream: Any, tensor: torch.Tensor) -> None:
     tensor = tensor.detach().cpu()
-    if not _is_framed(tensor):
+    if not _can_be_framed(tensor):
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes whole storages
             tensor = tensor.clone()
         torch.save(tensor, stream)
@@ -143,11 +144,11 @@ def _write_tensor(stream: Any, tensor: torch.Tensor) -> None:
     stream.write(after)
 
 
-def _is_framed(tensor: torch.Tensor) -> bool:
+def _can_be_framed(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.dtype in _DTYPES
-        and 0 < tensor.nbytes <= _FRAMED
+        and 0 < tensor.nbytes <= _MAX_FRAMED
         and tensor.is_contiguous()
         and not tensor.is_neg()
     )
@@ -155,42 +156,42 @@ def _is_framed(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """Return what torch.save writes before and after the values of a contiguous tensor."""
+    """Return the bytes that torch.save writes before and after the values of a contiguous tensor."""
     stream = io.BytesIO()
-    with unsummed():
+    with without_record_checksums():
         torch.save(torch.zeros(shape, dtype=dtype), stream)
     content = stream.getbuffer()
     with zipfile.ZipFile(stream) as records:
         record = next(entry for entry in records.infolist() if entry.filename.endswith("/data/0"))
-    # A record begins with 30 bytes, of which the last four are the lengths of its name and of its padding.
+    # A zip record begins with 30 bytes; the last four are the lengths of its name and of its padding.
     name, padding = (int.from_bytes(content[record.header_offset + at :][:2], "little") for at in (26, 28))
     begin = record.header_offset + 30 + name + padding
     return bytes(content[:begin]), bytes(content[begin + record.file_size :])
 
 
-def unsummed() -> Any:
-    """Return a context in which torch makes no sums of records, in this thread: the manifest has those of files."""
+def without_record_checksums() -> Any:
+    """Return a context in which torch.save computes no checksums of records: the manifest has those of files."""
     return serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-class SummedFiles(FileSystem):
-    """Files whose sums are made while they are written: to read a gigabyte again for them takes a second.
+class ChecksumFiles(FileSystem):
+    """Computes checksums of files while they are written: reading a gigabyte again takes a second.
 
     Args:
-        beside: Whether training goes on meanwhile, which comes first then.
+        background: Whether training continues meanwhile; writing has low priority then.
     """
 
-    def __init__(self, beside: bool = False) -> None:
+    def __init__(self, background: bool = False) -> None:
         super().__init__()
-        self.sums: Sums = {}
-        self._call: Call = _behind if beside else _directly
+        self.checksums: FileChecksums = {}
+        self._call: Call = _call_at_low_priority if background else _call
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file; what is written to it is summed up.
+        """Open a file, whose checksum is computed while it is written.
 
         Args:
             path: The file.
@@ -200,108 +201,108 @@ class SummedFiles(FileSystem):
             if "w" not in mode:
                 yield file
                 return
-            stream = SummedStream(file, self._call)
+            stream = ChecksumStream(file, self._call)
             yield stream
             stream.close()
-            self.sums[Path(path).name] = (stream.size, stream.crc)
+            self.checksums[Path(path).name] = (stream.size, stream.crc)
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Rename a file, and its sums.
+        """Rename a file, and keep its checksum.
 
         Args:
             path: The file.
             new_path: Its new path.
         """
         super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
 Call = Callable[..., Any]
-"""Calls a function with arguments and returns what it returns."""
-_SMALL, _FULL = 1 << 15, 1 << 18
-"""Bytes below which pieces are collected, and how many are one piece then."""
-_MANY, _MUCH = 512, 1 << 26
-"""Pieces and bytes that go to the system at once; it takes up to 1024 pieces, and copies from a device are held."""
-_AT_ONCE = 1 << 30
-"""Bytes of one call: macOS refuses 2 GiB."""
+"""Calls a function with arguments and returns its result."""
+_MIN_PIECE, _FULL_PIECE = 1 << 15, 1 << 18
+"""Pieces of fewer bytes are joined, up to this many bytes."""
+_MAX_PIECES, _MAX_QUEUED = 512, 1 << 26
+"""Pieces and bytes per write: the system takes up to 1024 pieces, and queued copies from a device keep their memory."""
+_MAX_CALL = 1 << 30
+"""Bytes of one system call: macOS rejects 2 GiB."""
 
 
 @dataclass
-class SummedStream:
-    """A file that is written from the beginning to the end, in as few calls of the system as there can be."""
+class ChecksumStream:
+    """A file that is written from the beginning to the end, in as few system calls as possible."""
 
     file: Any
     call: Call
     size: int = 0
     crc: int = 0
-    _collected: bytearray = field(default_factory=bytearray)
-    _waiting: list[Any] = field(default_factory=list)
-    _written: int = 0
+    _small: bytearray = field(default_factory=bytearray)
+    _queued: list[Any] = field(default_factory=list)
+    _passed: int = 0
 
     def write(self, content: Any) -> int:
-        """Write bytes, which may be gone afterwards."""
+        """Write bytes whose memory may be reused afterwards."""
         size = self.keep(content)
-        if size >= _SMALL:
-            self._pass_on()
+        if size >= _MIN_PIECE:
+            self._write_queued()
         return size
 
     def keep(self, content: Any) -> int:
-        """Write bytes, which stay as they are until the file is closed."""
+        """Write bytes whose memory stays unchanged until the file is closed."""
         size = len(content)
         self.size += size
-        if size < _SMALL:
-            self._collected += content
-            if len(self._collected) >= _FULL:
-                self._line_up(b"")
+        if size < _MIN_PIECE:
+            self._small += content
+            if len(self._small) >= _FULL_PIECE:
+                self._queue(b"")
         else:
-            self._line_up(content)
-        if len(self._waiting) >= _MANY or self.size - self._written >= _MUCH:
-            self._pass_on()
+            self._queue(content)
+        if len(self._queued) >= _MAX_PIECES or self.size - self._passed >= _MAX_QUEUED:
+            self._write_queued()
         return size
 
-    def _line_up(self, content: Any) -> None:
-        for piece in (self._collected, content):
+    def _queue(self, content: Any) -> None:
+        for piece in (self._small, content):
             if piece:
                 self.crc = zlib.crc32(piece, self.crc)
-                self._waiting.append(piece)
-        self._collected = bytearray()
+                self._queued.append(piece)
+        self._small = bytearray()
 
-    def _pass_on(self) -> None:
-        self._line_up(b"")
-        pieces, self._waiting, self._written = self._waiting, [], self.size
+    def _write_queued(self) -> None:
+        self._queue(b"")
+        pieces, self._queued, self._passed = self._queued, [], self.size
         while pieces:
-            pieces = _rest(pieces, self.call(_write_some, self.file, pieces))
+            pieces = _remaining(pieces, self.call(_write_pieces, self.file, pieces))
 
     def tell(self) -> int:
-        """Return how much was written."""
+        """Return the number of bytes written."""
         return self.size
 
     def fileno(self) -> int:
-        """Return the file's descriptor, once the system has all that was written."""
-        self._pass_on()
+        """Return the file's descriptor, after writing everything that is queued."""
+        self._write_queued()
         return int(self.file.fileno())
 
     def flush(self) -> None:
-        """Do nothing: torch asks for it after every tensor."""
+        """Do nothing: torch calls it after every tensor."""
 
     def sync(self) -> None:
-        """Wait until the disk has all that was written."""
+        """Write everything that is queued, and sync the file to the disk."""
         self.call(os.fsync, self.fileno())
 
     def close(self) -> None:
-        """Pass all on and close the file."""
-        self._pass_on()
+        """Write everything that is queued, and close the file."""
+        self._write_queued()
         self.file.close()
 
 
-def _write_some(file: Any, pieces: list[Any]) -> int:
-    """Write the first of the pieces, without Python's lock, and return how many bytes it was."""
-    if hasattr(os, "writev") and sum(map(len, pieces)) <= _AT_ONCE:
+def _write_pieces(file: Any, pieces: list[Any]) -> int:
+    """Write the first of the pieces, without the GIL, and return the number of bytes."""
+    if hasattr(os, "writev") and sum(map(len, pieces)) <= _MAX_CALL:
         return os.writev(file.fileno(), pieces)
-    return os.write(file.fileno(), memoryview(pieces[0])[:_AT_ONCE])
+    return os.write(file.fileno(), memoryview(pieces[0])[:_MAX_CALL])
 
 
-def _rest(pieces: list[Any], written: int) -> list[Any]:
+def _remaining(pieces: list[Any], written: int) -> list[Any]:
     for index, piece in enumerate(pieces):
         if written < len(piece):
             return [memoryview(piece)[written:], *pieces[index + 1 :]]
@@ -309,37 +310,40 @@ def _rest(pieces: list[Any], written: int) -> list[Any]:
     return []
 
 
-# -- beside training --------------------------------------------------------------------------------------------------
+# -- in the background ------------------------------------------------------------------------------------------------
 
-_BEHIND = 10
-"""How far a thread stands behind the training: it gets a tenth of a core that both want."""
+_NICENESS = 10
+"""Niceness of a thread that writes: it gets a tenth of a core that training needs too."""
 
 
-def _directly(function: Call, *arguments: Any) -> Any:
+def _call(function: Call, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _behind(function: Call, *arguments: Any) -> Any:
-    """Call a function of the system in a thread that lets the training go first, and wait for it.
+def _call_at_low_priority(function: Call, *arguments: Any) -> Any:
+    """Call a system function in a thread of low priority, and wait for it.
 
-    The caller's own thread must not step back: it would wait for a core with Python's lock, which training needs.
+    The calling thread keeps its priority: with a low one it would wait for a core while it holds the GIL, which
+    training needs.
     """
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    thread = threading.Thread(target=_run_behind, args=(outcome, function, arguments), name="save_state writes")
+    thread = threading.Thread(
+        target=_run_at_low_priority, args=(outcome, function, arguments), name="save_state writes"
+    )
     try:
         thread.start()
-    except RuntimeError:  # a limit on threads, or an interpreter that is ending
+    except RuntimeError:  # a limit on threads, or the interpreter is shutting down
         return function(*arguments)
     thread.join()
     return outcome.result()
 
 
-def _run_behind(outcome: concurrent.futures.Future[Any], function: Call, arguments: tuple[Any, ...]) -> None:
-    if sys.platform == "linux":  # elsewhere threads have no priorities of their own
+def _run_at_low_priority(outcome: concurrent.futures.Future[Any], function: Call, arguments: tuple[Any, ...]) -> None:
+    if sys.platform == "linux":  # other systems have no priorities of threads
         thread = threading.get_native_id()
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _BEHIND)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     try:
         outcome.set_result(function(*arguments))
-    except BaseException as error:  # noqa: BLE001 - raised by who waits
+    except BaseException as error:  # noqa: BLE001 - raised by the caller
         outcome.set_exception(error)

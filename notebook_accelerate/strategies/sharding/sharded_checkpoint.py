@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
-from notebook_accelerate.strategies.sharding.local_shards import StatePart, part_of, read_shards
+from notebook_accelerate.strategies.sharding.local_shards import StatePart, make_part, read_shards
 
 
 def _options(**more: Any) -> Any:
@@ -102,7 +102,7 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
     if kind == "SHARDED_STATE_DICT":
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        return [part_of(f"{constants.FSDP_MODEL_NAME}_{index}", {"model": keep(get_model_state_dict(model))})]
+        return [make_part(f"{constants.FSDP_MODEL_NAME}_{index}", {"model": keep(get_model_state_dict(model))})]
     if kind == "LOCAL_STATE_DICT":
         local = {name: tensor.detach() for name, tensor in _local_tensors(model).items()}
         return [StatePart(_file_name(constants.FSDP_MODEL_NAME, index, _rank()), local)]
@@ -202,7 +202,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: i
 
     if kind == "SHARDED_STATE_DICT":
         state = get_optimizer_state_dict(model, optimizer)
-        return [part_of(f"{constants.OPTIMIZER_NAME}_{index}", {"optimizer": state}, optimizer)]
+        return [make_part(f"{constants.OPTIMIZER_NAME}_{index}", {"optimizer": state}, optimizer)]
     whole = get_optimizer_state_dict(model, optimizer, options=_full_state_options(model))
     return [StatePart(_file_name(constants.OPTIMIZER_NAME, index), whole)] if _rank() == 0 else []
 

@@ -1,7 +1,9 @@
-"""Who writes what of a sharded state: planned by torch once, kept as long as no rank's part changes its form.
+"""Who writes each shard, and when: planned by torch once, and again when the form of a rank's part changes.
 
-torch's plan for a thousand tensors takes every rank half a second of Python, as much as writing a hundred megabytes:
-all ranks' parts are listed, sent to one rank, compared, sent back, and what was written is sent around once more.
+torch's plan for a thousand tensors takes every rank half a second of Python, as long as writing 100 MB: rank 0 gathers
+and compares the parts of all ranks, and the ranks exchange what they wrote. Cached plans and framed tensors against
+torch's own writer with `enable_plan_caching=True`, on two gloo ranks (torch 2.13): 150 ms against 720 ms for 34 MB in
+1,200 tensors, 150 against 270 ms for 153 MB in 384, 290 against 310 ms for 302 MB in 48 (best of 5).
 """
 
 from __future__ import annotations
@@ -22,26 +24,26 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from notebook_accelerate.strategies.sharding.shard_files import (
-    Infos,
+    ChecksumFiles,
+    FileChecksums,
+    Locations,
     ShardWriter,
-    SummedFiles,
-    Sums,
     is_object,
-    unsummed,
+    without_record_checksums,
     write_file,
 )
 
-Place = tuple[Any, ...]
-"""Keys and positions that lead to a value of a nested state."""
-Outline = list[Any]
-"""All that a plan depends on: of each value its place and its form, in plain data."""
+KeyPath = tuple[Any, ...]
+"""Keys and indices that lead to a value of a nested state."""
+StateForm = list[Any]
+"""Everything a plan depends on: key path, type and layout of each value, in plain data."""
 
 
 class ShardsError(RuntimeError):
     """A rank could not write its part.
 
     Args:
-        failures: What happened, by rank.
+        failures: The exceptions by rank.
     """
 
     def __init__(self, failures: dict[int, BaseException]) -> None:
@@ -52,89 +54,90 @@ class ShardsError(RuntimeError):
 
 @dataclass
 class _Item:
-    """One entry of a rank's file, and where the state has it."""
+    """One entry of a rank's file, and its key path in the state."""
 
     index: MetadataIndex
-    place: Place
+    path: KeyPath
     is_object: bool
 
 
 @dataclass
 class _Plan:
-    """What a rank does for each checkpoint of a state of one form."""
+    """How a rank writes each checkpoint of a state of one form."""
 
     token: str
-    """The same on all ranks, for this plan alone."""
-    outline: Outline
+    """Identifies the plan; equal on all ranks."""
+    form: StateForm
     name: str
     """Name of the rank's file."""
     items: list[_Item]
-    infos: Infos
-    """Where the file had what at the last time."""
+    locations: Locations
+    """Of the entries in the file that was written last."""
     metadata: Metadata | None
-    """What all ranks had written then, on the rank that writes it down."""
-    written: bytes = b""
-    """The same as a file; nothing where it has changed."""
+    """What all ranks wrote last, on the rank that writes the metadata."""
+    pickled: bytes = b""
+    """The metadata as a file; empty if it has changed."""
 
 
 _plans: dict[str, _Plan] = {}
 
 
 def clear_plans() -> None:
-    """Let go of all plans."""
+    """Forget all plans."""
     _plans.clear()
 
 
-def write_planned(value: Any, outline: Outline | None, state: Any, folder: Path, group: Any = None) -> Sums:
+def write_planned(value: Any, form: StateForm | None, state: Any, folder: Path, group: Any = None) -> FileChecksums:
     """Write a rank's part of a sharded state into a folder; every rank must call this.
 
     Args:
         value: The part, without torch's wrappers.
-        outline: Its form; None where it takes a plan of its own each time.
-        state: Makes the part with torch's wrappers.
+        form: Its form; None if it is planned each time.
+        state: Returns the part with torch's wrappers.
         folder: The folder; made where it does not exist.
-        group: Processes that agree on who writes what, beside training; None: torch's default group, in its place.
+        group: Processes that agree on who writes what, in the background of training; None: torch's default group, in
+            the foreground.
 
     Returns:
-        The files that this rank wrote, on the disk itself.
+        The files that this rank wrote, synced to the disk.
 
     Raises:
-        ShardsError: Some rank could not.
+        ShardsError: A rank could not write its part.
     """
-    plan = _plans.get(folder.name) if outline is not None else None
-    if plan is not None and plan.outline != outline:
+    plan = _plans.get(folder.name) if form is not None else None
+    if plan is not None and plan.form != form:
         plan = None
     offers = _exchange((None if plan is None else plan.token, uuid.uuid4().hex), group)
     if plan is not None and {token for token, _ in offers} == {plan.token}:
         return _write_again(plan, value, folder, group)
     writer = _plan_and_write(state(), planner := DefaultSavePlanner(), folder, group)
     _plans.pop(folder.name, None)
-    if outline is not None and (items := _places(writer, planner, value)) is not None:
-        _plans[folder.name] = _Plan(offers[0][1], outline, writer.name, items, writer.infos, writer.metadata)
-    return writer.files.sums
+    if form is not None and (items := _find_items(writer, planner, value)) is not None:
+        _plans[folder.name] = _Plan(offers[0][1], form, writer.name, items, writer.locations, writer.metadata)
+    return writer.files.checksums
 
 
 def _plan_and_write(state: Any, planner: DefaultSavePlanner, folder: Path, group: Any) -> ShardWriter:
-    writer = ShardWriter(folder, beside=group is not None)
+    writer = ShardWriter(folder, background=group is not None)
     try:
-        with unsummed():
+        with without_record_checksums():
             save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         raise ShardsError({rank: failure for rank, (failure, _) in error.failures.items()}) from error
     return writer
 
 
-def _places(writer: ShardWriter, planner: DefaultSavePlanner, value: Any) -> list[_Item] | None:
-    """Find what was written in the state itself; None where torch has put something else in its file."""
+def _find_items(writer: ShardWriter, planner: DefaultSavePlanner, value: Any) -> list[_Item] | None:
+    """Find the written entries in the state; None if torch wrote something else to its file."""
     items = []
     for item in writer.items:
         try:
-            found = _at(value, place := planner.mappings[item.index.fqn])
-        except (LookupError, TypeError):  # torch makes texts of keys
+            found = _get(value, path := planner.mappings[item.index.fqn])
+        except (LookupError, TypeError):  # torch converts keys to text
             return None
         if not is_object(item) and not _is_same(found, planner.resolve_data(item)):
             return None
-        items.append(_Item(item.index, place, is_object(item)))
+        items.append(_Item(item.index, path, is_object(item)))
     return items
 
 
@@ -143,36 +146,36 @@ def _is_same(found: Any, written: Any) -> bool:
     return both and found.data_ptr() == written.data_ptr() and found.shape == written.shape
 
 
-def _at(value: Any, place: Place) -> Any:
-    for key in place:
+def _get(value: Any, path: KeyPath) -> Any:
+    for key in path:
         value = value[key]
     return value
 
 
-# -- with a kept plan -------------------------------------------------------------------------------------------------
+# -- with a cached plan -----------------------------------------------------------------------------------------------
 
 
-def _write_again(plan: _Plan, value: Any, folder: Path, group: Any) -> Sums:
-    """Write what the plan says; a failure on one rank is every rank's."""
-    files, infos, failure = SummedFiles(beside=group is not None), {}, None
+def _write_again(plan: _Plan, value: Any, folder: Path, group: Any) -> FileChecksums:
+    """Write what the plan lists; if one rank fails, every rank raises."""
+    files, locations, failure = ChecksumFiles(background=group is not None), {}, None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with unsummed():
-            infos = write_file(files, folder / plan.name, _contents(plan, value))
-    except BaseException as error:  # noqa: BLE001 - raised below, once the others know
+        with without_record_checksums():
+            locations = write_file(files, folder / plan.name, _contents(plan, value))
+    except BaseException as error:  # noqa: BLE001 - raised below, after the other ranks have received it
         failure = error
-    changed = {index: info for index, info in infos.items() if plan.infos[index] != info}
-    parts = _agreed(failure, changed, group)
-    plan.infos.update(changed)
+    changed = {index: location for index, location in locations.items() if plan.locations[index] != location}
+    parts = _exchange_or_raise(failure, changed, group)
+    plan.locations.update(changed)
     if plan.metadata is not None:
-        failure = _attempt_metadata(plan, parts, files, folder)
-    _agreed(failure, None, group)
-    return files.sums
+        failure = _try_write_metadata(plan, parts, files, folder)
+    _exchange_or_raise(failure, None, group)
+    return files.checksums
 
 
 def _contents(plan: _Plan, value: Any) -> Iterator[tuple[MetadataIndex, Any]]:
     for item in plan.items:
-        found = _at(value, item.place)
+        found = _get(value, item.path)
         if item.is_object:
             stream = io.BytesIO()
             torch.save(found, stream)
@@ -180,36 +183,38 @@ def _contents(plan: _Plan, value: Any) -> Iterator[tuple[MetadataIndex, Any]]:
         yield item.index, found
 
 
-def _attempt_metadata(plan: _Plan, parts: list[Infos], files: SummedFiles, folder: Path) -> BaseException | None:
-    """Write down what all ranks have written, and return what went wrong."""
+def _try_write_metadata(
+    plan: _Plan, parts: list[Locations], files: ChecksumFiles, folder: Path
+) -> BaseException | None:
+    """Write the metadata of all ranks' files; return the exception if that fails."""
     assert plan.metadata is not None
     try:
         for changed in parts:
             plan.metadata.storage_data.update(changed)
-        if any(parts) or not plan.written:
-            plan.written = pickle.dumps(plan.metadata)
+        if any(parts) or not plan.pickled:
+            plan.pickled = pickle.dumps(plan.metadata)
         path = folder / ".metadata"
-        with files.create_stream(beside := path.with_suffix(".tmp"), "wb") as stream:
-            stream.write(plan.written)
+        with files.create_stream(temporary := path.with_suffix(".tmp"), "wb") as stream:
+            stream.write(plan.pickled)
             stream.sync()
-        files.rename(beside, path)
-    except BaseException as error:  # noqa: BLE001 - raised by the caller, once the others know
+        files.rename(temporary, path)
+    except BaseException as error:  # noqa: BLE001 - raised by the caller, after the other ranks have received it
         return error
     return None
 
 
-def _agreed(failure: BaseException | None, value: Any, group: Any) -> list[Any]:
-    """Return every rank's value, or raise every rank's failures; every rank must call this."""
-    found = _exchange((_sendable(failure), value), group)
+def _exchange_or_raise(failure: BaseException | None, value: Any, group: Any) -> list[Any]:
+    """Return the values of all ranks, or raise the failures of all ranks; every rank must call this."""
+    found = _exchange((_picklable(failure), value), group)
     if failures := {rank: error for rank, (error, _) in enumerate(found) if error is not None}:
         raise ShardsError(failures) from failure
     return [value for _, value in found]
 
 
-def _sendable(failure: BaseException | None) -> BaseException | None:
+def _picklable(failure: BaseException | None) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(failure))
-    except Exception:  # noqa: BLE001 - of whatever kind it is
+    except Exception:  # noqa: BLE001 - users' exceptions can fail in any way
         return RuntimeError(f"{type(failure).__name__}: {failure}")
     return failure
 

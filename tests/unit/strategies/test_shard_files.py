@@ -33,9 +33,9 @@ def test_a_framed_tensor_is_what_torch_saves(dtype: torch.dtype, shape: tuple[in
     tensor = (torch.randn(shape) * 10).to(dtype)
     ours, torchs = Kept(), io.BytesIO()
     shard_files._write_tensor(ours, tensor)
-    with shard_files.unsummed():
+    with shard_files.without_record_checksums():
         torch.save(tensor, torchs)
-    assert shard_files._is_framed(tensor)
+    assert shard_files._can_be_framed(tensor)
     assert ours.getvalue() == torchs.getvalue()
 
 
@@ -62,69 +62,67 @@ def test_other_tensors_are_read_back_the_same(tensor: torch.Tensor) -> None:
     assert found.tolist() == tensor.tolist()
 
 
-def test_of_a_view_no_more_is_written_than_it_shows() -> None:
+def test_a_view_is_written_without_the_rest_of_its_storage() -> None:
     stream = Kept()
     shard_files._write_tensor(stream, torch.zeros(1 << 16, dtype=torch.complex64)[:3])
     assert len(stream.getvalue()) < 4096
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_file_is_summed_while_it_is_written(beside: bool, tmp_path: Path) -> None:
-    files = shard_files.SummedFiles(beside)
+@pytest.mark.parametrize("background", [False, True])
+def test_checksums_are_computed_while_a_file_is_written(background: bool, tmp_path: Path) -> None:
+    files = shard_files.ChecksumFiles(background)
     values = {"small": torch.ones(3), "large": torch.randn(300, 300), "others": torch.randn(1 << 12)}
-    values |= {f"many {index}": torch.randn(100, 100) for index in range(shard_files._MANY)}
+    values |= {f"many {index}": torch.randn(100, 100) for index in range(shard_files._MAX_PIECES)}
     values |= {"transposed": torch.randn(300, 200).t()}
-    contents = [(MetadataIndex(name), value) for name, value in values.items()]
-    infos = shard_files.write_file(files, tmp_path / "file", [*contents, (MetadataIndex("text"), io.BytesIO(b"said"))])
+    contents: list[tuple[MetadataIndex, Any]] = [(MetadataIndex(name), value) for name, value in values.items()]
+    locations = shard_files.write_file(
+        files, tmp_path / "file", [*contents, (MetadataIndex("text"), io.BytesIO(b"said"))]
+    )
     content = (tmp_path / "file").read_bytes()
-    assert files.sums == {"file": (len(content), zlib.crc32(content))}
-    for index, info in infos.items():
+    assert files.checksums == {"file": (len(content), zlib.crc32(content))}
+    for index, info in locations.items():
         assert info.relative_path == "file"
         piece = content[info.offset : info.offset + info.length]
         if index.fqn == "text":
-            assert piece == b"said"
+            assert piece == b"text"
         else:
             assert torch.equal(torch.load(io.BytesIO(piece), weights_only=True), values[index.fqn])
 
 
 @pytest.mark.parametrize("at_once", [1, 1000, 1 << 20])
-def test_what_the_system_takes_in_parts_is_written_whole(
-    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_writes_are_continued(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = [os.urandom(10), os.urandom(1 << 15), os.urandom(3000)]
 
     def some(file: Any, pieces: list[Any]) -> int:
         return os.write(file.fileno(), b"".join(pieces)[:at_once])
 
-    monkeypatch.setattr(shard_files, "_write_some", some)
-    with shard_files.SummedFiles().create_stream(tmp_path / "file", "wb") as stream:
+    monkeypatch.setattr(shard_files, "_write_pieces", some)
+    with shard_files.ChecksumFiles().create_stream(tmp_path / "file", "wb") as stream:
         for piece in content:
             stream.keep(piece)
     assert (tmp_path / "file").read_bytes() == b"".join(content)
 
 
-def test_what_goes_wrong_beside_training_is_raised(tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="Bad file descriptor"):
-        shard_files.SummedStream(file, shard_files._behind).write(b"x" * (1 << 15))
+        shard_files.ChecksumStream(file, shard_files._call_at_low_priority).write(b"x" * (1 << 15))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
-def test_who_writes_beside_training_stands_behind_it() -> None:
+def test_background_writes_have_low_priority() -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    assert shard_files._behind(priority) == min(priority() + 10, 19)
-    assert shard_files._directly(priority) == priority()
+    assert shard_files._call_at_low_priority(priority) == min(priority() + 10, 19)
+    assert shard_files._call(priority) == priority()
 
 
-def test_what_the_system_refuses_to_take_at_once_is_written_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_files, "_AT_ONCE", 10_000)
+def test_large_writes_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "_MAX_CALL", 10_000)
     pieces = [b"small", bytes(range(256)) * 1_000, b"", bytes(9_000), b"end"]
     with (tmp_path / "written").open("wb", buffering=0) as file:
-        stream = shard_files.SummedStream(file, shard_files._directly)
+        stream = shard_files.ChecksumStream(file, shard_files._call)
         for piece in pieces:
             stream.keep(piece)
         stream.close()
