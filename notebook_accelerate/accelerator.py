@@ -30,7 +30,7 @@ from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.strategies import Setup, accelerator_arguments, make_strategy
-from notebook_accelerate.strategies.accelerator_properties import AcceleratorViews
+from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 from notebook_accelerate.strategies.ddp_strategy import synchronised_backward
 from notebook_accelerate.strategies.handler_table import sort_handlers
 from notebook_accelerate.strategies.model_placement import is_on_several_devices
@@ -53,7 +53,7 @@ Hook = Callable[..., None]
 _T = TypeVar("_T")
 
 
-class Accelerator(AcceleratorViews):
+class Accelerator(AcceleratorProperties):
     """One training API for one process or many, any device, any precision.
 
     Args:

@@ -1,4 +1,4 @@
-"""The ways to be parallel: one class each, chosen from a table by the kind of world."""
+"""Parallel strategies: one class each, chosen from a table by `DistributedType`."""
 
 from __future__ import annotations
 

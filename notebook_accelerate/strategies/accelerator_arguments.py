@@ -1,4 +1,4 @@
-"""Arguments of an `Accelerator` that exclude each other, have an older form, or come from the environment."""
+"""Resolves arguments of an `Accelerator` that exclude each other, are deprecated, or come from the environment."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from notebook_accelerate.state import AcceleratorState
 from notebook_accelerate.state.warn_once import warn_once
 
 UNSET: Any = object()
-"""The default of an argument that should not be used any more."""
+"""The default of a deprecated argument."""
 
 
 def check_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
-    """Refuse an argument that is of another type.
+    """Check the type of an argument.
 
     Args:
-        name: Who got it.
-        value: The argument.
-        allowed: Its types.
-        what: The types in words, or the line to type.
+        name: The function or argument.
+        value: The value.
+        allowed: The allowed types.
+        what: The types as text, or the line to type.
 
     Raises:
-        ValueError: It is of none of them.
+        ValueError: The value has another type.
     """
     if not isinstance(value, allowed):
         raise ValueError(f"{name} takes {what}; got {type(value).__name__} ({value!r:.60})")
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that has no graph, unless it knows itself what backward is.
+    """Check that a loss which is no tensor has a method `backward`.
 
     Args:
-        loss: What `backward` was given, no tensor.
+        loss: The argument of `backward`.
 
     Raises:
         ValueError: It has no method `backward`.
@@ -51,21 +51,21 @@ def check_loss(loss: Any) -> None:
     if isinstance(loss, (int, float)):
         hint = ": call it before loss.item()"
     elif hasattr(loss, "loss") or (isinstance(loss, dict) and "loss" in loss):
-        hint = ": pass the loss that it holds, accelerator.backward(output.loss)"
+        hint = ": pass its loss, accelerator.backward(output.loss)"
     raise ValueError(f"backward() takes the loss, a tensor; got {type(loss).__name__} ({loss!r:.60}){hint}")
 
 
 def generators(kinds: Any) -> list[Any]:
-    """Return which random generators are made equal over ranks.
+    """Return the random generators that are synchronized over ranks.
 
     Args:
-        kinds: What `rng_types` was given.
+        kinds: The argument `rng_types`.
 
     Returns:
-        The kinds; the loader's own generator where none were given.
+        The kinds; the loader's own generator by default.
 
     Raises:
-        ValueError: It is no list, or names a generator that does not exist.
+        ValueError: It is no list, or has an unknown generator.
     """
     if kinds is None:
         return ["generator"]
@@ -82,8 +82,8 @@ def project_configuration(
     """Return the folders of a project.
 
     Args:
-        config: What `project_config` was given.
-        project_dir: What `project_dir` was given; used where the configuration has no folder.
+        config: The argument `project_config`.
+        project_dir: The argument `project_dir`; used if the configuration has no folder.
 
     Returns:
         The configuration.
@@ -98,11 +98,11 @@ def project_configuration(
 
 
 def loader_configuration(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
-    """Return how loaders are shared between ranks.
+    """Return the configuration of loaders.
 
     Args:
-        config: What `dataloader_config` was given.
-        split_batches: What the deprecated argument was given; UNSET where it was not.
+        config: The argument `dataloader_config`.
+        split_batches: The deprecated argument; UNSET by default.
 
     Returns:
         The configuration.
@@ -120,11 +120,11 @@ def loader_configuration(config: DataLoaderConfiguration | None, split_batches: 
 
 
 def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated.
+    """Return the plugin for gradient accumulation.
 
     Args:
-        plugin: What `gradient_accumulation_plugin` was given.
-        steps: What `gradient_accumulation_steps` was given; ACCELERATE_GRADIENT_ACCUMULATION_STEPS wins.
+        plugin: The argument `gradient_accumulation_plugin`.
+        steps: The argument `gradient_accumulation_steps`; ACCELERATE_GRADIENT_ACCUMULATION_STEPS has priority.
 
     Returns:
         The plugin.
@@ -146,14 +146,14 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
 
 
 def dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
-    """Return how models are compiled.
+    """Return the plugin for compiling models.
 
     Args:
-        plugin: What `dynamo_plugin` was given.
-        backend: What `dynamo_backend` was given.
+        plugin: The argument `dynamo_plugin`.
+        backend: The argument `dynamo_backend`.
 
     Returns:
-        The plugin; None keeps what the state has.
+        The plugin; None keeps the one of the state.
 
     Raises:
         ValueError: Both were given.
@@ -163,16 +163,16 @@ def dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None
         return TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     if plugin is not None:
         check_type("dynamo_plugin", plugin, TorchDynamoPlugin, "TorchDynamoPlugin(...)")
-    # A later Accelerator that says nothing keeps what the first one found in the environment.
+    # A later Accelerator without the argument keeps what the first one read from the environment.
     return plugin if plugin is not None or AcceleratorState._shared_state else TorchDynamoPlugin()
 
 
 def either(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """Return the one of two arguments that was given.
+    """Return the value of two arguments of which at most one may be given.
 
     Args:
         name: Name of the first.
-        value: Its value; None where it was not given.
+        value: Its value; None if it was not given.
         other_name: Name of the second.
         other: Its value.
 

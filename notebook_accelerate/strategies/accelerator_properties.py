@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.parallelism_config import ParallelismConfig
 
 
-class AcceleratorViews(ProcessControl):
+class AcceleratorProperties(ProcessControl):
     """The properties of `Accelerator`."""
 
     state: AcceleratorState
@@ -42,7 +42,7 @@ class AcceleratorViews(ProcessControl):
     _handlers: Handlers
     _optimizers: list[AcceleratedOptimizer]
 
-    # -- where this process stands ------------------------------------------------------------------------------------
+    # -- this process and its world -----------------------------------------------------------------------------------
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -98,7 +98,7 @@ class AcceleratorViews(ProcessControl):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP's second version."""
+        """Whether models are sharded by FSDP 2."""
         return self.state.is_fsdp2
 
     @property
@@ -118,12 +118,12 @@ class AcceleratorViews(ProcessControl):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether models are sharded in a way that other parallel dimensions can be added to."""
+        """Whether the sharding of models combines with other parallel dimensions."""
         return self.is_fsdp2
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank has the weights that a saved model is written from."""
+        """Whether this rank has the full weights of a model that is saved."""
         return self.strategy.should_save_model
 
     def _mesh_rank(self, *names: str) -> int:
@@ -137,44 +137,44 @@ class AcceleratorViews(ProcessControl):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's place in its tensor-parallel group."""
+        """This rank's index in its tensor-parallel group."""
         return self._mesh_rank("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This rank's place in its pipeline."""
+        """This rank's index in its pipeline."""
         return self._mesh_rank("pp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This rank's place in its context-parallel group."""
+        """This rank's index in its context-parallel group."""
         return self._mesh_rank("cp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's place among the replicas of the data-parallel dimension."""
+        """This rank's index among the replicas of the data-parallel dimension."""
         return self._mesh_rank("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This rank's place among the shards of the data-parallel dimension."""
+        """This rank's index among the shards of the data-parallel dimension."""
         return self._mesh_rank("dp_shard")
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
     @property
     def split_batches(self) -> bool:
-        """Whether the ranks share each batch of a loader."""
+        """Whether each batch of a loader is split over the ranks."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads the data for all."""
+        """Whether rank 0 reads the data for all ranks."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether ranks get equally many batches, by repeating samples at the end."""
+        """Whether all ranks get the same number of batches, by repeated samples at the end."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -183,7 +183,7 @@ class AcceleratorViews(ProcessControl):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether shuffling is done by a sampler with its own seed."""
+        """Whether a sampler with its own seed shuffles."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -193,7 +193,7 @@ class AcceleratorViews(ProcessControl):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders keep their place (torchdata's StatefulDataLoader)."""
+        """Whether loaders save their position (torchdata's StatefulDataLoader)."""
         return bool(getattr(self.dataloader_config, "use_stateful_dataloader", False))
 
     @property
@@ -231,7 +231,7 @@ class AcceleratorViews(ProcessControl):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left its last step out because gradients held infinities."""
+        """Whether an optimizer skipped its last step because of infinite gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     # -- kwargs_handlers, each None where none was given --------------------------------------------------------------

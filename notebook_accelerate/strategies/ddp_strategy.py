@@ -1,4 +1,4 @@
-"""Data parallel: every rank has the whole model, gradients are averaged during backward."""
+"""Data parallelism: every rank has the whole model, and the backward pass averages gradients."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from notebook_accelerate.strategies.unwrap import ddp_inside
 
 
 class DDPStrategy(Strategy):
-    """torch's DistributedDataParallel, on gloo, NCCL or whatever connects the devices."""
+    """torch's DistributedDataParallel, on gloo, NCCL or any other back end."""
 
     name: ClassVar[str] = "ddp"
     _wraps: bool = False
-    """Whether a model of this Accelerator exchanges gradients."""
+    """Whether a model was wrapped."""
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap a model that has something to train.
+        """Wrap a model that has parameters to train.
 
         Args:
             model: The model, on its device and in its precision.
 
         Returns:
-            The DDP module; the model itself where no parameter requires a gradient.
+            The DDP module; the model itself if no parameter requires a gradient.
 
         Raises:
             ValueError: The model is spread over several devices.
@@ -47,7 +47,7 @@ class DDPStrategy(Strategy):
             return model
         handler = self.setup.ddp_handler
         device = self.setup.device
-        # Devices without an index (the CPU, and types of which a process has one) must not be named.
+        # DDP rejects devices without an index (the CPU, and types with one device per process).
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         keep_until_gone(wrapped.process_group, wrapped.reducer, wrapped.logger)
@@ -59,14 +59,7 @@ class DDPStrategy(Strategy):
         return wrapped
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not exchange gradients of some models.
-
-        Args:
-            models: Prepared models.
-
-        Returns:
-            A context manager.
-        """
+        """See `Strategy.accumulating`."""
         wrapped = [found for model in models if (found := ddp_inside(model)) is not None]
         if wrapped:
             return Unsynchronised(wrapped)
@@ -78,37 +71,23 @@ class DDPStrategy(Strategy):
         return NOTHING
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a context in which backward does not exchange gradients of one model.
-
-        Args:
-            model: A prepared model, or any object with a method `no_sync`.
-
-        Returns:
-            A context manager.
-        """
+        """See `Strategy.no_sync`."""
         wrapped = ddp_inside(model)
         return super().no_sync(model) if wrapped is None else Unsynchronised([wrapped])
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let ranks that have run out of batches answer the others' collectives; every rank must enter it.
-
-        Args:
-            joinables: Prepared models, and optimizers that exchange something (ZeroRedundancyOptimizer).
-            even_batches: Setting of the prepared loaders inside the context; None keeps it.
-
-        Yields:
-            Nothing.
+        """Let ranks without batches join the others' collectives; see `Accelerator.join_uneven_inputs`.
 
         Raises:
-            ValueError: Something cannot be joined.
+            ValueError: An object cannot be joined.
         """
         if isinstance(joinables, torch.nn.Module):
             raise ValueError("join_uneven_inputs takes a list: accelerator.join_uneven_inputs([model])")
         joined = [_joinable(item) for item in joinables]
         with even_batches_set(self.dataloaders, even_batches) as others:
             if even_batches is not None and others:
-                warn_once("join_uneven_inputs(even_batches=...) does not reach loaders of iterable datasets")
+                warn_once("join_uneven_inputs(even_batches=...) does not apply to loaders of iterable datasets")
             with Join(joined, enable=True, throw_on_early_termination=False):
                 yield
 
@@ -123,11 +102,11 @@ def _joinable(item: Any) -> Joinable:
 
 
 class Unsynchronised:
-    """A context in which backward of DDP models does not exchange gradients.
+    """A context in which the backward pass of DDP models does not exchange gradients.
 
-    Does what `DistributedDataParallel.no_sync` does, for several models, at a tenth of a generator's cost. A static
-    graph has to be learnt in a backward that exchanges gradients, where torch otherwise fails an assertion; the
-    gradients of a window come out the same.
+    Equals `DistributedDataParallel.no_sync` for several models, at a tenth of a generator's cost. torch records a
+    static graph in a backward pass that exchanges gradients, and fails an assertion otherwise: that pass exchanges
+    them, and the gradients of a window are the same.
 
     Args:
         models: The DDP modules.
@@ -142,14 +121,14 @@ class Unsynchronised:
     def __enter__(self) -> None:
         self._before = [model.require_backward_grad_sync for model in self._models]
         for model in self._models:
-            model.require_backward_grad_sync = model.static_graph and not _has_learnt_graph(model)
+            model.require_backward_grad_sync = model.static_graph and not _has_recorded_graph(model)
 
     def __exit__(self, *_: object) -> None:
         for model, before in zip(self._models, self._before, strict=True):
             model.require_backward_grad_sync = before
 
 
-def _has_learnt_graph(model: DistributedDataParallel) -> bool:
+def _has_recorded_graph(model: DistributedDataParallel) -> bool:
     return getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
@@ -157,7 +136,7 @@ _outputs: WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = WeakK
 
 
 def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> None:
-    """Keep what leads to the graph of a forward that will not exchange gradients, without its memory."""
+    """Keep references to the graph of a forward that will not exchange gradients, without the outputs' memory."""
     kept: list[torch.Tensor] = []
     if torch.is_grad_enabled() and not model.require_backward_grad_sync:
         dense = [tensor for tensor in leaves_of(output) if tensor.requires_grad and tensor.layout == torch.strided]
@@ -167,10 +146,10 @@ def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> No
 
 @contextmanager
 def synchronised_backward(model: Any) -> Iterator[None]:
-    """Make the next backward exchange gradients although the forward ran under `no_sync`.
+    """Make the next backward pass exchange gradients although the forward ran under `no_sync`.
 
     Args:
-        model: A prepared model; any other is left alone.
+        model: A prepared model; any other is not changed.
 
     Yields:
         Nothing.
@@ -184,7 +163,7 @@ def synchronised_backward(model: Any) -> Iterator[None]:
         return
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-    # What DDP's own forward does when gradients will be exchanged.
+    # DDP's own forward does this if gradients will be exchanged.
     wrapped.reducer.prepare_for_backward(_outputs_to_search(wrapped))
     try:
         yield
@@ -193,13 +172,13 @@ def synchronised_backward(model: Any) -> Iterator[None]:
 
 
 def _outputs_to_search(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """Return the outputs from which DDP finds the parameters that a backward will not reach; none where it need not."""
+    """Return the outputs from which DDP finds unused parameters; none if it does not look for them."""
     if not model.find_unused_parameters or model.static_graph:
         return []
     outputs = _outputs.get(model)
     if not outputs:
         raise ValueError(
             "trigger_sync_in_backward with find_unused_parameters=True needs a forward of the prepared model under "
-            "accelerator.no_sync(model) before it, whose loss the backward is called for"
+            "accelerator.no_sync(model) before it, and the backward pass of its loss"
         )
     return outputs

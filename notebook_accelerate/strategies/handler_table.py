@@ -1,4 +1,4 @@
-"""`kwargs_handlers` of an `Accelerator`, by what they are for."""
+"""Sorts the `kwargs_handlers` of an `Accelerator` by kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | tuple[type[KwargsHandler], ..
 
 @dataclass(kw_only=True)
 class Handlers:
-    """At most one handler of each kind; None where none was given."""
+    """At most one handler of each kind; None for kinds without one."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None
@@ -41,16 +41,16 @@ class Handlers:
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
-    """Find out what each handler is for.
+    """Sort handlers by kind.
 
     Args:
-        handlers: What `kwargs_handlers` was given.
+        handlers: The argument `kwargs_handlers`.
 
     Returns:
         The handlers by kind.
 
     Raises:
-        ValueError: Something is no handler, or there are two of a kind.
+        ValueError: An object is no handler, or there are two of a kind.
     """
     if isinstance(handlers, KwargsHandler):
         raise ValueError(f"kwargs_handlers takes a list; write kwargs_handlers=[{type(handlers).__name__}(...)]")

@@ -1,4 +1,4 @@
-"""Putting models on devices, and knowing those that are on several already."""
+"""Moves models to devices, and detects models that a device map spreads over several."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 
-def device_map_of(model: torch.nn.Module) -> dict[str, Any] | None:
-    """Return the device map that a model was loaded with.
+def find_device_map(model: torch.nn.Module) -> dict[str, Any] | None:
+    """Return the device map of a model.
 
     Args:
         model: The model.
@@ -24,15 +24,15 @@ def device_map_of(model: torch.nn.Module) -> dict[str, Any] | None:
 
 
 def is_on_several_devices(model: torch.nn.Module) -> bool:
-    """Tell whether a model was spread over devices by a device map.
+    """Tell whether a device map spreads a model over several devices.
 
     Args:
         model: The model.
 
     Returns:
-        True where its map names more than one place.
+        True if its map has more than one device.
     """
-    found = device_map_of(model)
+    found = find_device_map(model)
     return found is not None and len(set(found.values())) > 1
 
 
@@ -41,18 +41,18 @@ def place_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module
 
     Args:
         model: The model.
-        device: Where to.
+        device: The device.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: It has parameters without values.
+        ValueError: Some parameters have no values.
     """
-    hollow = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if hollow:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
         raise ValueError(
-            f"{type(model).__name__} has parameters without values ({', '.join(hollow[:3])}, ...): load its weights "
+            f"{type(model).__name__} has parameters without values ({', '.join(empty[:3])}, ...): load its weights "
             "before prepare(), or prepare with device_placement=[False, ...]"
         )
     return model.to(device)

@@ -1,4 +1,4 @@
-"""Questions about a model's modules: compiled, sharded, repeated."""
+"""Properties of a model's modules: compiled, sharded, repeated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Tell whether a module is a list of blocks of one class, which compile once for all.
+    """Tell whether a module is a list of blocks of one class, for which one compilation is enough.
 
     Args:
         module: A module.
@@ -33,7 +33,7 @@ def is_repeated_blocks(module: torch.nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Tell whether a list of blocks of one class is in a model, at any depth.
+    """Tell whether a model has a list of blocks of one class, at any depth.
 
     Args:
         module: A model.
@@ -53,7 +53,7 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
 
 
 def get_model_tp_size(model: torch.nn.Module) -> int | None:
-    """Return over how many ranks a transformers model's tensors are split; None where they are not.
+    """Return the number of ranks that transformers split a model over; None if it is not split.
 
     Args:
         model: The model.
@@ -88,7 +88,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
         compile_kwargs: As for `torch.compile`.
 
     Returns:
-        The model: names of parameters and the model's type stay as they are.
+        The model; its type and the names of its parameters do not change.
     """
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)

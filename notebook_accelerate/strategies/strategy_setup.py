@@ -1,4 +1,4 @@
-"""What an `Accelerator` tells its strategy."""
+"""The settings that an `Accelerator` passes to its strategy."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Setup:
     """The settings of one `Accelerator`, as its strategy needs them."""
 
     state: AcceleratorState
-    """The world."""
+    """The ranks and plugins."""
     gradient_state: GradientState
-    """Where training is in a window of accumulation."""
+    """The position of training in a window of accumulation."""
     precision: Precision
-    """What models compute in."""
+    """The precision of models."""
     scaler: torch.amp.GradScaler | None
-    """The scaler of losses; None in precisions that need none."""
+    """The scaler of losses; None in precisions without one."""
     device: torch.device
     """The device of this rank, as it was when the `Accelerator` was made."""
     dynamo_plugin: Any = None
-    """How models are compiled (`TorchDynamoPlugin`); None: not."""
+    """How models are compiled (`TorchDynamoPlugin`); None: they are not."""
     device_placement: bool = True
-    """Whether models, batches and optimizer states go to the device of the rank."""
+    """Whether models, batches and optimizer states move to the device of the rank."""
     dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     """How loaders are shared between ranks."""
     rng_types: list[Any] | None = None
-    """Generators that are made equal over ranks at the start of each pass; None means the strategy's choice."""
+    """Random generators that are synchronized at the start of each pass; None means the strategy's choice."""
     step_scheduler_with_optimizer: bool = True
-    """Whether schedulers move only when optimizers step."""
+    """Whether schedulers step only when optimizers do."""
     ddp_handler: Any = None
     """`DistributedDataParallelKwargs`; None means torch's defaults."""

@@ -1,4 +1,4 @@
-"""The strategies by the kind of world."""
+"""The table of strategies by `DistributedType`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ StrategyFactory = Callable[[Setup], Strategy]
 
 
 def _fsdp(setup: Setup) -> Strategy:
-    """Choose the version; torch.distributed.fsdp takes a second to import, so only who asks for it waits."""
+    """Choose the version; it is imported here because torch.distributed.fsdp takes a second to import."""
     if setup.state.num_processes == 1:
-        warn_once("fsdp_plugin has no effect in a world of one process: there is nobody to share shards with")
+        warn_once("fsdp_plugin has no effect in a world of one process: there are no ranks to shard over")
         return SingleStrategy(setup)
     if setup.state.fsdp_plugin.fsdp_version == 1:
         from notebook_accelerate.strategies.fsdp.fsdp1 import FSDP1Strategy
@@ -73,8 +73,8 @@ STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.XLA.value: _xla,
     DistributedType.MEGATRON_LM.value: _megatron_lm,
 }
-"""What makes a strategy, by `DistributedType`, or TP and PP: Accelerate names no type for ranks that only split tensors
-or share layers out."""
+"""The factory of each strategy by `DistributedType`, or TP and PP: Accelerate has no type for ranks that only split
+tensors, or only layers."""
 
 
 def register_strategy(kind: str, factory: StrategyFactory) -> None:
@@ -88,7 +88,7 @@ def register_strategy(kind: str, factory: StrategyFactory) -> None:
 
 
 def make_strategy(setup: Setup) -> Strategy:
-    """Make the strategy for a world.
+    """Create the strategy for a world.
 
     Args:
         setup: The settings of the `Accelerator`.
@@ -97,12 +97,12 @@ def make_strategy(setup: Setup) -> Strategy:
         The strategy.
 
     Raises:
-        ValueError: There is none for this kind of world, or it is not available.
+        ValueError: There is no strategy for this kind of world, or it is not available.
     """
     kind = str(getattr(setup.state.distributed_type, "value", setup.state.distributed_type))
     layout = setup.state.parallelism_config
     if kind.startswith("MULTI_") and layout is not None:
         kind = "TP" if layout.tp_enabled else "PP" if layout.pp_enabled else kind
     if kind not in STRATEGIES:
-        raise ValueError(f"no strategy for distributed_type={kind!r}; there are {', '.join(STRATEGIES)}")
+        raise ValueError(f"distributed_type={kind!r} has no strategy; allowed: {', '.join(STRATEGIES)}")
     return STRATEGIES[kind](setup)

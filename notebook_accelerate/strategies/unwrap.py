@@ -1,4 +1,4 @@
-"""From a prepared model back to the one that was given."""
+"""Removes the wrappers of a prepared model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from notebook_accelerate.precision import restore_forward
 
 _WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
-_LATER_WRAPPERS = {
+_LAZY_WRAPPERS = {
     "torch.distributed.fsdp": "FullyShardedDataParallel",
     "deepspeed.runtime.engine": "DeepSpeedEngine",
 }
 
 
 def _is_wrapper(model: torch.nn.Module) -> bool:
-    # FSDP and DeepSpeed take a second to import; a model can be wrapped by them only where somebody has.
+    # FSDP and DeepSpeed take a second to import; a model that they wrapped has imported them.
     return isinstance(model, _WRAPPERS) or any(
         (module := sys.modules.get(name)) is not None and isinstance(model, getattr(module, kind, ()))
-        for name, kind in _LATER_WRAPPERS.items()
+        for name, kind in _LAZY_WRAPPERS.items()
     )
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Tell whether a module is what `torch.compile` returned.
+    """Tell whether `torch.compile` returned a module.
 
     Args:
         module: A module.
@@ -47,13 +47,13 @@ def without_compile(model: Any) -> Any:
 
 
 def ddp_inside(model: Any) -> DistributedDataParallel | None:
-    """Find the DDP module in what `prepare` returned.
+    """Find the DDP module in a prepared model.
 
     Args:
         model: A prepared model, compiled or not.
 
     Returns:
-        The DDP module; None where there is none.
+        The DDP module, or None.
     """
     if isinstance(model, DistributedDataParallel):
         return model
@@ -65,35 +65,35 @@ def ddp_inside(model: Any) -> DistributedDataParallel | None:
 def extract_model_from_parallel(
     model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> torch.nn.Module:
-    """Take off what `prepare` put around a model.
+    """Remove the wrappers that `prepare` added to a model.
 
     Args:
         model: The prepared model.
-        keep_fp32_wrapper: Keep its forward in mixed precision; otherwise the original forward is put back, in place.
+        keep_fp32_wrapper: Keep its forward in mixed precision; otherwise the original forward is restored, in place.
         keep_torch_compile: Return a compiled model for a compiled model.
-        recursive: Also take it off the model's submodules.
+        recursive: Also remove the wrappers of submodules.
 
     Returns:
         The model.
     """
     compiled = model if is_compiled_module(model) else None
-    inner = _bare(model)
+    inner = _unwrapped(model)
     if recursive:
         for module in list(inner.modules()):
             for name, child in list(module.named_children()):
-                setattr(module, name, _bare(child))
+                setattr(module, name, _unwrapped(child))
     if not keep_fp32_wrapper:
         restore_forward(inner)
     if compiled is not None and keep_torch_compile:
         if compiled._orig_mod is inner:
             return compiled
-        # The same compiler with the same settings around the inner model; the prepared one stays as it is.
+        # A second compiled module with the same settings, around the inner model; the prepared one does not change.
         again: Any = type(compiled)(inner, compiled.dynamo_ctx)
         return again  # type: ignore[no-any-return]
     return inner
 
 
-def _bare(model: torch.nn.Module) -> torch.nn.Module:
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while _is_wrapper(model) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module  # type: ignore[assignment]
     return model

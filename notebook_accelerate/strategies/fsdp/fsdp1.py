@@ -108,13 +108,13 @@ class FSDP1Strategy(ShardedStrategy):
     def _placement(self, model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
         """Return how units move to the device, and how rank 0's weights get to the other ranks."""
         device = self.setup.device
-        hollow = any(parameter.is_meta for parameter in model.parameters())
-        make = plugin.param_init_fn or (keep_ties(_allocate_on(device), model) if hollow else None)
+        empty = any(parameter.is_meta for parameter in model.parameters())
+        make = plugin.param_init_fn or (keep_ties(_allocate_on(device), model) if empty else None)
         if device.type != "cpu":
             synced = bool(plugin.sync_module_states)
             return {"device_id": device, "sync_module_states": synced, "param_init_fn": make}
         # torch's FSDP 1 broadcasts the initial weights over accelerators only.
-        if hollow:
+        if empty:
             ties = tied_names(model)
             model.to_empty(device=device)
             retie(model, ties)

@@ -203,10 +203,10 @@ class Unreduced:
 
 
 def _check_values(model: nn.Module) -> None:
-    hollow = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if hollow:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
         raise ValueError(
-            f"{type(model).__name__} has parameters without values ({', '.join(hollow[:3])}, ...): load its "
+            f"{type(model).__name__} has parameters without values ({', '.join(empty[:3])}, ...): load its "
             "weights on rank 0, with FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)"
         )
 

@@ -38,7 +38,7 @@ def test_a_row_can_be_replaced() -> None:
 def test_an_unknown_kind_of_world_lists_the_known_ones() -> None:
     state = AcceleratorState(cpu=True)
     state.distributed_type = "RING"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"no strategy for distributed_type='RING'; there are NO, MULTI_CPU"):
+    with pytest.raises(ValueError, match=r"distributed_type='RING' has no strategy; allowed: NO, MULTI_CPU"):
         Accelerator()
 
 
