@@ -128,6 +128,10 @@ class FailedRun(Protocol):
         """One of "starting", "running", "stopping", "succeeded", "failed" and "stopped"."""
 
     @property
+    def error(self) -> WorkerError | None:
+        """Why the run did not succeed; see `Run.error`."""
+
+    @property
     def elapsed(self) -> float:
         """Seconds from the launch to the end."""
 
@@ -218,18 +222,25 @@ class RunTimeoutError(WorkerError):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """The user interrupted a blocking launch; every rank has ended.
+    """The user interrupted a launch; every rank has ended.
 
-    It is a KeyboardInterrupt, so that what interrupts a cell still interrupts it, and it carries ``.run``.
+    It is a KeyboardInterrupt, so that what interrupts a cell still interrupts it, and it carries ``.run``. An interrupt
+    that arrives as a run ends is raised too, so that the code after the launch does not go on; ``run.status`` then
+    tells how the run had ended.
     """
 
     def __init__(self, run: FailedRun) -> None:
-        super().__init__(f"run {run.id} was stopped after {run.elapsed:.1f} s; all its ranks have ended")
+        if run.status == "stopped":
+            text = f"run {run.id} was stopped after {run.elapsed:.1f} s; all its ranks have ended"
+        else:
+            text = f"the interrupt arrived as run {run.id} ended: it had {run.status} after {run.elapsed:.1f} s"
+        super().__init__(text)
         self.run = run
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines IPython shows instead of the supervisor's own frames."""
-        return [f"KeyboardInterrupt: {self}"]
+        error = self.run.error if self.run.status == "failed" else None
+        return [*(error._render_traceback_() if error is not None else []), f"KeyboardInterrupt: {self}"]
 
 
 class WorkerDiedError(WorkerError):

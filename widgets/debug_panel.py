@@ -78,7 +78,7 @@ class DebugPanel(LivePanel):
         if len(run.diagnoses) > self._known:
             self._known = len(run.diagnoses)
             self.found = run.diagnoses[-1]
-        stopped = run._board.debugged()
+        stopped = run.commands.prompts.debugged()
         self._head.value = parts.head_html(run)
         self._verdict.value = parts.verdict_html(run, self.found)
         self._ranks.value = parts.ranks_html(run, self.found, stopped, now)
@@ -97,13 +97,13 @@ class DebugPanel(LivePanel):
 
     def _reachable(self) -> bool:
         """Return whether ranks can be asked: also after a failure, while they are held."""
-        return self.run.ended is None or not self.run._released.is_set()
+        return self.run.ended is None or self.run.held
 
     def _show_problem(self, text: str) -> None:
         self._problem.value = problem(text)
 
     def _ended(self, run: Run) -> None:
-        if run._released.is_set():  # not held for inspection
+        if not run.held:  # not held for inspection
             super()._ended(run)
 
     # ---- requests, sent from any thread
@@ -128,7 +128,7 @@ class DebugPanel(LivePanel):
     def _ask_or_cast(self, line: str) -> None:
         """Cast a line to those of the chosen ranks that a debugger has stopped; if there are none, ask all of them."""
         chosen = self._chosen()
-        stopped = [rank for rank in self.run._board.debugged() if chosen is None or rank in chosen]
+        stopped = [rank for rank in self.run.commands.prompts.debugged() if chosen is None or rank in chosen]
         if stopped:
             self._record("cast", line, dict(self.run.cast(line, ranks=stopped)))
         else:
@@ -200,7 +200,7 @@ class DebugPanel(LivePanel):
     def html(self) -> str:
         """The panel as static HTML: verdict, ranks, stacks and history."""
         now = self.found.time if self.run.ended is not None and self.found is not None else self._clock()
-        stopped = self.run._board.debugged()
+        stopped = self.run.commands.prompts.debugged()
         return style_sheet() + parts.panel_html(self.run, self.found, stopped, self.history, now)
 
     @property

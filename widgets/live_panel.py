@@ -39,7 +39,7 @@ class LivePanel(ABC):
         self.widget: Any = self._build()
         self.binding = RenderSchedule([run.store], self._tick, self._failed, clock)
         self.binding.tick()
-        run._before_done(self._ended)
+        run.add_ending_callback(self._ended)
 
     # ---- implemented by each panel
 

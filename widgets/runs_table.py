@@ -59,7 +59,7 @@ class RunsTable:
         self.plot.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, "wanted")
         for run in self.runs:
-            run._before_done(self.binding.touch)
+            run.add_ending_callback(self.binding.touch)
         if chosen is None:
             run_registry.watch(self._add_run)
 
@@ -97,7 +97,7 @@ class RunsTable:
         self.runs = [*self.runs, run]
         self.plot.draw(self._sources())
         self.binding.watch(run.store)
-        run._before_done(self.binding.touch)
+        run.add_ending_callback(self.binding.touch)
         self.binding.touch()
         if self._shown and not self.binding.closed:
             ticker.add(self.binding)

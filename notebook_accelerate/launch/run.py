@@ -7,15 +7,18 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate import errors
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
 from notebook_accelerate.launch.run_debugging import RunDebugging
 from notebook_accelerate.launch.run_display import RunDisplay
-from notebook_accelerate.launch.state.prompts import PromptQueue
+from notebook_accelerate.launch.state.journal import Journal
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE, NoCommands, RunCommands
+from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded
+from notebook_accelerate.launch.state.run_state import Attempt, RankInfo, RunState
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store
 
 if TYPE_CHECKING:
@@ -23,103 +26,132 @@ if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.report.run_report import Report
-    from notebook_accelerate.launch.supervisor.rank_group import GroupCall
+    from notebook_accelerate.telemetry.store import Record
 
-ENDED = ("succeeded", "failed", "stopped")
-DEFAULT_GRACE = 5.0
+OWN_THREADS = ("notebook-accelerate-run-", "notebook-accelerate-sampler")
+"""How the names of the threads begin that call subscribers."""
 
 _numbers = itertools.count(1)
 
 
-@dataclass
-class RankInfo:
-    """What is known of one rank.
-
-    Attributes:
-        rank: Global index.
-        pid: Its process; None before it has one.
-        state: "starting", "running", "succeeded", "failed" or "stopped".
-        last_step: The last step it logged; None when it logged none.
-        exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
-        result: What the function returned; None unless it succeeded.
-        node: Index of the machine it runs on.
-        host: Name of that machine; "" for this one.
-    """
-
-    rank: int
-    pid: int | None = None
-    state: str = "starting"
-    last_step: int | None = None
-    exit: str = ""
-    result: Any = field(default=None, repr=False)
-    node: int = 0
-    host: str = ""
-
-
-@dataclass
-class Attempt:
-    """One try at running the whole group.
-
-    Attributes:
-        number: From 0.
-        started: Seconds since the epoch.
-        ended: The same; None while it lasts.
-        outcome: "running", "succeeded", "stopped" or what failed first.
-    """
-
-    number: int
-    started: float
-    ended: float | None = None
-    outcome: str = "running"
-
-
 class Run(RunDebugging, RunDisplay):
-    """A launch in progress, or what is left of it.
+    """A launch in progress, or what is left of it: it reads the journal, and passes commands on.
 
     Made by ``notebook_launcher``; nothing here starts anything.
+
+    Args:
+        config: What the launch was asked to do.
+        function_name: Name of the launched function.
+        journal: What happens to the run; None means a new one.
+        commands: Whoever supervises it; None where nobody does.
+
+    Attributes:
+        id: Number of the run in this kernel, from 1.
+        config: What the launch was asked to do.
+        function_name: Name of the launched function.
+        journal: What has happened to the run, in order.
+        commands: What the user can ask of the ranks.
     """
 
-    def __init__(self, config: LaunchConfig, function_name: str) -> None:
+    def __init__(
+        self,
+        config: LaunchConfig,
+        function_name: str,
+        journal: Journal | None = None,
+        commands: RunCommands | None = None,
+    ) -> None:
         self.id = next(_numbers)
-        self.config = config
-        self.function_name = function_name
-        self.plan: LaunchPlan | None = None
-        self.notes: list[str] = []
-        self.attempts: list[Attempt] = []
-        self.store = Store()
-        self.started = time.time()
-        self.ended: float | None = None
-        self.failures: tuple[RankFailure, ...] = ()
-        self._status = "starting"
-        self._ranks: list[RankInfo] = []
-        self._error: WorkerError | None = None
+        self.config, self.function_name = config, function_name
+        self.journal = Journal() if journal is None else journal
+        self.commands: RunCommands = NoCommands() if commands is None else commands
         self._lock = threading.RLock()
-        self._done = threading.Event()
-        self._callbacks: list[Callable[[Run], None]] = []
-        self._views: list[Callable[[Run], None]] = []
-        self._board = PromptQueue()
-        self._desk = RankRequests()
-        self._released = threading.Event()
+        self._error: WorkerError | None = None
+        self._done, self._released = threading.Event(), threading.Event()
         self._released.set()
-        self.diagnoses: list[Diagnosis] = []
-        self.warnings: list[str] = []
-        self._stopper: Callable[[float], None] | None = None
-        self._post: Callable[[GroupCall], None] = _nobody
+        self._callbacks: list[Callable[[Run], None]] = []
+        self._ending_callbacks: list[Callable[[Run], None]] = []
+        if not self.journal.state.started:
+            self.journal.append(RunCreated(function_name))
+        if self.journal.state.ended is not None:
+            self._done.set()
+        self.journal.subscribe(self._on_records)
+
+    @classmethod
+    def rebuilt(cls, config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
+        """Return a run as its journal's ``records`` tell it, with panels and report, without any process."""
+        journal = Journal()
+        journal.replay(records)
+        return cls(config, function_name, journal)
 
     # ---- what the user reads
 
     @property
     def status(self) -> str:
         """One of "starting", "running", "stopping", "succeeded", "failed" and "stopped"."""
-        return self._status
+        return self._state.status
+
+    @property
+    def _state(self) -> RunState:
+        return self.journal.state
+
+    @property
+    def plan(self) -> LaunchPlan | None:
+        """What was planned; None until it is."""
+        return self._state.plan
+
+    @property
+    def store(self) -> Store:
+        """What the ranks sent: metrics, progress, step times, lines of output."""
+        return self.journal.store
+
+    @property
+    def started(self) -> float:
+        """When the launch began, in seconds since the epoch."""
+        return self._state.started
+
+    @property
+    def ended(self) -> float | None:
+        """When the run ended, in seconds since the epoch; None while it lasts."""
+        return self._state.ended
+
+    @property
+    def held(self) -> bool:
+        """Whether ranks are kept for inspection though the run has failed (``debug=True``)."""
+        return self._state.held
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The attempts, the oldest first."""
+        return list(self._state.attempts)
+
+    @property
+    def failures(self) -> tuple[RankFailure, ...]:
+        """What failed in the last attempt, the first failure first."""
+        return self._state.failures
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks of the launch, such as a port that was taken."""
+        return list(self._state.notes)
+
+    @property
+    def warnings(self) -> list[str]:
+        """The likely mistakes that the sanity checks found, each once."""
+        return list(self._state.warnings)
+
+    @property
+    def diagnoses(self) -> list[Diagnosis]:
+        """What automatic diagnoses found, the oldest first."""
+        return list(self._state.diagnoses)
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """The ranks that are shown here, in order: in the other ones of several notebooks only their own."""
-        with self._lock:
-            for info in self._ranks:
-                info.last_step = self.store.last_step.get(info.rank)
-            return tuple(self._ranks)
+        last_step = self.store.last_step
+        return tuple(
+            replace(info, last_step=last_step[info.rank]) if info.rank in last_step else info
+            for info in self._state.ranks
+        )
 
     @property
     def results(self) -> tuple[Any, ...]:
@@ -131,14 +163,20 @@ class Run(RunDebugging, RunDisplay):
         """
         if self.ended is None:
             raise RunNotFinishedError(f"run {self.id} is {self.status}; wait for it with run.wait() or await run")
-        if self._error is not None:
-            raise self._error
-        return tuple(info.result for info in self._ranks)
+        if self.error is not None:
+            raise self.error
+        return tuple(info.result for info in self._state.ranks)
 
     @property
     def error(self) -> WorkerError | None:
         """Why the run did not succeed; None while it lasts and when it did."""
-        return self._error
+        state = self._state
+        with self._lock:
+            if self._error is None and state.error:
+                kind: type[WorkerError] = getattr(errors, state.error)
+                self._error = kind(state.message, self, state.failures if state.status == "failed" else ())
+                self._error.__cause__ = state.cause
+            return self._error
 
     @property
     def metrics(self) -> Metrics:
@@ -162,7 +200,7 @@ class Run(RunDebugging, RunDisplay):
         """
         if tail is not None and tail < 0:
             raise ValueError(f"tail={tail!r} is not allowed; pass a number of at least 0, or None for all lines")
-        known = [info.rank for info in self._ranks]
+        known = [info.rank for info in self._state.ranks]
         if rank is not None and rank not in known:
             raise ValueError(f"rank={rank!r} is not a rank that is shown here; there are {known}")
         if rank is not None:
@@ -192,9 +230,9 @@ class Run(RunDebugging, RunDisplay):
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done.is_set():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            question = self._board.take(left)
-            if question is not None:
-                self._put_to_user(question, keep=not self.config.block)  # there an interrupt stops the run
+            prompt = self.commands.prompts.take(left)
+            if prompt is not None:
+                self._show_prompt(prompt, keep=not self.config.block)  # there an interrupt stops the run
             elif left == 0.0:
                 break
         return self._done.is_set()
@@ -210,12 +248,20 @@ class Run(RunDebugging, RunDisplay):
         """
         if grace < 0:
             raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
-        if self._stopper is not None and not (self._done.is_set() and self._released.is_set()):
-            self._stopper(grace)
+        self.request_stop(grace)
         # A subscriber may stop its run: the threads that call subscribers cannot wait for their own end.
-        if threading.current_thread().name not in (f"notebook-accelerate-run-{self.id}", "notebook-accelerate-sampler"):
+        if not threading.current_thread().name.startswith(OWN_THREADS):
             self._done.wait()
             self._released.wait()
+
+    def request_stop(self, grace: float = DEFAULT_GRACE) -> None:
+        """Ask for the run's end and return at once; from any thread. A second call kills.
+
+        Args:
+            grace: Seconds the ranks have to end by themselves.
+        """
+        if not (self._done.is_set() and self._released.is_set()):
+            self.commands.stop(grace)
 
     def add_done_callback(self, callback: Callable[[Run], None]) -> None:
         """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has."""
@@ -225,15 +271,15 @@ class Run(RunDebugging, RunDisplay):
                 return
         callback(self)
 
-    def _before_done(self, callback: Callable[[Run], None]) -> None:
-        """Call ``callback(run)`` when the run has ended, before anybody who waits hears of that; at once if it has.
+    def add_ending_callback(self, callback: Callable[[Run], None]) -> None:
+        """Call ``callback(run)`` when the run has ended, before ``stop()`` and ``wait()`` return; at once if it has.
 
-        What a view leaves in the notebook is there when ``stop()`` and ``wait()`` return: the cell that called them may
-        be the last one, and the notebook saved at once.
+        What a view leaves in the notebook is there then: the cell that waits may be the last one, and the notebook
+        saved at once.
         """
         with self._lock:
             if self.ended is None:
-                self._views.append(callback)
+                self._ending_callbacks.append(callback)
                 return
         callback(self)
 
@@ -255,69 +301,44 @@ class Run(RunDebugging, RunDisplay):
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.stop()
             raise
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self
 
     # ---- how it looks
 
     def __repr__(self) -> str:
-        count = len(self._ranks) or self.config.num_processes or 1
+        count = len(self._state.ranks) or self.config.num_processes or 1
         ranks = "1 rank" if count == 1 else f"{count} ranks"
         return f"<Run {self.id}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
 
-    # ---- what the launch room writes
+    # ---- what the journal brings
 
-    def _planned(self, plan: LaunchPlan, *, whole: bool = False) -> None:
-        """Take the plan; ``whole``: the ranks of all notebooks are shown here, not only this one's."""
-        first, count = (0, plan.world_size) if whole else (plan.first_rank, plan.num_processes)
+    def _on_records(self, records: Sequence[Record]) -> None:
+        if records[0].rank != RUN:
+            return
+        for record in records:
+            if isinstance(record.event, RunEnded):
+                self._finish()
+            elif isinstance(record.event, RanksReleased):
+                self._released.set()
+
+    def _finish(self) -> None:
         with self._lock:
-            self.plan = plan
-            self._ranks = [RankInfo(first + index, node=plan.node) for index in range(count)]
-
-    def _begin_attempt(self, number: int) -> None:
-        with self._lock:
-            self.attempts.append(Attempt(number, time.time()))
-            for info in self._ranks:
-                info.state, info.pid, info.exit, info.result = "starting", None, "", None
-
-    def _end_attempt(self, outcome: str) -> None:
-        attempt = self.attempts[-1]
-        attempt.ended, attempt.outcome = time.time(), outcome
-
-    def _set_status(self, status: str) -> None:
-        with self._lock:
-            self._status = status
-
-    def _info(self, rank: int) -> RankInfo:
-        return self._ranks[rank - self._ranks[0].rank]
-
-    def _hold(self, status: str, error: WorkerError | None) -> None:
-        """The run has ended, but its ranks are kept for inspection until it is stopped."""
-        self._released.clear()
-        self._finish(status, error)
-        self._board.reopen()
-
-    def _release(self) -> None:
-        self._board.close()
-        self._released.set()
-
-    def _finish(self, status: str, error: WorkerError | None) -> None:
-        with self._lock:
-            self.ended = time.time()
-            self._status, self._error = status, error
-            views, self._views = self._views, []
+            if self.journal.state.held:
+                self._released.clear()
+            ending, self._ending_callbacks = self._ending_callbacks, []
         try:
-            _tell(self, views)
-        finally:  # an inline run's views are told on the main thread: an interrupt there must not leave it without end
+            _call(self, ending)
+        finally:  # an inline run calls views on the main thread: an interrupt there must not leave it without an end
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
-            self._board.close()
-        _tell(self, callbacks)
+            self.commands.prompts.close()
+        _call(self, callbacks)
 
 
-def _tell(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
+def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
     for callback in callbacks:
         try:
             callback(run)
@@ -325,10 +346,9 @@ def _tell(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
             warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
-def _nobody(_call: GroupCall) -> None:
-    """Take the place of a supervisor where there is none: in an inline run."""
-
-
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:
     if not future.done():  # cancelled, perhaps
         future.set_result(run)
+
+
+__all__ = ["Attempt", "RankInfo", "Run"]

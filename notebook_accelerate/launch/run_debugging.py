@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.debug.diagnosis import Diagnosis
-from notebook_accelerate.debug.rank_requests import RankRequests
 from notebook_accelerate.debug.session import Session, Stacks
-from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
+from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.telemetry import tracebacks
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.run import RankInfo
-    from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+    from notebook_accelerate.launch.state.run_commands import RunCommands
+    from notebook_accelerate.launch.state.run_state import RankInfo
     from notebook_accelerate.telemetry import RankFailure
 
 STOP_SECONDS = 5.0
@@ -32,29 +30,20 @@ class Cast(dict[int, str]):
         return "\n".join(blocks)
 
 
-def _stand_still(group: RankGroup, rank: int) -> None:
-    group.stopwatch.pause(("paused", rank))
-
-
-def _go_on(group: RankGroup, rank: int) -> None:
-    group.stopwatch.resume(("paused", rank))
-
-
 class RunDebugging:
     """The debugging half of ``Run``."""
 
-    _post: Callable[[Callable[[RankGroup], None]], None]
+    commands: RunCommands
 
-    _prompts_in_cell = False
-    """Whether somebody else than ``wait`` and ``debug`` puts the ranks' questions before the user."""
-    _desk: RankRequests
-    _board: PromptQueue
-    failures: tuple[RankFailure, ...]
-    ended: float | None
-    diagnoses: list[Diagnosis]
-    """What automatic diagnoses found, the oldest first."""
-    warnings: list[str]
-    """The usual mistakes that were noticed, each once."""
+    @property
+    def failures(self) -> tuple[RankFailure, ...]:
+        """What failed in the last attempt, the first failure first."""
+        raise NotImplementedError
+
+    @property
+    def ended(self) -> float | None:
+        """When the run ended, in seconds since the epoch; None while it lasts."""
+        raise NotImplementedError
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
@@ -62,7 +51,9 @@ class RunDebugging:
         raise NotImplementedError
 
     def _session(self) -> Session:
-        return Session(self._desk, lambda: {info.rank: info.state for info in self.ranks}, tracebacks.frame_location)
+        return Session(
+            self.commands.requests, lambda: {info.rank: info.state for info in self.ranks}, tracebacks.frame_location
+        )
 
     def diagnose(self) -> Diagnosis:
         """Say, within about two seconds, where every rank is and why the run is stuck.
@@ -71,8 +62,8 @@ class RunDebugging:
             The verdict in a sentence, and the ranks grouped by place; works for ranks that cannot answer, too.
         """
         found = self._session().diagnose()
-        if found.mistake and found.mistake not in self.warnings:
-            self.warnings.append(found.mistake)
+        if found.mistake:
+            self.commands.warn(found.mistake)
         return found
 
     def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
@@ -133,21 +124,21 @@ class RunDebugging:
         """
         wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
         for rank in wanted:
-            self._post(partial(_stand_still, rank=rank))
+            self.commands.hold_clock(rank)
         said: dict[int, str] = {}
         try:
             said = self._session().pause(wanted, timeout)
         finally:
             for rank in wanted:
                 if said.get(rank) != "paused":
-                    self._post(partial(_go_on, rank=rank))
+                    self.commands.release_clock(rank)
         return said
 
     def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
         """Let paused ranks go on; return what each says."""
         said = self._session().resume(ranks, timeout)
         for rank in said:
-            self._post(partial(_go_on, rank=rank))
+            self.commands.release_clock(rank)
         return said
 
     def attach(self, rank: int = 0, timeout: float = 30.0) -> str:
@@ -173,27 +164,27 @@ class RunDebugging:
             ValueError: No such rank, or it has ended.
         """
         chosen = self._rank_to_debug() if rank is None else rank
-        if chosen not in self._desk.open_ranks():
+        if chosen not in self.commands.requests.open_ranks():
             raise ValueError(f"rank={chosen} cannot be debugged: {self._state_of(chosen)}; there are {self._open()}")
-        if chosen not in self._board.debugged() and not self._board.asks(chosen):
+        if chosen not in self.commands.prompts.debugged() and not self.commands.prompts.is_open(chosen):
             self._session().break_into(chosen, STOP_SECONDS)
-            self._board.await_debugger(chosen, STOP_SECONDS)
-            if chosen not in self._board.debugged() and self.ended is None:
+            self.commands.prompts.await_debugger(chosen, STOP_SECONDS)
+            if chosen not in self.commands.prompts.debugged() and self.ended is None:
                 print(  # noqa: T201 - the answer to a command typed in a cell
                     f"rank {chosen} has not come back to Python yet: {self.diagnose().line_of(chosen)}\n"
                     f"It stops when it does; run.debug(rank={chosen}) then opens it."
                 )
                 return
-        while (question := self._board.take(rank=chosen)) is not None:
-            self._put_to_user(question, keep=True)
+        while (prompt := self.commands.prompts.take(rank=chosen)) is not None:
+            self._show_prompt(prompt, keep=True)
 
-    def _put_to_user(self, question: Prompt, *, keep: bool) -> None:
-        """Have a question answered that was taken from the board; an interrupt puts it back where it is to be kept."""
+    def _show_prompt(self, prompt: Prompt, *, keep: bool) -> None:
+        """Show a prompt that was taken from the queue; an interrupt puts it back where ``keep``."""
         try:
-            prompt(question)
+            ask_user(prompt)
         except KeyboardInterrupt:
             if keep:
-                self._board.give_back(question)
+                self.commands.prompts.give_back(prompt)
             raise
 
     def cast(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> Cast:
@@ -207,43 +198,43 @@ class RunDebugging:
         Raises:
             ValueError: A rank is not stopped.
         """
-        stopped = self._board.debugged()
+        stopped = self.commands.prompts.debugged()
         wanted = stopped if ranks is None else list(ranks)
         if not wanted or any(rank not in stopped for rank in wanted):
             raise ValueError(f"ranks={wanted} are not all stopped at a breakpoint; stopped are {stopped}")
-        asked = [question for rank in wanted if (question := self._board.claim(rank)) is not None]
-        for question in asked:
-            question.answer(command)
-        answers = {question.rank: self._board.await_question(question.rank, timeout) for question in asked}
+        asked = [prompt for rank in wanted if (prompt := self.commands.prompts.claim(rank)) is not None]
+        for prompt in asked:
+            prompt.answer(command)
+        answers = {prompt.rank: self.commands.prompts.await_prompt(prompt.rank, timeout) for prompt in asked}
         return Cast({rank: next_.request.shown if next_ else "(goes on)" for rank, next_ in answers.items()})
 
     def _rank_to_debug(self) -> int:
-        there = self._desk.open_ranks()
+        there = self.commands.requests.open_ranks()
         failed = [failure.rank for failure in self.failures if failure.rank in there]
-        return next(iter([*self._board.debugged(), *failed, *there]), 0)
+        return next(iter([*self.commands.prompts.debugged(), *failed, *there]), 0)
 
     def _state_of(self, rank: int) -> str:
         return next((f"it is {info.state}" for info in self.ranks if info.rank == rank), "there is no such rank")
 
     def _open(self) -> list[int]:
-        return self._desk.open_ranks()
+        return self.commands.requests.open_ranks()
 
 
-def prompt(question: Prompt) -> None:
-    """Put a rank's question before the user of this cell and send the answer."""
-    label = f"[rank {question.rank}] "
-    if question.request.shown:
-        print(label + question.request.shown.rstrip("\n").replace("\n", "\n" + label))  # noqa: T201 - a dialogue
+def ask_user(prompt: Prompt) -> None:
+    """Show the prompt of a rank to the user of this cell and send the answer."""
+    label = f"[rank {prompt.rank}] "
+    if prompt.request.shown:
+        print(label + prompt.request.shown.rstrip("\n").replace("\n", "\n" + label))  # noqa: T201 - a dialogue
     try:
-        if question.request.password:
+        if prompt.request.password:
             import getpass
 
-            text: str | None = getpass.getpass(label + question.request.prompt)
+            text: str | None = getpass.getpass(label + prompt.request.prompt)
         else:
-            text = input(label + question.request.prompt)
+            text = input(label + prompt.request.prompt)
     except (EOFError, RuntimeError, NotImplementedError):  # the front end cannot prompt
         text = None
-    if question.over:
+    if prompt.over:
         print(f"{label}this was answered in another notebook")  # noqa: T201 - the same
         return
-    question.answer(text)
+    prompt.answer(text)

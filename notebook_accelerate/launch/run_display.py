@@ -10,7 +10,8 @@ from notebook_accelerate.launch.output.cell_outputs import CellOutput, here
 from notebook_accelerate.launch.output.rank_output import parent_message, running_kernel
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.report.run_report import Report
 
 VIEWS = {
     "panel": "notebook_accelerate.widgets.run_panel:RunPanel",
@@ -18,7 +19,6 @@ VIEWS = {
 }
 """What a run can show, by name: module and class, called with the run."""
 
-STOP_GRACE = 5.0
 LIVE_AFTER_SECONDS = 0.3
 """A blocking run that ends sooner leaves its report without having had a live panel: making one takes 40 ms."""
 
@@ -26,10 +26,20 @@ LIVE_AFTER_SECONDS = 0.3
 class RunDisplay:
     """What a run can do to be seen."""
 
+    config: LaunchConfig
     _view: Any = None
     _debug_view: Any = None
     _place: CellOutput | None = None
     _launched_under: str = ""
+
+    @property
+    def ended(self) -> float | None:
+        """When the run ended, in seconds since the epoch; None while it lasts."""
+        raise NotImplementedError
+
+    def report(self) -> Report:
+        """Return the run as static HTML and as text."""
+        raise NotImplementedError
 
     def panel(self) -> Any:
         """Return the run's live panel; as the last line of a cell it shows itself, in any cell, as often as wanted.
@@ -54,31 +64,47 @@ class RunDisplay:
             self._debug_view = load("debug")(self)
         return self._debug_view
 
-    def request_stop(self, grace: float = STOP_GRACE) -> None:
-        """Ask for the run's end and return at once; from any thread. A second call kills.
+    # ---- what the launch calls
 
-        Args:
-            grace: Seconds the ranks have to end by themselves.
-        """
-        stopper = getattr(self, "_stopper", None)
-        if stopper is not None:
-            stopper(grace)
+    def reserve_output(self) -> None:
+        """Keep a place for the panel under the cell that launches now; nothing is shown yet."""
+        if self.config.panel is not False:
+            self._place = here()
+
+    def take_output(self) -> None:
+        """Take that place, so that what the ranks write comes below the panel; from any thread."""
+        if self._place is not None:
+            self._place.show({"text/plain": ""})
+
+    def show_live(self) -> None:
+        """Show the panel in its place; a panel that fails never keeps a run from going on."""
+        place = self._place
+        if place is None:
+            return
+        if self.ended is None and not _try(lambda: self.panel().show(place)):
+            return
+        if self.ended is not None:  # it was faster than its panel
+            if self._view is not None:
+                self._view.close()
+            place.end(self._static())
+        self._launched_under = place.cell
+
+    # ---- what IPython calls
 
     def _repr_html_(self) -> str | None:
         if _cell() and _cell() == self._launched_under:  # its panel stands above already
             return None
-        return str(self.report().html)  # type: ignore[attr-defined]
+        return str(self.report().html)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/plain": repr(self)} if self._repr_html_() is None else self._static()
 
     def _static(self) -> dict[str, str]:
-        bundle: dict[str, str] = self.report().bundle  # type: ignore[attr-defined]
-        return bundle
+        return self.report().bundle
 
     def _ipython_display_(self) -> None:
         """Show the live panel while there is something to watch; otherwise leave it to the static form."""
-        live = getattr(self, "ended", None) is None and _cell() != self._launched_under
+        live = self.ended is None and _cell() != self._launched_under
         if not live or running_kernel() is None or not _try(lambda: self.panel().show()):
             raise NotImplementedError  # IPython then asks for the MIME bundle
 
@@ -87,31 +113,6 @@ def load(name: str) -> Any:
     """Return the class of a view."""
     module, _, attribute = VIEWS[name].partition(":")
     return getattr(import_module(module), attribute)
-
-
-def reserve(run: Run) -> None:
-    """Keep a place for the panel under the cell that launches now; nothing is shown yet."""
-    if run.config.panel is not False:
-        run._place = here()
-
-
-def hold(run: Run) -> None:
-    """Take the place, so that what the ranks write comes below the panel; from any thread."""
-    if run._place is not None:
-        run._place.show({"text/plain": ""})
-
-
-def show(run: Run) -> None:
-    """Show the panel in the run's place; a panel that fails never keeps a run from going on."""
-    if run._place is None:
-        return
-    if run.ended is None and not _try(lambda: run.panel().show(run._place)):
-        return
-    if run.ended is not None:  # it was faster than its panel
-        if run._view is not None:
-            run._view.close()
-        run._place.end(run._static())
-    run._launched_under = run._place.cell
 
 
 def _try(action: Any) -> bool:
@@ -130,4 +131,4 @@ def _cell() -> str:
     return str((header or {}).get("msg_id", ""))
 
 
-__all__ = ["VIEWS", "RunDisplay", "hold", "load", "reserve", "show"]
+__all__ = ["VIEWS", "RunDisplay", "load"]

@@ -66,7 +66,7 @@ def shutdown() -> None:
 def release_held() -> None:
     """Let go of the ranks that failed runs keep for inspection: a new launch needs their place."""
     for run in runs():
-        if run.ended is not None and not run._released.is_set():
+        if run.held:
             run.stop(grace=1.0)
 
 

@@ -7,19 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError
 from notebook_accelerate.launch.output.rank_output import running_kernel
 from notebook_accelerate.launch.processes.warm_rank import warm_rank
-from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
-from notebook_accelerate.launch.run_debugging import prompt
+from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.start import start
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.state.failures import ordered
-from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
@@ -63,7 +62,7 @@ class WarmRanks:
 
     def _start(self) -> Run:
         run = start(self._config, warm_rank)
-        run._prompts_in_cell = True
+        run.commands.prompts.shown_in_cell = True
         deadline = None
         try:
             while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
@@ -125,8 +124,7 @@ class WarmRanks:
         payload = dump_bytes(dict(send), f"one of {', '.join(send)}") if send else b""
         kernel = running_kernel()
         if kernel is not None:
-            cell = kernel.get_parent()
-            self.run._post(lambda group: group.show_under(cell))
+            self.run.commands.show_under(kernel.get_parent())
         hand_out = self._send_apart if payload else self._send
         waiting, pressed = hand_out(wanted, lambda number: CellRequest(number, source, filename, names, payload))
         replies, interrupted = self._collect(waiting, pressed)
@@ -137,7 +135,7 @@ class WarmRanks:
 
     def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
         """Send the cell; return the numbers of its requests, and whether an interrupt came meanwhile."""
-        return self.run._desk.send(wanted, make), False
+        return self.run.commands.requests.send(wanted, make), False
 
     def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
         """Do the same on another thread: variables that are sent along take their time.
@@ -179,7 +177,7 @@ class WarmRanks:
                 if interrupted is not None:
                     self._kill(busy)
                 interrupted = time.monotonic()
-                self.run._post(partial(_interrupt, ranks=busy))
+                self.run.commands.interrupt(busy)
             if interrupted is not None and time.monotonic() - interrupted > DEFAULT_GRACE:
                 self._kill([rank for rank in waiting if rank not in replies])
         return replies, interrupted is not None
@@ -190,10 +188,10 @@ class WarmRanks:
         raise GroupInterrupt(self.run, busy) from None
 
     def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
-        question = self.run._board.take(LOOK_SECONDS / 10, among=waiting.keys() - replies.keys())
-        if question is not None:
-            prompt(question)
-        for rank, reply in self.run._desk.collect(waiting, LOOK_SECONDS).items():
+        prompt = self.run.commands.prompts.take(LOOK_SECONDS / 10, among=waiting.keys() - replies.keys())
+        if prompt is not None:
+            ask_user(prompt)
+        for rank, reply in self.run.commands.requests.collect(waiting, LOOK_SECONDS).items():
             assert isinstance(reply, CellReply), "a cell's request is answered by a cell's reply"
             replies[rank] = reply
 
@@ -217,10 +215,6 @@ class WarmRanks:
         if unknown := [rank for rank in wanted if rank not in known]:
             raise ValueError(f"ranks={unknown} are not ranks of this group; there are {known}")
         return wanted
-
-
-def _interrupt(group: RankGroup, ranks: Iterable[int]) -> None:
-    group.interrupt(ranks)
 
 
 def _headline(chain: tuple[ExceptionInfo, ...]) -> str:

@@ -13,7 +13,7 @@ import threading
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -240,7 +240,7 @@ class Store:
         self.log_total = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
         self._counted: set[int] = set()
-        self._subscribers: list[Callable[[list[Record]], None]] = []
+        self._subscribers: list[Callable[[Sequence[Record]], None]] = []
         self.progress: dict[int, ProgressEvent] = {}
         self.loops: dict[int, ProgressEvent] = {}
         self.resources: dict[int, ResourceEvent] = {}
@@ -261,7 +261,7 @@ class Store:
             ShardingEvent: self._add_sharding,
         }
 
-    def add(self, records: list[Record]) -> None:
+    def add(self, records: Sequence[Record]) -> None:
         """Store ``records`` and call the subscribers."""
         with self._lock:
             for record in records:
@@ -274,14 +274,14 @@ class Store:
         for subscriber in subscribers:
             self._notify(subscriber, records)
 
-    def _notify(self, subscriber: Callable[[list[Record]], None], records: list[Record]) -> None:
+    def _notify(self, subscriber: Callable[[Sequence[Record]], None], records: Sequence[Record]) -> None:
         try:
             subscriber(records)
         except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
             self._unsubscribe(subscriber)
             warnings.warn(f"a subscriber failed and was dropped: {type(error).__name__}: {error}", stacklevel=2)
 
-    def subscribe(self, callback: Callable[[list[Record]], None]) -> Callable[[], None]:
+    def subscribe(self, callback: Callable[[Sequence[Record]], None]) -> Callable[[], None]:
         """Call ``callback(records)`` for all later records, on the supervisor's thread.
 
         Returns:
@@ -291,7 +291,7 @@ class Store:
             self._subscribers.append(callback)
         return lambda: self._unsubscribe(callback)
 
-    def _unsubscribe(self, callback: Callable[[list[Record]], None]) -> None:
+    def _unsubscribe(self, callback: Callable[[Sequence[Record]], None]) -> None:
         with self._lock:
             if callback in self._subscribers:
                 self._subscribers.remove(callback)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.launch.output.rank_output import Publisher
-from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
-from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
-from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
-from notebook_accelerate.telemetry import DisplayEvent
+from notebook_accelerate.launch.state.run_events import AttemptStarted
+from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.telemetry import DisplayEvent, inherited_state
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 from tests.benchmarks.bench import Figure, row
-from tests.support.runs import make_run
+from tests.support.runs import context_of, plan_run
 from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedBackend
 
 COUNTS = (1, 8, 64, 512)
@@ -87,7 +85,7 @@ class Traffic:
         self.sent += len(json.dumps(data, default=str)) + sum(len(buffer) for buffer in buffers or ())
 
 
-class SupervisedRank:
+class WatchedGroup:
     """A group of simulated ranks, its supervisor's thread and its panel.
 
     Args:
@@ -96,15 +94,13 @@ class SupervisedRank:
     """
 
     def __init__(self, ranks: int, backend: Backend) -> None:
-        self.run, self.backend = make_run(ranks, method="spawn"), backend
-        self.run.started = time.time()
-        self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
-        self._calls: list[GroupCall] = []
+        self.run, self.backend = plan_run(ranks, method="spawn", started=time.time()), backend
         self.publisher = _Counting()
+        self._context = context_of(self.run, self.publisher)
         assert self.run.plan is not None
-        self.group = RankGroup(self.run, self.run.plan, self.publisher, self._wake, self._take, PausableClock())
-        self.group.start(backend, 0)
+        self.run.journal.append(AttemptStarted(0))
+        self.group = RankGroup(self._context, self.run.plan)
+        self.group.start(backend, 0, inherited_state.capture())
         self.thread = threading.Thread(target=self.group.supervise, name="supervisor")
         self.thread.start()
         self.events = 0
@@ -112,10 +108,6 @@ class SupervisedRank:
         self.panel = RunPanel(self.run)
         self.traffic = Traffic(self.panel.widget)
         ticker.add(self.panel.binding)
-
-    def _take(self) -> list[GroupCall]:
-        calls, self._calls = self._calls, []
-        return calls
 
     def _note(self, records: list[Record]) -> None:
         self.events += len(records)
@@ -136,12 +128,10 @@ class SupervisedRank:
 
     def close(self) -> None:
         ticker.remove(self.panel.binding)
-        self._calls.append(lambda group: group.stop(1.0, USER_STOP))
-        self._waker.send(b"!")
+        self._context.commands.stop(1.0)
         self.thread.join(60)
         self.backend.wait()
-        self._wake.close()
-        self._waker.close()
+        self._context.commands.close()
 
 
 def _thread_seconds(thread: threading.Thread | None) -> float:
@@ -159,7 +149,7 @@ def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
     """Watch simulated ranks for a while."""
     gc.collect()
     memory = _memory()
-    watched = SupervisedRank(ranks, backend)
+    watched = WatchedGroup(ranks, backend)
     try:
         watched.wait_until_all_run()
         time.sleep(SETTLE_SECONDS)

@@ -12,10 +12,7 @@ from notebook_accelerate.launch.run_display import load
 from notebook_accelerate.telemetry import LogEvent, MetricEvent, ProgressEvent, ResourceEvent
 from tests.support.runs import feed, make_run
 
-run = make_run(64)
-run.started = time.time()
-for info in run.ranks:
-    info.node, info.host = info.rank // 8, f"worker-{info.rank // 8}<b>"
+run = make_run(64, started=time.time(), host_of=lambda rank: (rank // 8, f"worker-{rank // 8}<b>"))
 
 def say(step):
     for info in run.ranks:

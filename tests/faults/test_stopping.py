@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.support.kernel import Cell, Kernel
-from tests.support.launching import alive, open_gate, patient, rank_pids, ready_kernel, said, wait_gone
+from tests.support.launching import alive, patient, rank_pids, ready_kernel, said, wait_gone
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
@@ -111,6 +111,7 @@ def test_the_button_pressed_again_while_ranks_start_kills_them(kernel: Kernel) -
         while not (cell.finished or "back" in cell.stdout):
             kernel.interrupt()
             kernel.pump(0.3)
+        kernel.pump(1.0)  # the last interrupt may have ended the gate already; one more would hit IPython itself
         if not cell.finished:
             kernel.interrupt()
         kernel.finish(cell, timeout=SOON)
@@ -118,7 +119,8 @@ def test_the_button_pressed_again_while_ranks_start_kills_them(kernel: Kernel) -
         assert kernel.value("notebook_accelerate.runs()[-1].status") == "stopped"
 
 
-def test_interrupts_at_any_time_leave_a_working_kernel(kernel: Kernel) -> None:
+def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> None:
+    """It stops the run, or arrives when the run has ended, and then says so; in both cases the cell ends with it."""
     _define(kernel, "time.sleep(0.05)")
     kernel.check("before = list(notebook_accelerate.runs())")
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
@@ -127,24 +129,43 @@ def test_interrupts_at_any_time_leave_a_working_kernel(kernel: Kernel) -> None:
         kernel.wait_for(lambda cell=cell: "here we go" in cell.stdout)
         kernel.pump(delay)
         kernel.interrupt()
-        open_gate(kernel, f"after {delay}")
+        if delay > 0.1:  # one that came when the launch had returned ends the gate; it is opened for no other reason
+            kernel.pump(0.5)
         kernel.finish(cell, timeout=SOON)
-        if cell.ok:  # the run had just ended
-            assert kernel.value("notebook_accelerate.runs()[-1].status") == "succeeded"
-        else:
-            assert "KeyboardInterrupt" in said(cell), said(cell)
-    assert kernel.value("{r.status for r in notebook_accelerate.runs() if r not in before} <= {'succeeded', 'stopped'}")
+        assert "KeyboardInterrupt" in said(cell), said(cell)
+        for number, status, over in kernel.value(
+            "[[run.id, run.status, run.wait(0)] for run in notebook_accelerate.runs() if run not in before][-1:]"
+        ):
+            assert over
+            assert status in ("stopped", "succeeded")
+            if f"the interrupt arrived as run {number} ended" in said(cell):
+                assert status == "succeeded"
+            elif f"run {number} was stopped" in said(cell):
+                assert status == "stopped"
+
+
+def test_a_loop_of_launches_ends_with_the_run_that_is_interrupted(kernel: Kernel) -> None:
+    """An interrupt that lands as a run succeeds must not be lost for the code that follows."""
+    _define(kernel, "pass")
+    for press in range(12):
+        cell = kernel.submit("while True:\n    print('next', flush=True)\n    launch(train)")
+        kernel.wait_for(lambda cell=cell, press=press: cell.stdout.count("next") > press % 3)
+        kernel.pump(0.013 * press)
+        kernel.interrupt()
+        begun = cell.stdout.count("next")
+        kernel.finish(cell, timeout=SOON)
+        assert "KeyboardInterrupt" in said(cell), said(cell)
+        assert cell.stdout.count("next") <= begun + 3, "at most what was on its way to this test already"
 
 
 def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
     """The interrupt came in time or too late, and the run, its ranks and the cell agree on which it was."""
     kernel.check("last = notebook_accelerate.runs()[-1]")
     status, states = kernel.value("[last.status, [info.state for info in last.ranks]]")
-    if cell.ok:
+    assert "KeyboardInterrupt" in said(cell)
+    if "the interrupt arrived as run" in said(cell):
         assert (status, states) == ("succeeded", ["succeeded", "succeeded"])
     else:
-        assert cell.error is not None
-        assert "KeyboardInterrupt" in said(cell)
         assert status == "stopped"
 
 

@@ -413,7 +413,7 @@ def test_breaking_into_a_rank_that_runs(kernel: Kernel, answers: Answers) -> Non
 
 
 def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
-    kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
+    kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
     cell = kernel.check("run.cast('p loss', timeout=60)")
     assert without_colours(cell.result_text or "") == "rank 0 │ 0.5\nrank 1 │ 1.5"
     assert kernel.value("dict(run.cast('p loss', ranks=[1], timeout=60))") == {"1": "1.5\n"}
@@ -422,7 +422,7 @@ def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
 
 
 def test_asking_leaves_what_was_typed_at_a_breakpoint(kernel: Kernel) -> None:
-    kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
+    kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
     kernel.check("run.cast('loss = 9.5', timeout=60)")
     assert kernel.value("run.ask('loss + 1', timeout=60)") == {"0": 10.5, "1": 10.5}
     assert kernel.value("run.complete('los', timeout=60)") == ["loss"]
@@ -450,7 +450,7 @@ def test_post_mortem_of_a_run_that_failed(kernel: Kernel, answers: Answers) -> N
         "[rank 1] 70",
     ]
     assert re.search(r"> Cell In\[\d+\]\(\d+\)deep\(\)", shown)
-    kernel.check("until(lambda: run._released.is_set())")
+    kernel.check("until(lambda: not run.held)")
 
 
 def test_the_next_launch_lets_failed_ranks_go(kernel: Kernel) -> None:
@@ -509,7 +509,7 @@ def test_pausing_holds_all_ranks_and_the_time_limits(kernel: Kernel) -> None:
 
 
 def test_equal_stacks_are_folded(kernel: Kernel) -> None:
-    kernel.check("run = go(both_stop); until(lambda: run._board.debugged() == [0, 1])")
+    kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
     kernel.check("until(lambda: repr(run.stacks()).startswith('ranks 0, 1:\\n  Cell In['))")
     cell = kernel.check("run.stacks()")
     assert cell.result_text is not None

@@ -110,7 +110,7 @@ def test_ranks_of_other_notebooks_are_asked_and_looked_at(pair: Notebooks) -> No
     assert "in meet" in stacks[0]
     assert "rank 0" in stacks[0] or "ranks 0" in stacks[0]
     assert pair.kernels[0].value("[run.pause(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["paused"] * 3
-    stands = "run._stopper.__self__._watch.standing"
+    stands = "run.commands.clock.suspended"
     pair.wait_until_all(stands)
     assert pair.kernels[0].value("[run.resume(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["resumed"] * 3
     pair.wait_until_all(f"not {stands}")

@@ -67,7 +67,7 @@ def debugged(kernel: Kernel, call: str) -> str:
     """Open the debugger of rank 1, which may take longer to be there than a call waits for it; return what is shown."""
     shown = kernel.check(call, timeout=300).plain
     if "[rank 1] " not in shown:
-        kernel.until("1 in run._board.debugged()", 300)
+        kernel.until("1 in run.commands.prompts.debugged()", 300)
         shown = kernel.check(call, timeout=300).plain
     return shown
 
@@ -138,5 +138,5 @@ def test_ranks_elsewhere_are_looked_into_while_they_run_and_kept_when_they_fail(
     assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40  # where it stands, in a barrier
     kernel.types("p value", "q")
     assert "[rank 1] 41" in debugged(kernel, "run.debug()")
-    kernel.until("run._released.is_set()", 300)
+    kernel.until("not run.held", 300)
     assert set(kernel.value(ON_RAY)) == {"ray"}

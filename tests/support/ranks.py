@@ -26,7 +26,7 @@ from typing import Any
 
 import cloudpickle
 
-from notebook_accelerate.launch.plan import ports
+from notebook_accelerate.launch.processes import ports
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = [

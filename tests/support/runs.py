@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch import LaunchPlan, Run
+from notebook_accelerate.launch.output.rank_output import Publisher, TextPublisher
+from notebook_accelerate.launch.state.run_events import (
+    RUN,
+    AttemptEnded,
+    AttemptStarted,
+    FailuresRecorded,
+    RankExited,
+    RankFailed,
+    RankRunning,
+    RankStarted,
+    RunCreated,
+    RunEnded,
+    RunEvent,
+    RunPlanned,
+)
+from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
+from notebook_accelerate.launch.supervisor.run_context import RunContext
 from notebook_accelerate.telemetry import Event, RankFailure
 from notebook_accelerate.telemetry.store import Record
 
 START = 1_000_000.0
+HostOf = Callable[[int], tuple[int, str]]
 
 
 class Clock:
@@ -27,38 +45,70 @@ class Clock:
         self.now += seconds
 
 
-def make_run(ranks: int = 2, method: str = "fork", **settings: Any) -> Run:
-    """Return a run that looks as if its ranks had just started, at `START`."""
-    run = Run(LaunchConfig(num_processes=ranks, **settings), "train")
-    run.started = START
-    run._planned(
-        LaunchPlan(
-            start_method=method, reason="as asked", num_processes=ranks, world_size=ranks, first_rank=0,
-            accelerator="cpu", backend="gloo" if ranks > 1 else "", threads=1, master_addr="127.0.0.1", port=29500,
-            loopback="lo",
-        )
+def plan_run(ranks: int = 2, method: str = "fork", started: float = START, **settings: Any) -> Run:
+    """Return a run whose ranks are planned and not started."""
+    return Run.rebuilt(LaunchConfig(num_processes=ranks, **settings), "train", _planned(ranks, method, started))
+
+
+def make_run(
+    ranks: int = 2, method: str = "fork", started: float = START, host_of: HostOf = lambda _: (0, ""), **settings: Any
+) -> Run:
+    """Return a run that looks as if its ranks had just started, at ``started``: rebuilt from a journal.
+
+    Args:
+        ranks: How many.
+        method: The start method of the plan.
+        started: Seconds since the epoch.
+        host_of: Returns the node and the host of a rank.
+        settings: Fields of the ``LaunchConfig``.
+    """
+    events: list[RunEvent] = [AttemptStarted(0)]
+    events += [RankStarted(rank, 100 + rank, *host_of(rank)) for rank in range(ranks)]
+    events += [RankRunning(rank) for rank in range(ranks)]
+    records = [*_planned(ranks, method, started), *(Record(RUN, started, event) for event in events)]
+    return Run.rebuilt(LaunchConfig(num_processes=ranks, **settings), "train", records)
+
+
+def _planned(ranks: int, method: str, started: float) -> list[Record]:
+    plan = LaunchPlan(
+        start_method=method, reason="as asked", num_processes=ranks, world_size=ranks, first_rank=0,
+        accelerator="cpu", backend="gloo" if ranks > 1 else "", threads=1, master_addr="127.0.0.1", port=29500,
+        loopback="lo",
     )  # fmt: skip
-    run._begin_attempt(0)
-    run._set_status("running")
-    for info in run.ranks:
-        info.state, info.pid = "running", 100 + info.rank
-    return run
+    return [Record(RUN, started, event) for event in (RunCreated("train"), RunPlanned(plan, 0, ranks))]
+
+
+def context_of(run: Run, publisher: Publisher | None = None) -> RunContext:
+    """Return what a supervisor of ``run`` would share among its parts; close its ``commands`` afterwards."""
+    commands = CommandQueue()
+    run.commands = commands
+    return RunContext(run.id, run.config, run.function_name, run.journal, commands, publisher or TextPublisher())
 
 
 def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:
-    """Put events into the run's store, as if a rank had sent them."""
-    run.store.add([Record(rank, at, event) for event in events])
+    """Append events to the run's journal, as if a rank had sent them."""
+    run.journal.add([Record(rank, at, event) for event in events])
 
 
-def end(run: Run, status: str = "succeeded", failures: tuple[RankFailure, ...] = (), at: float | None = None) -> None:
+def end(
+    run: Run,
+    status: str = "succeeded",
+    failures: tuple[RankFailure, ...] = (),
+    at: float | None = None,
+    exit_of: Callable[[int], str] = lambda _: "",
+) -> None:
     """End the run, with these failures where there are any."""
-    run.failures = failures
-    for info in run.ranks:
-        info.state = "failed" if any(failure.rank == info.rank for failure in failures) else status
-    run._end_attempt(status)
-    run._finish(status, WorkerError("it failed", run, failures) if failures else None)
-    if at is not None:
-        run.ended = at
+    journal = run.journal
+    for failure in failures:
+        journal.append(RankFailed(failure))
+    for info in journal.state.ranks:
+        state = "failed" if info.state == "failed" else status
+        text = exit_of(info.rank) or ("exit 0" if state == "succeeded" else "exit 1")
+        journal.append(RankExited(info.rank, state, text))
+    journal.append(FailuresRecorded(failures))
+    journal.append(AttemptEnded(status), at)
+    error = ("WorkerError", "it failed") if failures else ("", "")
+    journal.append(RunEnded(status, *error), at)
 
 
-__all__ = ["START", "Clock", "end", "feed", "make_run"]
+__all__ = ["START", "Clock", "context_of", "end", "feed", "make_run", "plan_run"]

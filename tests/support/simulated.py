@@ -28,7 +28,8 @@ from notebook_accelerate.launch.hosts.remote.host_connection import HostConnecti
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, call
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.rank_process import Ends, Exit, LocalRank, ProcessBackend, RankProcess
+from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, ProcessBackend, RankProcess
+from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import (
     Channel,
     Event,
@@ -219,7 +220,7 @@ class _Voice:
                 self._say(self._number)
                 self._number, self.due = self._number + 1, self.due + self._period
                 return True
-            self._channel.send(StatusEvent("succeeded"), ResultEvent(pickle.dumps(self._rank)))
+            self._channel.send(ResultEvent(pickle.dumps(self._rank)))
         for descriptor in (self._stdout, self._stderr):
             os.close(descriptor)
         self._channel.close()

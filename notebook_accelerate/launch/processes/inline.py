@@ -7,30 +7,44 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.config.launch_arguments import launch_arguments_set
-from notebook_accelerate.errors import RunInterrupted
 from notebook_accelerate.launch.plan.planner import rank_environment
 from notebook_accelerate.launch.state import error_messages
+from notebook_accelerate.launch.state.run_events import (
+    AttemptEnded,
+    AttemptStarted,
+    FailuresRecorded,
+    RankExited,
+    RankFailed,
+    RankReturned,
+    RankRunning,
+    RankStarted,
+    RunEnded,
+)
+from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, tracebacks
-from notebook_accelerate.telemetry.store import Record, Store
+from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.worker import shared_state
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.telemetry import Event
 
 
 class _DirectSink:
     """Takes the place of a worker's sink: events go straight to the store."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
 
     def emit(self, event: Event) -> None:
-        self._store.add([Record(0, time.time(), event)])
+        self._journal.add([Record(0, time.time(), event)])
 
     send = emit
 
@@ -41,8 +55,8 @@ class _DirectSink:
 class _Tee:
     """A standard stream that also keeps what passes for ``run.logs()``."""
 
-    def __init__(self, stream: TextIO, name: str, store: Store) -> None:
-        self._stream, self._name, self._store, self._rest = stream, name, store, ""
+    def __init__(self, stream: TextIO, name: str, journal: Journal) -> None:
+        self._stream, self._name, self._journal, self._rest = stream, name, journal, ""
 
     def write(self, text: str) -> int:
         lines, newline, self._rest = (self._rest + text).rpartition("\n")
@@ -52,7 +66,7 @@ class _Tee:
         return len(text)
 
     def _keep(self, text: str) -> None:
-        self._store.add([Record(0, time.time(), LogEvent(self._name, text))])
+        self._journal.add([Record(0, time.time(), LogEvent(self._name, text))])
 
     def finish(self) -> None:
         """Keep an unfinished last line too."""
@@ -63,18 +77,34 @@ class _Tee:
         return getattr(self._stream, name)
 
 
+@dataclass(frozen=True)
+class InlineContext:
+    """A run in the kernel itself.
+
+    Attributes:
+        id: The run's number in this kernel.
+        config: What the launch was asked to do.
+        plan: What was planned.
+        journal: What happens is appended here.
+    """
+
+    id: int
+    config: LaunchConfig
+    plan: LaunchPlan
+    journal: Journal
+
+
 @contextmanager
-def _guest(run: Run) -> Iterator[None]:
+def _guest(run: InlineContext) -> Iterator[None]:
     """Lend the kernel a rank's environment, sink and streams, and take all of it back."""
-    assert run.plan is not None
     before = dict(os.environ)
     sink, streams = current_sink(), (sys.stdout, sys.stderr)
     variables = worker_variables(mixed_precision=run.config.mixed_precision, cpu=run.config.cpu)
-    tees = _Tee(sys.stdout, "stdout", run.store), _Tee(sys.stderr, "stderr", run.store)
+    tees = _Tee(sys.stdout, "stdout", run.journal), _Tee(sys.stderr, "stderr", run.journal)
     try:  # from here on, for an interrupt may come between any two lines
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
-        install_sink(_DirectSink(run.store))  # type: ignore[arg-type]
+        install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
         with shared_state.isolated(), launch_arguments_set(run.config.accelerator):
             yield
     finally:
@@ -87,40 +117,55 @@ def _guest(run: Run) -> Iterator[None]:
         os.environ.update(before)
 
 
-def execute(run: Run, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Run the function in this process and write its end into ``run``.
+def execute(context: InlineContext, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Run the function in this process and record its end.
 
     Raises:
-        RunInterrupted: The user stopped it.
+        KeyboardInterrupt: The user stopped it.
     """
-    run._begin_attempt(0)
-    run._set_status("running")
-    info = run._info(0)
-    info.pid, info.state = os.getpid(), "running"
+    journal = context.journal
+    journal.append(AttemptStarted(0))
+    journal.append(RankStarted(0, os.getpid()))
+    journal.append(RankRunning(0))
     try:
-        with _guest(run):
-            info.result = function(*arguments)
-    except KeyboardInterrupt as stop:
-        info.state = "stopped"
-        run._end_attempt("stopped")
-        run._finish("stopped", error_messages.stopped(run))
-        raise RunInterrupted(run) from stop
+        with _guest(context):
+            journal.append(RankReturned(0, function(*arguments)))
+    except KeyboardInterrupt:
+        _end(context, error_messages.stopped(context.id, journal.state.started))
+        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own, kept in the run
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            _fail(run, error)
+            _fail(context, error)
             return
-    info.state = "succeeded"
-    run._end_attempt("succeeded")
-    run._finish("succeeded", None)
+    _end(context, RunEnded("succeeded"))
 
 
-def _fail(run: Run, error: BaseException) -> None:
+def end_before_start(context: InlineContext) -> None:
+    """End a run that was interrupted before its function had begun: who stops all runs waits for this one's end too."""
+    state = context.journal.state
+    if state.ended is None:
+        _end(context, error_messages.stopped(context.id, state.started))
+
+
+def _end(context: InlineContext, ended: RunEnded) -> None:
+    journal = context.journal
+    if journal.state.attempt_status == "running":
+        rank = journal.state.rank(0)
+        if not rank.exited:
+            journal.append(RankExited(0, rank.state if rank.state in ENDED else ended.status, ""))
+        journal.append(AttemptEnded(ended.status))
+    journal.append(ended)
+
+
+def _fail(context: InlineContext, error: BaseException) -> None:
     chain = tracebacks.chain_of(error)
     kind = "exit" if isinstance(error, SystemExit) else "exception"
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")
     if isinstance(error, SystemExit):
         message = f"the function called sys.exit({error.code!r})"
-    run.failures = (RankFailure(0, kind, time.time(), message, chain, error),)
-    run._info(0).state = "failed"
-    run._end_attempt(error_messages.headline(run.failures))
-    run._finish("failed", error_messages.worker_error(run))
+    failure = RankFailure(0, kind, time.time(), message, chain, error)
+    context.journal.append(RankFailed(failure))
+    context.journal.append(RankExited(0, "failed", ""))
+    context.journal.append(FailuresRecorded([failure]))
+    context.journal.append(AttemptEnded(error_messages.headline([failure])))
+    context.journal.append(error_messages.failed(context.id, context.journal.state))

@@ -9,12 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.debug.process_inspection import ProcessInspector, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import Channel, Stamped
 from notebook_accelerate.telemetry.channel import Sender
 
@@ -25,29 +25,6 @@ if TYPE_CHECKING:
 PIPE_BYTES = 1 << 20
 """Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
 READ_BYTES = 1 << 18
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How a process ended.
-
-    Attributes:
-        code: Exit status; None when a signal ended it, or when it is unknown.
-        signal: Number of the signal that ended it; None otherwise.
-        max_rss: Peak resident memory in bytes; 0 when unknown.
-        lost: Why its end is unknown, as "node 1 (c3-n07) was lost"; "" when it is known.
-    """
-
-    code: int | None = None
-    signal: int | None = None
-    max_rss: int = 0
-    lost: str = ""
-
-    @classmethod
-    def from_status(cls, status: int, max_rss_kib: int) -> Exit:
-        """Convert the result of ``os.wait4``."""
-        code = os.waitstatus_to_exitcode(status)
-        return cls(code if code >= 0 else None, -code if code < 0 else None, max_rss_kib * 1024)
 
 
 class Ends:
@@ -349,4 +326,4 @@ class OwnChild(LocalRank):
         return Exit.from_status(status, usage.ru_maxrss) if pid else None
 
 
-__all__ = ["Ends", "Exit", "LocalRank", "OwnChild", "ProcessBackend", "RankListener", "RankProcess", "pidfd_of"]
+__all__ = ["Ends", "LocalRank", "OwnChild", "ProcessBackend", "RankListener", "RankProcess", "pidfd_of"]

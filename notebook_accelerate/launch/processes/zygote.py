@@ -24,7 +24,8 @@ from notebook_accelerate.launch.processes.pickled_orders import (
     log_tail,
     uninterrupted,
 )
-from notebook_accelerate.launch.processes.rank_process import Ends, Exit, LocalRank, RankProcess
+from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, RankProcess
+from notebook_accelerate.launch.state.rank_exit import Exit
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder

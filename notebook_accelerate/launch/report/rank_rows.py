@@ -12,7 +12,8 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.step_time import PARTS
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.run import RankInfo, Run
+    from notebook_accelerate.launch.state.run_state import RankInfo
+    from notebook_accelerate.launch.state.run_view import RunView
     from notebook_accelerate.telemetry import Store
 
 MAX_NAMES = 72
@@ -21,7 +22,7 @@ SLOWEST = 8
 """Of many ranks, the step times of this many are listed."""
 
 
-def tables(run: Run) -> list[tuple[str, Rows]]:
+def tables(run: RunView) -> list[tuple[str, Rows]]:
     """Return the tables of the ranks, with their captions."""
     infos = run.ranks
     if len(infos) <= MANY:
@@ -29,19 +30,19 @@ def tables(run: Run) -> list[tuple[str, Rows]]:
     return [("Nodes", _node_rows(run, infos)), (f"{len(infos):,} ranks, by state", _state_rows(run, infos))]
 
 
-def _rank_rows(run: Run, infos: Sequence[RankInfo]) -> Rows:
+def _rank_rows(run: RunView, infos: Sequence[RankInfo]) -> Rows:
     several = len({info.node for info in infos}) > 1
     rows = [["rank", *(["node"] if several else []), "pid", "state", "last step", "peak memory", "exit"]]
     return rows + [_rank_row(run, info, several=several) for info in infos]
 
 
-def _rank_row(run: Run, info: RankInfo, *, several: bool) -> list[str]:
+def _rank_row(run: RunView, info: RankInfo, *, several: bool) -> list[str]:
     node = [f"{info.node} {info.host}".rstrip()] if several else []
     peak = byte_size(run.store.peak_memory.get(info.rank), "")
     return [str(info.rank), *node, str(info.pid or ""), info.state, _range([_step(info)]), peak, info.exit]
 
 
-def _node_rows(run: Run, infos: Sequence[RankInfo]) -> Rows:
+def _node_rows(run: RunView, infos: Sequence[RankInfo]) -> Rows:
     groups = by_node(infos)
     rows = [["node", "ranks", "states", "slowest step", "sum of peak memory"]]
     for members in groups.values():
@@ -57,7 +58,7 @@ def _node_rows(run: Run, infos: Sequence[RankInfo]) -> Rows:
     return rows
 
 
-def _state_rows(run: Run, infos: Sequence[RankInfo]) -> Rows:
+def _state_rows(run: RunView, infos: Sequence[RankInfo]) -> Rows:
     """Return a row for each group of ranks with the same state and exit, the worst first."""
     groups: dict[tuple[str, str], list[RankInfo]] = {}
     for info in infos:
@@ -71,7 +72,7 @@ def _state_rows(run: Run, infos: Sequence[RankInfo]) -> Rows:
     return rows
 
 
-def step_time_rows(run: Run) -> Rows:
+def step_time_rows(run: RunView) -> Rows:
     """Return, per rank, milliseconds per step and the share of each part; only the head before the first event.
 
     Of many ranks: the mean of all, and the ranks whose own work takes longest.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from notebook_accelerate.errors import WorkerError
-    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.state.run_view import RunView
     from notebook_accelerate.telemetry import RankFailure, Store
 
 MAX_CURVES = 24
@@ -49,7 +49,7 @@ class Report:
         run: The run.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         self.run = run
 
     @property
@@ -172,7 +172,7 @@ class Report:
         return self.text
 
 
-def config_rows(run: Run) -> Rows:
+def config_rows(run: RunView) -> Rows:
     """Return the settings of a run; of ``env`` and ``rdzv_conf`` only the names, since a value may be a secret."""
     rows = [["setting", "value"]]
     for name, value in run.config.non_default().items():
@@ -195,7 +195,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def environment_rows(run: Run) -> Rows:
+def environment_rows(run: RunView) -> Rows:
     """Return the versions and the machine of a run."""
     rows = [["environment", "version"], ["python", f"{platform.python_version()} on {platform.platform()}"]]
     rows += [[name, version] for name, version in _versions().items()]

@@ -11,7 +11,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.state.run_view import RunView
 
 ShardReports = Mapping[int, ShardReport]
 
@@ -21,7 +21,7 @@ MAX_GROUPS = 6
 """More groups of ranks are merged, and their bytes shown as a range."""
 
 
-def latest_reports(run: Run) -> ShardReports:
+def latest_reports(run: RunView) -> ShardReports:
     """Return the shard reports of a run's latest attempt, by rank.
 
     Args:

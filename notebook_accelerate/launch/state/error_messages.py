@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.errors import RunStoppedError, WorkerDiedError, WorkerError
+from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.run_events import RunEnded
 from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.payload import is_cell
 from notebook_accelerate.telemetry.rank_names import rank_names
@@ -14,7 +16,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.state.run_state import RunState
     from notebook_accelerate.telemetry import RankFailure
 
 
@@ -38,22 +40,23 @@ def headline(found: Sequence[RankFailure]) -> str:
     return f"{rank_names([f.rank for f in group])}: {text}{where}"
 
 
-def worker_error(run: Run) -> WorkerError:
-    """Return the error of a run that failed; its cause is the original exception, where there is one."""
-    first = run.failures[0]
-    kind = WorkerDiedError if first.kind in ("signal", "exit", "lost") and not first.chain else WorkerError
-    verb = "failed first" if len(run.failures) > 1 else "failed"
-    message = f"run {run.id} failed. {headline(run.failures)}"
-    if len(failures.grouped(list(run.failures))) > 1:
-        message = f"run {run.id}: {rank_names([first.rank])} {verb}: {headline(run.failures).partition(': ')[2]}"
-    if len(run.attempts) > 1:
-        message += f" (attempt {len(run.attempts)})"
-    return kind(message, run, run.failures)
+def failed(run_id: int, state: RunState) -> RunEnded:
+    """Return how a run ends whose ranks failed."""
+    found = state.failures
+    first = found[0]
+    kind = "WorkerDiedError" if first.kind in ("signal", "exit", "lost") and not first.chain else "WorkerError"
+    verb = "failed first" if len(found) > 1 else "failed"
+    message = f"run {run_id} failed. {headline(found)}"
+    if len(failures.grouped(list(found))) > 1:
+        message = f"run {run_id}: {rank_names([first.rank])} {verb}: {headline(found).partition(': ')[2]}"
+    if len(state.attempts) > 1:
+        message += f" (attempt {len(state.attempts)})"
+    return RunEnded("failed", kind, message)
 
 
-def stopped(run: Run) -> RunStoppedError:
-    """Return the error of a run that the user stopped."""
-    return RunStoppedError(f"run {run.id} was stopped after {run.elapsed:.1f} s", run)
+def stopped(run_id: int, started: float) -> RunEnded:
+    """Return how a run ends that the user stopped; ``started`` is in seconds since the epoch."""
+    return RunEnded("stopped", "RunStoppedError", f"run {run_id} was stopped after {time.time() - started:.1f} s")
 
 
 def original(error: WorkerError) -> BaseException | None:

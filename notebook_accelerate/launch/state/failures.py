@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from notebook_accelerate.errors import NotebookAccelerateError
-from notebook_accelerate.launch.processes.rank_process import Exit
+from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import FailureEvent, RankFailure, tracebacks
 from notebook_accelerate.telemetry.payload import is_cell, load_bytes
 from notebook_accelerate.telemetry.sampler import machine_memory
@@ -65,6 +65,13 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:
     name = _signal_name(end.signal)
     message = f"killed by {name} (signal {end.signal}){_cause(end, oom_kills)}"
     return RankFailure(rank, "signal", now, message, signal=end.signal)
+
+
+def exit_text(end: Exit) -> str:
+    """Return how a process ended, as "exit 0", "SIGKILL" or "lost"."""
+    if end.lost:
+        return "lost"
+    return f"exit {end.code}" if end.signal is None else _signal_name(end.signal)
 
 
 def _signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Ranks that wait for a line of text, and who answers them."""
+"""Ranks that wait for a line of text, and the queue from which the user's cell takes their prompts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Prompt:
         rank: Global index.
         request: What it asks.
         channel: The way down to it.
-        answered: Called with the rank as soon as it is answered here.
-        here: Whether this notebook's user is asked; of another notebook's rank the question can be answered here too.
+        on_answer: Called with the rank as soon as it is answered here.
+        here: Whether this notebook's user is asked; a prompt of another notebook's rank can be answered here too.
         over: Whether it has been answered.
     """
 
     rank: int
     request: InputRequest
     channel: Sender
-    answered: Callable[[int], None]
+    on_answer: Callable[[int], None]
     here: bool = True
     over: bool = False
 
@@ -39,14 +39,18 @@ class Prompt:
         return self.request.kind == "debugger"
 
     def answer(self, text: str | None) -> None:
-        """Send the line; None means there is none. A rank that has ended meanwhile needs no answer."""
-        self.answered(self.rank)
+        """Send the line; None means end of file. A rank that has ended meanwhile needs no answer."""
+        self.on_answer(self.rank)
         with suppress(ChannelClosedError):
             self.channel.send(InputReply(text, self.request.number))
 
 
 class PromptQueue:
-    """The open questions of a run, one per rank at most; safe from any thread."""
+    """The open prompts of a run, one per rank at most; safe from any thread.
+
+    Attributes:
+        shown_in_cell: Whether a cell that waits for its ranks shows their prompts, besides ``wait`` and ``debug``.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -55,24 +59,25 @@ class PromptQueue:
         self._debugged: set[int] = set()
         self._closed = False
         self._endings = 0
+        self.shown_in_cell = False
 
-    def put(self, question: Prompt) -> None:
-        """A rank asks."""
+    def put(self, prompt: Prompt) -> None:
+        """Add the prompt of a rank."""
         with self._changed:
-            self._open[question.rank] = self._last[question.rank] = question
-            if question.of_debugger:
-                self._debugged.add(question.rank)
+            self._open[prompt.rank] = self._last[prompt.rank] = prompt
+            if prompt.of_debugger:
+                self._debugged.add(prompt.rank)
             self._changed.notify_all()
 
-    def give_back(self, question: Prompt) -> None:
-        """Whoever took a question has not answered it: it is open again, unless it is over meanwhile."""
+    def give_back(self, prompt: Prompt) -> None:
+        """Put back a prompt that was taken and not answered, unless it has been answered elsewhere."""
         with self._changed:
-            if self._last.get(question.rank) is question and not question.over:
-                self._open[question.rank] = question
+            if self._last.get(prompt.rank) is prompt and not prompt.over:
+                self._open[prompt.rank] = prompt
                 self._changed.notify_all()
 
     def drop(self, rank: int) -> None:
-        """A rank has ended, or its debugger has let it go: it asks nothing any longer."""
+        """Remove the prompt of a rank that has ended, or whose debugger has let it go."""
         with self._changed:
             self._open.pop(rank, None)
             self._last.pop(rank, None)
@@ -80,7 +85,7 @@ class PromptQueue:
             self._changed.notify_all()
 
     def withdraw(self, rank: int, number: int) -> None:
-        """A rank has its answer to question ``number``, from here or from another notebook."""
+        """Remove prompt ``number`` of a rank: it has its answer, from here or from another notebook."""
         with self._changed:
             last = self._last.get(rank)
             if last is not None and last.request.number == number:
@@ -89,14 +94,14 @@ class PromptQueue:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """The run has ended."""
+        """Let nobody wait for prompts any longer: the run has ended."""
         with self._changed:
             self._closed = True
             self._endings += 1
             self._changed.notify_all()
 
     def reopen(self) -> None:
-        """Ranks are held after the end of the run: they may ask again."""
+        """Take prompts again: ranks are held after the end of the run."""
         with self._changed:
             self._closed = False
 
@@ -105,43 +110,43 @@ class PromptQueue:
         with self._changed:
             return sorted(self._debugged)
 
-    def asks(self, rank: int) -> bool:
-        """Whether a rank has an open question."""
+    def is_open(self, rank: int) -> bool:
+        """Whether a rank has an open prompt."""
         with self._changed:
             return rank in self._open
 
-    def open_questions(self) -> list[Prompt]:
-        """Return the open questions, by rank."""
+    def open_prompts(self) -> list[Prompt]:
+        """Return the open prompts, by rank."""
         with self._changed:
             return [self._open[rank] for rank in sorted(self._open)]
 
     def take(
         self, timeout: float | None = None, rank: int | None = None, among: Collection[int] | None = None
     ) -> Prompt | None:
-        """Wait for a question and take it.
+        """Wait for a prompt and take it.
 
         Args:
             timeout: Seconds; None waits until the run ends.
             rank: Only of this rank, and only while its debugger holds it.
-            among: Only of these ranks; None means those whose questions are for this notebook's user.
+            among: Only of these ranks; None means those whose prompts are for this notebook's user.
 
         Returns:
-            The question; None when the time is over, the run has ended, or the debugger has let ``rank`` go.
+            The prompt; None when the time is over, the run has ended, or the debugger has let ``rank`` go.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             ending = self._endings
             while not self._closed and ending == self._endings:
-                if (question := self._next(rank, among)) is not None:
-                    return self._open.pop(question.rank)
+                if (prompt := self._next(rank, among)) is not None:
+                    return self._open.pop(prompt.rank)
                 left = None if deadline is None else deadline - time.monotonic()
                 if (left is not None and left <= 0) or (rank is not None and timeout is None and self._let_go(rank)):
                     return None
                 self._changed.wait(left)
             return None
 
-    def await_question(self, rank: int, timeout: float) -> Prompt | None:
-        """Wait until the debugger of ``rank`` asks again, and leave the question open; None when it does not."""
+    def await_prompt(self, rank: int, timeout: float) -> Prompt | None:
+        """Wait until the debugger of ``rank`` asks again, and leave the prompt open; None when it does not."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and not self._let_go(rank) and (left := deadline - time.monotonic()) > 0:
@@ -158,16 +163,19 @@ class PromptQueue:
                 self._changed.wait(left)
 
     def claim(self, rank: int) -> Prompt | None:
-        """Take the open question of ``rank``'s debugger without waiting."""
+        """Take the open prompt of ``rank``'s debugger without waiting."""
         with self._changed:
-            question = self._open.get(rank)
-            return self._open.pop(rank) if question is not None and question.of_debugger else None
+            prompt = self._open.get(rank)
+            return self._open.pop(rank) if prompt is not None and prompt.of_debugger else None
 
     def _next(self, rank: int | None, among: Collection[int] | None) -> Prompt | None:
         if rank is not None:
             return self._open.get(rank)
-        wanted = [each for each, question in self._open.items() if (question.here if among is None else each in among)]
+        wanted = [each for each, prompt in self._open.items() if (prompt.here if among is None else each in among)]
         return self._open[min(wanted)] if wanted else None
 
     def _let_go(self, rank: int) -> bool:
         return rank not in self._debugged
+
+
+__all__ = ["Prompt", "PromptQueue"]

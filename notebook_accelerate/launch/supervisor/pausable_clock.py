@@ -1,4 +1,4 @@
-"""Time that stands still while a user is being asked."""
+"""The clock of a run's time limits: monotonic, and suspended while a user is asked or the machine sleeps."""
 
 from __future__ import annotations
 
@@ -15,51 +15,58 @@ class Elsewhere(NamedTuple):
 
 
 class PausableClock:
-    """Seconds since the epoch, less the time during which somebody waited for the user; safe from any thread."""
+    """Seconds on ``time.monotonic``, less those that do not count; safe from any thread.
+
+    Attributes:
+        started: What the clock showed when it was made.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pauses: list[tuple[float, float]] = []
-        self._since: dict[Hashable, float] = {}
+        self._holders: set[Hashable] = set()
+        self._held_at = self._left_out = 0.0
+        self.started = self.now()
 
     def now(self) -> float:
-        """Return the time by this watch."""
-        return self.at(time.time())
-
-    def at(self, moment: float) -> float:
-        """Return what this watch showed, or will show if it goes on standing, at a ``time.time()``."""
-        if not (self._pauses or self._since):  # asked for every message of every rank
-            return moment
+        """Return the seconds that count so far."""
         with self._lock:
-            open_one = [(min(self._since.values()), moment)] if self._since else []
-            return moment - sum(max(0.0, min(moment, end) - begin) for begin, end in [*self._pauses, *open_one])
+            return (self._held_at if self._holders else time.monotonic()) - self._left_out
 
-    def pause(self, who: Hashable) -> None:
-        """``who``, as a rank, begins to wait for the user."""
+    def pause(self, holder: Hashable) -> None:
+        """Suspend the clock until ``holder``, as a rank that waits for the user, resumes it."""
         with self._lock:
-            self._since.setdefault(who, time.time())
+            if not self._holders:
+                self._held_at = time.monotonic()
+            self._holders.add(holder)
 
-    def resume(self, who: Hashable) -> None:
-        """``who`` waits no longer; the watch goes on once nobody does."""
+    def resume(self, holder: Hashable) -> None:
+        """End the suspension by ``holder``, if there is one; the clock goes on once no holder is left."""
         with self._lock:
-            began = min(self._since.values(), default=0.0)
-            if self._since.pop(who, None) is None:
-                return
-            until = min(self._since.values(), default=time.time())  # from then on the others' own pause counts
-            if began < until:
-                self._pauses.append((began, until))
+            if holder in self._holders:
+                self._holders.discard(holder)
+                if not self._holders:
+                    self._left_out += time.monotonic() - self._held_at
 
-    def waiting_here(self) -> list[Hashable]:
-        """Return who waits, without those who do in other notebooks."""
+    def leave_out(self, seconds: float) -> None:
+        """Do not count the last ``seconds``: this process did not run."""
         with self._lock:
-            return [who for who in self._since if not isinstance(who, Elsewhere)]
+            if not self._holders:
+                self._left_out += seconds
+
+    def holders_here(self) -> list[Hashable]:
+        """Return who suspends the clock, without those in other notebooks."""
+        with self._lock:
+            return [holder for holder in self._holders if not isinstance(holder, Elsewhere)]
 
     def forget_elsewhere(self) -> None:
-        """Nobody waits in other notebooks any longer."""
-        for who in [who for who in list(self._since) if isinstance(who, Elsewhere)]:
-            self.resume(who)
+        """End the suspensions by other notebooks."""
+        for holder in [holder for holder in list(self._holders) if isinstance(holder, Elsewhere)]:
+            self.resume(holder)
 
     @property
-    def standing(self) -> bool:
-        """Whether somebody waits."""
-        return bool(self._since)
+    def suspended(self) -> bool:
+        """Whether the clock is suspended."""
+        return bool(self._holders)
+
+
+__all__ = ["Elsewhere", "PausableClock"]

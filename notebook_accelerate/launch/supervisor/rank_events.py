@@ -1,17 +1,28 @@
-"""What the ranks of one attempt say, write and come to: all of it is heard here."""
+"""Handles everything the ranks of one attempt send: events, output and exits."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.debug import sanity_checks
 from notebook_accelerate.errors import RunStoppedError
-from notebook_accelerate.launch.output.rank_output import Label, Publisher, RankOutput
-from notebook_accelerate.launch.run import DEFAULT_GRACE, Run
+from notebook_accelerate.launch.output.rank_output import Label, RankOutput
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.prompts import Prompt
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.run_events import (
+    PromptClosed,
+    PromptOpened,
+    RankReturned,
+    RankRunning,
+    RankStarted,
+    RankStopped,
+    WarningAdded,
+)
+from notebook_accelerate.launch.state.run_state import ENDED
+from notebook_accelerate.launch.supervisor.command_queue import paused
 from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank, SupervisedRanks
@@ -31,7 +42,6 @@ from notebook_accelerate.telemetry import (
     tracebacks,
 )
 from notebook_accelerate.telemetry.debug_protocol import (
-    HEARTBEAT_SECONDS,
     AskReply,
     CellReply,
     CheckEvent,
@@ -49,220 +59,240 @@ from notebook_accelerate.telemetry.store import Record
 if TYPE_CHECKING:
     import selectors
 
-    from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import RankMirror
-    from notebook_accelerate.launch.processes.rank_process import Exit, RankProcess
-    from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+    from notebook_accelerate.launch.processes.rank_process import RankProcess
+    from notebook_accelerate.launch.state.rank_exit import Exit
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
 
-BEAT_SECONDS = 0.5
+STEP_COMPARISON_SECONDS = 0.5
 """Least time between two comparisons of all ranks' steps."""
 
 
+class RankObserver(Protocol):
+    """Gets a copy of what the ranks send, for the first of several notebooks."""
+
+    def started(self, process: RankProcess) -> None:
+        """A rank has started."""
+
+    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+        """See ``RankListener.take_output``."""
+
+    def take_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_frames``."""
+
+    def ended(self, rank: int, end: Exit) -> None:
+        """A rank has ended."""
+
+    def tell_cells(self) -> None:
+        """Cells may have been run since the last call."""
+
+
 class RankEventHandler:
-    """Hears the ranks of one attempt, on the thread that waits on the selector; see ``RankListener``.
+    """Handles what the ranks of one attempt send; the supervisor's `RankListener`.
 
     Args:
-        run: What is heard is kept there.
-        publisher: Where output is shown.
-        selector: What the ranks are heard by is registered there.
-        ranks: They are added here as they start.
-        ending: Is told of failures and ends.
-        stopwatch: Stands still while a rank waits for the user.
+        context: The run.
+        selector: Ranks are registered here as they start.
+        ranks: Ranks are added here as they start.
+        stops: The attempt's stop sequence; it decides what failures and exits mean.
 
     Attributes:
-        last_sign_of_life: When a rank has last said or done something, by the stopwatch.
-        stall: Is told how the ranks move.
-        tap: Gets a copy of what is heard of the ranks, for the first of several notebooks.
+        last_activity: When a rank last sent anything or moved, by the run's clock.
+        stall: Notices when no rank moves any longer.
+        observer: Gets a copy of what the ranks send.
     """
 
     def __init__(
-        self,
-        run: Run,
-        publisher: Publisher,
-        selector: selectors.BaseSelector,
-        ranks: SupervisedRanks,
-        ending: StopSequence,
-        stopwatch: PausableClock,
+        self, context: RunContext, selector: selectors.BaseSelector, ranks: SupervisedRanks, stops: StopSequence
     ) -> None:
-        self._run, self._publisher, self._selector, self._ranks = run, publisher, selector, ranks
+        self._context, self._selector, self._ranks, self._stops = context, selector, ranks, stops
+        self._journal, self._publisher, self._clock = context.journal, context.publisher, context.clock
+        self._prompts, self._requests = context.commands.prompts, context.commands.requests
         self._all = ranks.all  # looked into for every report
-        self._ending, self._stopwatch = ending, stopwatch
-        self._label = Label(run.config.log_line_prefix_template)
-        self._beat_due = 0.0
-        self._mistakes = sanity_checks.SanityChecks(len(run.ranks))
-        self.last_sign_of_life = stopwatch.now()
-        self.stall = StallDetector(run, self._report_stall)
-        self.tap: RankMirror | None = None
+        self._label = Label(context.config.log_line_prefix_template)
+        self._comparison_due = 0.0
+        self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
+        self.last_activity = self._clock.now()
+        self.stall = StallDetector(context)
+        self.observer: RankObserver | None = None
 
-    def attend(self, process: RankProcess) -> None:
-        """Hear a rank that has started."""
-        info = self._run._info(process.rank)
-        info.pid, info.node, info.host = process.pid, process.node, process.host
+    def add(self, process: RankProcess) -> None:
+        """Start to listen to a rank that has started."""
         label = self._label(process.rank, process.local_rank)
         outputs = {
             stream: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
             for stream in ("stdout", "stderr")
         }
-        self._ranks.add(SupervisedRank(process, info, outputs))
-        self._run._desk.open(process.rank, process.channel, process.look)
-        if self.tap is not None:
-            self.tap.started(process)
+        self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
+        self._ranks.add(SupervisedRank(process, outputs))
+        self._requests.open(process.rank, process.channel, process.look)
+        if self.observer is not None:
+            self.observer.started(process)
         process.connect(self._selector, self)
 
     def finish(self) -> None:
-        """The last rank has ended."""
-        self._warn(self._mistakes.finish())
+        """Report what the sanity checks find once the last rank has ended."""
+        self.warn(self._checks.finish())
+
+    def warn(self, warnings: list[str]) -> None:
+        """Record and show warnings."""
+        for text in warnings:
+            self._journal.append(WarningAdded(text))
+            self._publisher.line("stderr", f"⚠ {text}")
 
     def _keep_lines(self, rank: int, stream: str, text: str) -> None:
-        self._run.store.add([Record(rank, time.time(), LogEvent(stream, text))])
+        self._journal.add([Record(rank, time.time(), LogEvent(stream, text))])
 
-    def _report_stall(self, text: str) -> None:
-        self._publisher.line("stderr", text)
-        self._publisher.flush(force=True)
-
-    # ---- what comes in
+    # ---- output and events
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
         outputs = self._all[rank].outputs
-        if self.tap is not None:
-            self.tap.take_output(rank, stream, data)
+        if self.observer is not None:
+            self.observer.take_output(rank, stream, data)
         if data:
-            self.last_sign_of_life = self._stopwatch.now()
+            self.last_activity = self._clock.now()
             outputs[stream].feed(data)
         elif stream in outputs:
             outputs.pop(stream).finish()
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``."""
-        watched = self._all[rank]
-        if self.tap is not None:
-            watched.process.drain(self, channel=False)  # what the rank wrote before it said something goes before
-            self.tap.take_frames(rank, data)
-        self._take(watched, watched.decoder.feed(data))
+        supervised = self._all[rank]
+        if self.observer is not None:
+            supervised.process.drain(self, channel=False)  # output that was written before these frames goes first
+            self.observer.take_frames(rank, data)
+        self._handle(supervised, supervised.decoder.feed(data))
 
     def take_aside(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_aside``."""
-        self._take(self._all[rank], Decoder().feed(data))
+        self._handle(self._all[rank], Decoder().feed(data))
 
-    def _take(self, watched: SupervisedRank, messages: list[Stamped]) -> None:
+    def _handle(self, supervised: SupervisedRank, messages: list[Stamped]) -> None:
         if not messages:
             return
-        rank, messages = watched.process.rank, watched.process.dated(messages)
+        rank, messages = supervised.process.rank, supervised.process.dated(messages)
         if any(type(event) is not HeartbeatEvent for _, event in messages):
-            self.last_sign_of_life = self._stopwatch.now()
-        self._run.store.add([Record(rank, stamp, event) for stamp, event in messages])
+            self.last_activity = self._clock.now()
+        self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:
             handler = _HANDLERS.get(type(event))
             if handler is not None:
-                handler(self, watched, event)
+                handler(self, supervised, event)
 
-    def _on_reply(self, watched: SupervisedRank, event: Reply) -> None:
+    def _on_status(self, supervised: SupervisedRank, event: StatusEvent) -> None:
+        if event.state == "running" and self._state_of(supervised) == "starting":
+            self._journal.append(RankRunning(supervised.process.rank))
+
+    def _on_result(self, supervised: SupervisedRank, event: ResultEvent) -> None:
+        supervised.outcome, rank = event, supervised.process.rank
+        try:
+            result = load_bytes(event.payload)
+        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+            message = f"the return value cannot be unpickled: {type(error).__name__}: {error}"
+            self._stops.fail(RankFailure(rank, "unpicklable", time.time(), message, exception=error), supervised)
+        else:
+            self._journal.append(RankReturned(rank, result))
+
+    def _on_failure(self, supervised: SupervisedRank, event: FailureEvent) -> None:
+        supervised.outcome, rank = event, supervised.process.rank
+        if event.kind == "quit" and not self._stops.stopping:
+            self._stops.stop(DEFAULT_GRACE, StopReason(RunStoppedError, f"the debugger of rank {rank} was quit"))
+        if event.kind in ("interrupted", "quit") and self._stops.stopping:
+            if self._state_of(supervised) not in ENDED:
+                self._journal.append(RankStopped(rank))
+            return
+        self._stops.fail(failures.from_event(rank, event), supervised)
+
+    def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
+        process = supervised.process
+        self._publisher.display(event, self._label(process.rank, process.local_rank))
+
+    def _on_reply(self, supervised: SupervisedRank, event: Reply) -> None:
         if isinstance(event, CellReply):  # what the cell printed comes before its end
-            watched.process.drain(self, channel=False)
+            supervised.process.drain(self, channel=False)
             self._publisher.flush(force=True)
-        self._run._desk.deliver(watched.process.rank, event)
+        self._requests.deliver(supervised.process.rank, event)
 
-    def _on_dump_ready(self, watched: SupervisedRank, event: DumpReadyEvent) -> None:
-        watched.process.open_dump(event.path)
+    def _on_dump_ready(self, supervised: SupervisedRank, event: DumpReadyEvent) -> None:
+        supervised.process.open_dump(event.path)
 
-    def _on_group_timeout(self, watched: SupervisedRank, event: GroupTimeoutEvent) -> None:
+    # ---- signs that ranks move, or do not
+
+    def _on_group_timeout(self, supervised: SupervisedRank, event: GroupTimeoutEvent) -> None:
         self.stall.group_timeout = event.seconds
 
-    def _on_debugger(self, watched: SupervisedRank, event: DebuggerLeftEvent) -> None:
-        self._run._board.drop(watched.process.rank)
+    def _on_check(self, supervised: SupervisedRank, event: CheckEvent) -> None:
+        self.warn(self._checks.note(supervised.process.rank, event))
 
-    def _on_check(self, watched: SupervisedRank, event: CheckEvent) -> None:
-        self._warn(self._mistakes.note(watched.process.rank, event))
+    def _on_heartbeat(self, supervised: SupervisedRank, event: HeartbeatEvent) -> None:
+        if self.stall.note(supervised.process.rank, event):
+            self.last_activity = self._clock.now()
+        if time.monotonic() >= self._comparison_due:
+            self._comparison_due = time.monotonic() + STEP_COMPARISON_SECONDS
+            last, state = self._journal.store.last_step, self._journal.state
+            running = [rank for rank in self._ranks.living if state.rank(rank).state == "running"]
+            self.warn(self._checks.beat({rank: last[rank] for rank in running if rank in last}))
 
-    def _warn(self, warnings: list[str]) -> None:
-        for text in warnings:
-            self._run.warnings.append(text)
-            self._publisher.line("stderr", f"⚠ {text}")
+    # ---- prompts
 
-    def _on_heartbeat(self, watched: SupervisedRank, event: HeartbeatEvent) -> None:
-        self.stall.note(watched.process.rank, event, self._stopwatch)
-        if time.monotonic() >= self._beat_due:
-            self._beat_due = time.monotonic() + BEAT_SECONDS
-            last = self._run.store.last_step
-            running = [rank for rank, each in self._ranks.living.items() if each.info.state == "running"]
-            self._warn(self._mistakes.beat({rank: last[rank] for rank in running if rank in last}))
-        if event.moved > time.time() - 1.5 * HEARTBEAT_SECONDS:
-            self.last_sign_of_life = self._stopwatch.now()
-
-    def _on_status(self, watched: SupervisedRank, event: StatusEvent) -> None:
-        watched.info.state = event.state
-        if event.state != "starting":
-            self._ranks.starting.discard(watched.process.rank)
-        if self._run.status == "starting" and not self._ranks.starting:
-            self._run._set_status("running")
-
-    def _on_result(self, watched: SupervisedRank, event: ResultEvent) -> None:
-        try:
-            watched.info.result = load_bytes(event.payload)
-        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-            message = f"the return value cannot be brought back: {type(error).__name__}: {error}"
-            watched.outcome = event
-            failure = RankFailure(watched.process.rank, "unpicklable", time.time(), message, exception=error)
-            self._ending.fail(failure, watched)
-            return
-        watched.outcome = event
-
-    def _on_failure(self, watched: SupervisedRank, event: FailureEvent) -> None:
-        watched.outcome = event
-        if event.kind == "quit" and not self._ending.stopping:
-            reason = StopReason(RunStoppedError, f"the debugger of rank {watched.info.rank} was quit")
-            self._ending.stop(DEFAULT_GRACE, reason)
-        if event.kind in ("interrupted", "quit") and self._ending.stopping:
-            watched.info.state = "stopped"
-            return
-        self._ending.fail(failures.from_event(watched.process.rank, event), watched)
-
-    def _on_display(self, watched: SupervisedRank, event: DisplayEvent) -> None:
-        self._publisher.display(event, self._label(watched.process.rank, watched.process.local_rank))
-
-    def _on_input(self, watched: SupervisedRank, event: InputRequest) -> None:
+    def _on_input(self, supervised: SupervisedRank, event: InputRequest) -> None:
         event.shown = tracebacks.name_cells(event.shown)
-        process, resume = watched.process, self._stopwatch.resume
-        question = Prompt(process.rank, event, process.channel, resume, here=process.asks_here)
-        if question.of_debugger and self._ending.stopping:
-            question.answer(None)  # the interrupt has come before the answer to its last question: it asks again
+        process = supervised.process
+        prompt = Prompt(process.rank, event, process.channel, self._clock.resume, here=process.asks_here)
+        if prompt.of_debugger and self._stops.stopping:
+            prompt.answer(None)  # the interrupt came before the answer to its last prompt: it asks again
             return
-        known = question.of_debugger and question.rank in self._run._board.debugged()
-        if question.here and not (self._run.config.block or self._run._prompts_in_cell or known):
-            self._publisher.line("stderr", f"rank {question.rank} {_how_to_answer(question)}")
+        known = prompt.of_debugger and prompt.rank in self._prompts.debugged()
+        if prompt.here and not (self._context.config.block or self._prompts.shown_in_cell or known):
+            self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
-        self._stopwatch.pause(question.rank)
-        self._run._board.put(question)
+        self._clock.pause(prompt.rank)
+        self._journal.append(PromptOpened(prompt.rank, event.number, event.kind))
+        self._prompts.put(prompt)
 
-    def _on_answered(self, watched: SupervisedRank, event: AnsweredEvent) -> None:
-        self._stopwatch.resume(watched.process.rank)
-        self._run._board.withdraw(watched.process.rank, event.number)
+    def _on_answered(self, supervised: SupervisedRank, event: AnsweredEvent) -> None:
+        rank = supervised.process.rank
+        self._clock.resume(rank)
+        if self._journal.state.prompts.get(rank) == event.number:
+            self._journal.append(PromptClosed(rank, answered=True))
+        self._prompts.withdraw(rank, event.number)
 
-    # ---- ends
+    def _on_debugger_left(self, supervised: SupervisedRank, event: DebuggerLeftEvent) -> None:
+        self._drop_prompt(supervised.process.rank)
+
+    def _drop_prompt(self, rank: int) -> None:
+        if rank in self._journal.state.prompts:
+            self._journal.append(PromptClosed(rank, answered=False))
+        self._prompts.drop(rank)
+
+    # ---- exits
 
     def take_end(self, rank: int) -> None:
-        """See whether a rank has ended, and if so take in everything it left; see ``RankListener.take_end``."""
-        watched = self._all[rank]
-        end = None if watched.ended else watched.process.poll()
+        """Handle the end of a rank, if it has ended, with everything it left; see ``RankListener.take_end``."""
+        supervised = self._all[rank]
+        end = None if supervised.ended else supervised.process.poll()
         if end is None:
             return
-        watched.process.drain(self, channel=True)
-        self._forget(watched)
-        if self.tap is not None:
-            self.tap.ended(rank, end)
-        watched.info.exit = _exit_text(end)
-        self._ending.judge(watched, end)
+        supervised.process.drain(self, channel=True)
+        self._forget(supervised)
+        if self.observer is not None:
+            self.observer.ended(rank, end)
+        self._stops.rank_exited(supervised, end)
 
-    def _forget(self, watched: SupervisedRank) -> None:
-        for output in watched.outputs.values():  # held open by something the rank left running
+    def _forget(self, supervised: SupervisedRank) -> None:
+        rank = supervised.process.rank
+        for output in supervised.outputs.values():  # held open by something the rank left running
             output.finish()
-        watched.process.disconnect(self._selector)
-        watched.process.close()
-        self._ranks.leave_out(watched)
-        self._stopwatch.resume(watched.process.rank)
-        self._stopwatch.resume(("paused", watched.process.rank))
-        self._run._desk.close(watched.process.rank)
-        self._run._board.drop(watched.process.rank)
+        supervised.process.disconnect(self._selector)
+        supervised.process.close()
+        self._ranks.remove(supervised)
+        self._clock.resume(rank)
+        self._clock.resume(paused(rank))
+        self._requests.close(rank)
+        self._drop_prompt(rank)
+
+    def _state_of(self, supervised: SupervisedRank) -> str:
+        return self._journal.state.rank(supervised.process.rank).state
 
 
 _HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], None]] = {
@@ -275,22 +305,16 @@ _HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], N
     HeartbeatEvent: RankEventHandler._on_heartbeat,
     DumpReadyEvent: RankEventHandler._on_dump_ready,
     GroupTimeoutEvent: RankEventHandler._on_group_timeout,
-    DebuggerLeftEvent: RankEventHandler._on_debugger,
+    DebuggerLeftEvent: RankEventHandler._on_debugger_left,
     CheckEvent: RankEventHandler._on_check,
     **dict.fromkeys((StacksReply, AskReply, CompleteReply, DoneReply, CellReply), RankEventHandler._on_reply),
 }
 
 
-def _exit_text(end: Exit) -> str:
-    if end.lost:
-        return "lost"
-    return f"exit {end.code}" if end.signal is None else failures._signal_name(end.signal)
-
-
-def _how_to_answer(question: Prompt) -> str:
-    if question.of_debugger:
-        return f"is stopped at a breakpoint; run.debug(rank={question.rank}) opens it"
+def _how_to_answer(prompt: Prompt) -> str:
+    if prompt.of_debugger:
+        return f"is stopped at a breakpoint; run.debug(rank={prompt.rank}) opens it"
     return "waits for input; run.wait() asks you for it"
 
 
-__all__ = ["RankEventHandler"]
+__all__ = ["RankEventHandler", "RankObserver"]

@@ -1,4 +1,4 @@
-"""Notices that a run has come to a standstill, and has it diagnosed."""
+"""Notices that no rank of a run moves any longer, and has the run diagnosed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.debug.session import Session
+from notebook_accelerate.launch.state.run_events import DiagnosisAdded, WarningAdded
+from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.debug_protocol import HEARTBEAT_SECONDS, HeartbeatEvent
 
 if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis
-    from notebook_accelerate.launch.run import Run
-    from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
-    from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
 
 STALL_SECONDS = 10.0
 """No rank has moved for so long while some wait in a collective: the run is diagnosed, once."""
@@ -22,16 +23,19 @@ LOOK_SECONDS = 0.5
 
 
 class StallDetector:
-    """Belongs to one group; its methods run on the supervisor's thread, the diagnosis on one of its own.
+    """Belongs to one attempt; its methods run on the run's thread, the diagnosis on one of its own.
 
-    Args:
-        run: The run.
-        report: Shows a line to the user.
+    All times are by the run's clock: one that is suspended, or a machine that sleeps, is no standstill.
+
+    Attributes:
+        busy: Whether a diagnosis is under way.
+        group_timeout: Time limit of a collective in seconds; None where the process group has none.
     """
 
-    def __init__(self, run: Run, report: Callable[[str], None]) -> None:
-        self._run, self._report = run, report
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._clock = context, context.clock
         self._beats: dict[int, HeartbeatEvent] = {}
+        self._moved: dict[int, float] = {}
         self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
         self._first: float | None = None
         self._look_due = 0.0
@@ -39,27 +43,30 @@ class StallDetector:
         self.busy = False
         self.group_timeout: float | None = None
 
-    def note(self, rank: int, beat: HeartbeatEvent, stopwatch: PausableClock) -> None:
-        """A heartbeat has come.
-
-        Args:
-            rank: Whose.
-            beat: The heartbeat.
-            stopwatch: The run's; it stands while the user holds a rank, and a standstill is no news then.
-        """
+    def note(self, rank: int, beat: HeartbeatEvent) -> bool:
+        """Take in a heartbeat; return whether the rank has moved since its last one."""
+        before, now = self._beats.get(rank), self._clock.now()
+        moves = before is None or before.moved != beat.moved
         self._beats[rank] = beat
+        if moves:
+            self._moved[rank] = now
+        self._note_waiting(rank, beat, now)
+        settled = self._clock.suspended or self._reported or self.busy
+        if not (moves or settled) and self._is_look_due() and self._stalled(now):
+            self._reported = True
+            self.diagnose_then(self._report)
+        return moves
+
+    def _note_waiting(self, rank: int, beat: HeartbeatEvent, now: float) -> None:
         collective = beat.waiting
         if collective is None:
             changed = self._waiting_since.pop(rank, None) is not None
         elif changed := self._waiting_since.get(rank, (None, 0.0))[0] != (collective.group, collective.number):
-            self._waiting_since[rank] = ((collective.group, collective.number), stopwatch.at(collective.since))
+            self._waiting_since[rank] = ((collective.group, collective.number), now)
         self._first = None if changed else self._first
-        if not (stopwatch.standing or self._reported or self.busy) and self._may_stand(beat) and self._stalled():
-            self._reported = True
-            self.diagnose_then(lambda verdict: self._report(f"run {self._run.id} stands still: {verdict}"))
 
     def limits(self) -> list[tuple[float, str]]:
-        """Return when the first collective reaches its group's time limit, by the stopwatch, and what to say then."""
+        """Return when the first collective reaches its group's time limit, by the run's clock, and the reason then."""
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
@@ -69,35 +76,53 @@ class StallDetector:
             self._first = min(since for _, since in self._waiting_since.values())
         return [] if self._first is None else [(self._first + patience, text)]
 
-    def _may_stand(self, beat: HeartbeatEvent) -> bool:
-        """Whether a look at all ranks may find a standstill: not while one moves, nor for every rank's heartbeat."""
-        if time.time() - beat.moved <= STALL_SECONDS or time.monotonic() < self._look_due:
+    def _is_look_due(self) -> bool:
+        """Whether to look at all ranks again: not for every rank's heartbeat."""
+        if time.monotonic() < self._look_due:
             return False
         self._look_due = time.monotonic() + LOOK_SECONDS
         return True
 
-    def _stalled(self) -> bool:
-        alive = [info.rank for info in self._run.ranks if info.state in ("starting", "running")]
+    def _stalled(self, now: float) -> bool:
+        alive = [info.rank for info in self._context.state.ranks if info.state in ("starting", "running")]
         beats = [self._beats[rank] for rank in alive if rank in self._beats]
         if len(beats) < len(alive) or not any(beat.waiting is not None for beat in beats):
             return False
-        return all(time.time() - beat.moved > STALL_SECONDS for beat in beats)
+        return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
 
-    def diagnose_then(self, tell: Callable[[str], None]) -> None:
-        """Have the run diagnosed on another thread, then call ``tell(verdict)`` on the supervisor's."""
+    def _report(self, verdict: str) -> None:
+        self._context.show(f"run {self._context.id} stands still: {verdict}", "stderr")
+
+    def diagnose_then(self, report: Callable[[str], None]) -> None:
+        """Have the run diagnosed on another thread, then call ``report(verdict)`` on the run's."""
         self.busy = True
+        context = self._context
 
         def work() -> None:
             try:
-                found: Diagnosis | None = self._run.diagnose()
+                found: Diagnosis | None = session_of(context).diagnose()
             except Exception:  # noqa: BLE001 - a failing diagnosis must not keep the run from being ended
                 found = None
-            self._run._post(lambda group: self._tell(group, found, tell))
+            context.commands.post(lambda _: self._finish(found, report))
 
         threading.Thread(target=work, name="notebook-accelerate-diagnosis", daemon=True).start()
 
-    def _tell(self, _group: RankGroup, found: Diagnosis | None, tell: Callable[[str], None]) -> None:
+    def _finish(self, found: Diagnosis | None, report: Callable[[str], None]) -> None:
         self.busy = False
         if found is not None:
-            self._run.diagnoses.append(found)
-        tell(found.verdict if found is not None else "")
+            self._context.journal.append(DiagnosisAdded(found))
+            if found.mistake:
+                self._context.journal.append(WarningAdded(found.mistake))
+        report(found.verdict if found is not None else "")
+
+
+def session_of(context: RunContext) -> Session:
+    """Return what looks into the ranks of a run."""
+    return Session(
+        context.commands.requests,
+        lambda: {info.rank: info.state for info in context.state.ranks},
+        tracebacks.frame_location,
+    )
+
+
+__all__ = ["StallDetector"]

@@ -1,4 +1,9 @@
-"""How one attempt comes to its end: by itself, by a rank's failure, or because it is stopped."""
+"""The stop sequence: the one place that decides when the ranks of an attempt are stopped, and sends the signals.
+
+Whatever ends an attempt comes here: the stop button and ``run.stop()``, time limits, a rank's failure, another notebook
+of the run, the end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn; `STOP_TRANSITIONS` in
+`launch.state.run_state` lists its phases.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +15,30 @@ from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import RunStoppedError, WorkerError
 from notebook_accelerate.launch.state import failures
-from notebook_accelerate.launch.supervisor.stop_signals import StopSignals
+from notebook_accelerate.launch.state.run_events import RankExited, RankFailed, RankStopped, StopAdvanced
+from notebook_accelerate.launch.state.run_state import ENDED, STOP_PHASES
 from notebook_accelerate.telemetry import RankFailure, ResultEvent
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.processes.rank_process import Exit, RankProcess
-    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.processes.rank_process import RankProcess
+    from notebook_accelerate.launch.state.journal import Journal
+    from notebook_accelerate.launch.state.prompts import PromptQueue
+    from notebook_accelerate.launch.state.rank_exit import Exit
     from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 
 SETTLE_SECONDS = 0.3
 """After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
 FAILURE_GRACE = 2.0
 """Seconds from KeyboardInterrupt to SIGKILL for the ranks that are left after a failure."""
-SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-"""Signals that stopping sends: a rank that dies of another one meanwhile has failed by itself."""
+TERMINATE_AT = 0.6
+"""Share of the grace after which SIGTERM follows SIGINT."""
+SIGNALS = {"interrupting": signal.SIGINT, "terminating": signal.SIGTERM, "killing": signal.SIGKILL}
+"""What each phase sends: a rank that dies of another signal meanwhile has failed by itself."""
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run is stopped: the error it ends with, and the words for it."""
+    """Why a run is stopped: the error it ends with, and its text."""
 
     error: type[WorkerError]
     text: str
@@ -38,56 +48,51 @@ USER_STOP = StopReason(RunStoppedError, "it was stopped")
 
 
 class StopSequence:
-    """Decides when the ranks of one attempt are stopped, and what each one's end means.
+    """Stops the ranks of one attempt, and decides what each rank's end means.
+
+    Its methods run on the supervisor's thread.
 
     Args:
-        run: Whose ranks they are.
+        journal: The run's.
+        prompts: Prompts of debuggers are answered with end of file when a stop begins.
+        hold: Whether ranks are kept for the debugger after a failure, in the place of being stopped.
 
     Attributes:
-        failures: What went wrong, in the order in which it was heard.
+        stopping: Whether the ranks are being stopped, or will be once those beside a failed one have settled.
+        held: Whether the ranks were kept for the debugger after a failure.
+        failures: What went wrong, in the order in which it was reported.
         reason: Why the ranks are stopped, when no failure is the cause.
         on_hold: Called when the ranks are kept as they are after a failure, for the debugger.
         on_stopping: Called when a stop begins: with its reason, or with None when a rank has failed.
-        on_letting_go: Called when ranks that were kept are let go because the debugger of one was quit.
+        on_release: Called when ranks that were kept are let go because the debugger of one was quit.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._ladder: StopSignals | None = None
-        self._asked_to_stop = False
-        self._oom_kills = failures.oom_kill_count()
+    def __init__(self, journal: Journal, prompts: PromptQueue, *, hold: bool) -> None:
+        self._journal, self._prompts, self._hold = journal, prompts, hold
+        self._steps: list[tuple[float, str]] = []
+        self._phase = "none"
+        self._signalled = self._user_stopped = False
+        self.stopping = self.held = False
         self._hold_at: float | None = None
-        self._held = False
+        self._oom_kills = failures.oom_kill_count()
         self.failures: list[RankFailure] = []
         self.reason: StopReason | None = None
         self.on_hold: Callable[[], None] | None = None
         self.on_stopping: Callable[[StopReason | None], None] | None = None
-        self.on_letting_go: Callable[[], None] | None = None
+        self.on_release: Callable[[], None] | None = None
 
-    # ---- stopping
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the ranks are being stopped."""
-        return self._ladder is not None
-
-    @property
-    def held(self) -> bool:
-        """Whether the ranks are kept for the debugger, though the run has ended."""
-        return self._held
+    # ---- what begins it
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Climb the ladder; a second call kills at once."""
-        if self._asked_to_stop and self._ladder is not None:
-            self._ladder.kill_now()
+        """Stop the ranks within ``grace`` seconds; a second call kills at once."""
+        if self._user_stopped and self.stopping:
+            self._steps = [(time.monotonic(), "killing")]
             return
-        self._asked_to_stop = True
+        self._user_stopped = True
         self.reason = reason
-        if not (self.failures or self._held):
-            self._run._set_status("stopping")
         if self.on_stopping is not None:
             self.on_stopping(reason)
-        self._begin_ladder(grace)
+        self._begin(grace, reason)
 
     def follow(self, reason: StopReason, *, hold: bool = False) -> bool:
         """Stop because another notebook of the run does; return whether that is news to this one.
@@ -96,85 +101,114 @@ class StopSequence:
             reason: Why.
             hold: Keep the ranks for the debugger instead, as the other notebook does.
         """
-        kept = self._held or self._hold_at is not None
-        if self._ladder is not None or (hold and kept):
+        kept = self.held or self._hold_at is not None
+        if self.stopping or (hold and kept):
             return False
         if hold:
-            self._hold_at = time.monotonic() + SETTLE_SECONDS
+            self._settle_until_held()
             return True
-        self.reason, self._hold_at = reason, None
-        if not (self._held or self.failures):
-            self._run._set_status("stopping")
-        self._begin_ladder(FAILURE_GRACE)
+        self.reason = reason
+        self._begin(FAILURE_GRACE, reason)
         return True
 
-    def _begin_ladder(self, grace: float) -> None:
-        self._ladder, self._hold_at = StopSignals(grace), None
-        for question in self._run._board.open_questions():
-            if question.of_debugger:
-                question.answer(None)  # a debugger takes a KeyboardInterrupt for itself
+    def fail(self, failure: RankFailure, rank: SupervisedRank) -> None:
+        """Record the failure of a rank; the others are stopped, or held for the debugger."""
+        if self._state_of(rank) in ENDED:  # a held rank reports its failure once more when it ends
+            return
+        if self.held or self._only_lost_a_stopped_one(failure):
+            self._journal.append(RankStopped(failure.rank))
+            return
+        self._journal.append(RankFailed(failure))
+        self.failures.append(failure)
+        if self.on_stopping is not None and len(self.failures) == 1 and not self.stopping:
+            self.on_stopping(None)
+        if self.stopping:
+            return
+        if self._hold:
+            if self._hold_at is None:
+                self._settle_until_held()
+        else:
+            self._enter("settling")
+            self._schedule(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
 
-    # ---- as time goes by
+    def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
+        """Whether a rank that the stop has not reached yet has lost the connection to one that it has reached."""
+        if not self.stopping or self.failures or self.reason is None or self.reason.error is WorkerError:
+            return False  # what follows a failure, here or in another notebook, is always reported
+        return failures.looks_like_lost_peer(failure)
+
+    def _settle_until_held(self) -> None:
+        self._enter("settling")
+        self._hold_at = time.monotonic() + SETTLE_SECONDS
+
+    def _begin(self, grace: float, reason: StopReason | None = None) -> None:
+        self._hold_at = None
+        self._enter("interrupting", reason)
+        self._schedule(grace, time.monotonic())
+        for prompt in self._prompts.open_prompts():
+            if prompt.of_debugger:
+                prompt.answer(None)  # a debugger takes a KeyboardInterrupt for itself
+
+    def _schedule(self, grace: float, start: float) -> None:
+        delays = {"interrupting": 0.0, "terminating": grace * TERMINATE_AT, "killing": grace}
+        self.stopping = True
+        self._steps = [(start + delay, phase) for phase, delay in delays.items()]
+
+    def _enter(self, phase: str, reason: StopReason | None = None) -> None:
+        """Record a phase; a stop that begins anew with another grace never goes back."""
+        if STOP_PHASES.index(phase) > STOP_PHASES.index(self._phase):
+            self._phase = phase
+            self._journal.append(StopAdvanced(phase, reason.text if reason is not None else ""))
+
+    # ---- what is due
 
     def next_due(self) -> float | None:
         """Return when something is to be done, in ``time.monotonic`` seconds; None when nothing is."""
-        if self._ladder is None or (due := self._ladder.next_due()) is None:
-            return self._hold_at
-        return due if self._hold_at is None else min(due, self._hold_at)
+        dues = [due for due, _ in self._steps[:1]] + ([self._hold_at] if self._hold_at is not None else [])
+        return min(dues, default=None)
 
     def hold_when_due(self) -> None:
         """Keep the ranks as they are, once the others have had the time to fail too."""
         if self._hold_at is not None and time.monotonic() >= self._hold_at and self.on_hold is not None:
-            self._hold_at, self._held = None, True
+            self._hold_at, self.held = None, True
+            self._enter("held")
             self.on_hold()
 
-    def climb(self, living: Iterable[RankProcess]) -> None:
-        """Take the steps of the ladder that are due."""
-        if self._ladder is not None:
-            self._ladder.climb(living)
+    def signal_when_due(self, living: Iterable[RankProcess]) -> None:
+        """Send the signals that are due to every rank that is left."""
+        ranks = list(living) if self._steps else []
+        while self._steps and self._steps[0][0] <= time.monotonic():
+            _, phase = self._steps.pop(0)
+            self._signalled = True
+            self._enter(phase)
+            for rank in ranks:
+                rank.send_signal(SIGNALS[phase], group=phase == "killing")
 
-    # ---- what becomes of a rank
+    # ---- how a rank ended
 
-    def fail(self, failure: RankFailure, watched: SupervisedRank) -> None:
-        """A rank has failed: the others are stopped, or held for the debugger."""
-        if self._held or self._only_lost_a_stopped_one(failure):
-            watched.info.state = "stopped"
-            return
-        watched.info.state = "failed"
-        self.failures.append(failure)
-        if self.on_stopping is not None and len(self.failures) == 1 and self._ladder is None:
-            self.on_stopping(None)
-        if self._run.config.debug and self._ladder is None:
-            self._hold_at = self._hold_at or time.monotonic() + SETTLE_SECONDS
-        elif self._ladder is None:
-            self._ladder = StopSignals(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
-
-    def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
-        """Whether a rank that the stop has not reached yet has lost one that it has reached."""
-        if self._ladder is None or self.failures or self.reason is None or self.reason.error is WorkerError:
-            return False  # of a failure, here or in another notebook, all that followed is told
-        return failures.looks_like_lost_peer(failure)
-
-    def judge(self, watched: SupervisedRank, end: Exit) -> None:
-        """A rank has ended: say how in its state."""
-        info = watched.info
-        if isinstance(watched.outcome, ResultEvent) and info.state != "failed":
-            info.state = "succeeded"
-        elif watched.outcome is None and self._died_alone(end):
+    def rank_exited(self, rank: SupervisedRank, end: Exit) -> None:
+        """Record the end of a rank's process: whether the rank succeeded, failed or was stopped."""
+        number = rank.process.rank
+        if rank.outcome is None and self._died_by_itself(end):
             kills = failures.oom_kill_count() - self._oom_kills
-            self.fail(failures.from_exit(info.rank, end, oom_kills=kills), watched)
-        elif watched.outcome is None:
-            info.state = "stopped"
-        if self._held and self._ladder is None:  # its debugger was quit: the others are let go too
-            self._ladder = StopSignals(FAILURE_GRACE)
-            if self.on_letting_go is not None:
-                self.on_letting_go()
+            self.fail(failures.from_exit(number, end, oom_kills=kills), rank)
+        state = self._state_of(rank)
+        if state not in ENDED:
+            state = "succeeded" if isinstance(rank.outcome, ResultEvent) else "stopped"
+        self._journal.append(RankExited(number, state, failures.exit_text(end)))
+        if self.held and not self.stopping:  # its debugger was quit: the others are let go too
+            self._begin(FAILURE_GRACE)
+            if self.on_release is not None:
+                self.on_release()
 
-    def _died_alone(self, end: Exit) -> bool:
-        """Whether a rank that left no word ended before anything was done to end it."""
-        untouched = self.reason is None and (self._ladder is None or not self._ladder.begun)
+    def _died_by_itself(self, end: Exit) -> bool:
+        """Whether a rank that reported no outcome ended before anything was done to end it."""
+        untouched = self.reason is None and not self._signalled
         gone = self.reason is None and bool(end.lost)  # no signal to a rank makes its machine leave
-        return untouched or gone or end.signal not in (None, *SENT)
+        return untouched or gone or end.signal not in (None, *SIGNALS.values())
+
+    def _state_of(self, rank: SupervisedRank) -> str:
+        return self._journal.state.rank(rank.process.rank).state
 
 
 __all__ = ["USER_STOP", "StopReason", "StopSequence"]

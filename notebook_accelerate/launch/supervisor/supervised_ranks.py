@@ -1,4 +1,4 @@
-"""The ranks of one attempt, as they are kept while they are watched."""
+"""The ranks of one attempt, as the supervisor keeps them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from notebook_accelerate.telemetry import Decoder
 if TYPE_CHECKING:
     from notebook_accelerate.launch.output.rank_output import RankOutput
     from notebook_accelerate.launch.processes.rank_process import RankProcess
-    from notebook_accelerate.launch.run import RankInfo
     from notebook_accelerate.telemetry import Event
 
 
@@ -17,13 +16,17 @@ class SupervisedRank:
     """A rank under supervision.
 
     Args:
-        process: How it is heard and ended.
-        info: What the run tells of it.
+        process: The started rank.
         outputs: Where its output goes, by stream.
+
+    Attributes:
+        decoder: Decodes what arrives on its channel.
+        outcome: The result or failure that it reported; None while it has reported neither.
+        ended: Whether its process has been reaped.
     """
 
-    def __init__(self, process: RankProcess, info: RankInfo, outputs: dict[str, RankOutput]) -> None:
-        self.process, self.info, self.outputs = process, info, outputs
+    def __init__(self, process: RankProcess, outputs: dict[str, RankOutput]) -> None:
+        self.process, self.outputs = process, outputs
         self.decoder = Decoder()
         self.outcome: Event | None = None
         self.ended = False
@@ -38,30 +41,26 @@ class SupervisedRanks:
     Attributes:
         all: Every rank that was started.
         living: Those that have not been reaped.
-        asked: Of the living, those of whose end nothing tells.
-        starting: Of the living, those that have not said yet that they run.
+        polled: Of the living, those whose end is noticed by polling only.
     """
 
     def __init__(self) -> None:
         self.all: dict[int, SupervisedRank] = {}
         self.living: dict[int, SupervisedRank] = {}
-        self.asked: dict[int, SupervisedRank] = {}
-        self.starting: set[int] = set()
+        self.polled: dict[int, SupervisedRank] = {}
 
-    def add(self, watched: SupervisedRank) -> None:
-        """A rank has started."""
-        rank = watched.process.rank
-        self.all[rank] = self.living[rank] = watched
-        self.starting.add(rank)
-        if watched.process.must_be_asked:
-            self.asked[rank] = watched
+    def add(self, rank: SupervisedRank) -> None:
+        """Add a rank that has started."""
+        number = rank.process.rank
+        self.all[number] = self.living[number] = rank
+        if rank.process.must_be_asked:
+            self.polled[number] = rank
 
-    def leave_out(self, watched: SupervisedRank) -> None:
-        """A rank has been reaped."""
-        watched.ended = True
-        for table in (self.living, self.asked):
-            table.pop(watched.process.rank, None)
-        self.starting.discard(watched.process.rank)
+    def remove(self, rank: SupervisedRank) -> None:
+        """Remove a rank that has been reaped from the living."""
+        rank.ended = True
+        for table in (self.living, self.polled):
+            table.pop(rank.process.rank, None)
 
 
 __all__ = ["SupervisedRank", "SupervisedRanks"]

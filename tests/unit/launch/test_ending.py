@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from notebook_accelerate.errors import RunTimeoutError, WorkerError
-from notebook_accelerate.launch.processes.rank_process import Exit
+from notebook_accelerate.launch.state.prompts import PromptQueue
+from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason, StopSequence
 from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo, RankFailure
@@ -24,56 +26,64 @@ def failed(rank: int, kind: str, message: str) -> RankFailure:
     return RankFailure(rank, "exception", 1.0, f"{kind}: {message}", (ExceptionInfo(kind, message, frames),))
 
 
-def ending_of_two() -> tuple[StopSequence, list[SupervisedRank]]:
-    run = make_run()
-    nobody: Any = None  # no rank has a process here
-    return StopSequence(run), [SupervisedRank(nobody, info, {}) for info in run.ranks]
+class Attempt:
+    """Two ranks without processes, and their stop sequence."""
+
+    def __init__(self) -> None:
+        self.journal = make_run().journal
+        self.stops = StopSequence(self.journal, PromptQueue(), hold=False)
+        self.ranks = [SupervisedRank(cast("Any", SimpleNamespace(rank=rank)), {}) for rank in (0, 1)]
+
+    def state(self, rank: int) -> str:
+        return self.journal.state.rank(rank).state
+
+
+@pytest.fixture
+def attempt() -> Attempt:
+    return Attempt()
 
 
 @pytest.mark.parametrize("reason", [USER_STOP, LATE])
-def test_a_rank_that_lost_a_stopped_one_before_its_own_signal_came_is_stopped_too(reason: StopReason) -> None:
-    ending, ranks = ending_of_two()
-    ending.stop(5.0, reason)
-    ending.fail(failed(1, *LOST), ranks[1])
-    assert ranks[1].info.state == "stopped"
-    assert ending.failures == []
+def test_a_rank_that_lost_a_stopped_one_before_its_own_signal_came_is_stopped_too(
+    attempt: Attempt, reason: StopReason
+) -> None:
+    attempt.stops.stop(5.0, reason)
+    attempt.stops.fail(failed(1, *LOST), attempt.ranks[1])
+    assert attempt.state(1) == "stopped"
+    assert attempt.stops.failures == []
 
 
-def test_what_a_rank_does_itself_while_it_is_stopped_is_a_failure() -> None:
-    ending, ranks = ending_of_two()
-    ending.stop(5.0, USER_STOP)
-    ending.fail(failed(1, "OSError", "no space left on device"), ranks[1])
-    assert ranks[1].info.state == "failed"
-    assert [failure.rank for failure in ending.failures] == [1]
+def test_what_a_rank_does_itself_while_it_is_stopped_is_a_failure(attempt: Attempt) -> None:
+    attempt.stops.stop(5.0, USER_STOP)
+    attempt.stops.fail(failed(1, "OSError", "no space left on device"), attempt.ranks[1])
+    assert attempt.state(1) == "failed"
+    assert [failure.rank for failure in attempt.stops.failures] == [1]
 
 
-def test_what_followed_the_failure_of_another_notebooks_rank_is_told() -> None:
-    ending, ranks = ending_of_two()
-    ending.follow(ELSEWHERE)
-    ending.fail(failed(1, *LOST), ranks[1])
-    assert ranks[1].info.state == "failed"
+def test_what_followed_the_failure_of_another_notebooks_rank_is_told(attempt: Attempt) -> None:
+    attempt.stops.follow(ELSEWHERE)
+    attempt.stops.fail(failed(1, *LOST), attempt.ranks[1])
+    assert attempt.state(1) == "failed"
 
 
-def begun(ending: StopSequence) -> None:
+def begun(stops: StopSequence) -> None:
     """Let the others' time to fail by themselves pass."""
-    while (due := ending.next_due()) is not None and due > time.monotonic():
+    while (due := stops.next_due()) is not None and due > time.monotonic():
         time.sleep(due - time.monotonic())
-    ending.climb([])
+    stops.signal_when_due([])
 
 
-def test_a_machine_that_goes_while_others_are_stopped_for_their_failure_was_lost() -> None:
-    ending, ranks = ending_of_two()
-    ending.fail(failed(0, *LOST), ranks[0])
-    begun(ending)
-    ending.judge(ranks[1], Exit(lost="node 1 (there) was lost"))
-    assert [failure.kind for failure in ending.failures] == ["exception", "lost"]
+def test_a_machine_that_goes_while_others_are_stopped_for_their_failure_was_lost(attempt: Attempt) -> None:
+    attempt.stops.fail(failed(0, *LOST), attempt.ranks[0])
+    begun(attempt.stops)
+    attempt.stops.rank_exited(attempt.ranks[1], Exit(lost="node 1 (there) was lost"))
+    assert [failure.kind for failure in attempt.stops.failures] == ["exception", "lost"]
 
 
 @pytest.mark.parametrize("end", [Exit(signal=2), Exit(signal=9), Exit(code=1)])
-def test_a_rank_that_ends_of_what_stops_it_has_not_failed(end: Exit) -> None:
-    ending, ranks = ending_of_two()
-    ending.fail(failed(0, "KeyError", "'x'"), ranks[0])
-    begun(ending)
-    ending.judge(ranks[1], end)
-    assert ranks[1].info.state == "stopped"
-    assert [failure.rank for failure in ending.failures] == [0]
+def test_a_rank_that_ends_of_what_stops_it_has_not_failed(attempt: Attempt, end: Exit) -> None:
+    attempt.stops.fail(failed(0, "KeyError", "'x'"), attempt.ranks[0])
+    begun(attempt.stops)
+    attempt.stops.rank_exited(attempt.ranks[1], end)
+    assert attempt.state(1) == "stopped"
+    assert [failure.rank for failure in attempt.stops.failures] == [0]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from notebook_accelerate.errors import WorkerDiedError, WorkerError
-from notebook_accelerate.launch.processes.rank_process import Exit
 from notebook_accelerate.launch.state import error_messages, failures
+from notebook_accelerate.launch.state.rank_exit import Exit
+from notebook_accelerate.launch.state.run_events import FailuresRecorded, RunEnded
 from notebook_accelerate.telemetry import ExceptionInfo, FailureEvent, FrameInfo, RankFailure
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import chain_of, format_chain
 from notebook_accelerate.worker.entry import failure_event
+from tests.support.runs import make_run
 
 
 def _failed(rank: int, time: float, kind: str = "KeyError", message: str = "'x'", line: int = 3) -> RankFailure:
@@ -218,17 +219,14 @@ def test_a_deep_recursion_is_shortened() -> None:
     assert any("more frames" in frame.function for frame in frames)
 
 
-class _FakeRun:
-    id, attempts, elapsed = 7, (1,), 1.0
-
-    def __init__(self, *found: RankFailure) -> None:
-        self.failures = tuple(failures.ordered(list(found)))
+def _ended_with(*found: RankFailure) -> RunEnded:
+    state = make_run().journal.state.apply(FailuresRecorded(failures.ordered(list(found))), 1.0)
+    return error_messages.failed(7, state)
 
 
 def test_the_errors_type_tells_an_exception_from_a_death() -> None:
-    died = error_messages.worker_error(_FakeRun(failures.from_exit(0, Exit(signal=9), oom_kills=0)))  # type: ignore[arg-type]
-    assert type(died) is WorkerDiedError
-    raised = error_messages.worker_error(_FakeRun(_failed(1, 1.0), _failed(0, 0.5, *LOST[0], line=9)))  # type: ignore[arg-type]
-    assert type(raised) is WorkerError
-    assert raised.rank == 1
-    assert str(raised) == "run 7: rank 1 failed first: KeyError: 'x' at train.py, line 3"
+    died = _ended_with(failures.from_exit(0, Exit(signal=9), oom_kills=0))
+    assert died.error == "WorkerDiedError"
+    raised = _ended_with(_failed(1, 1.0), _failed(0, 0.5, *LOST[0], line=9))
+    assert raised.error == "WorkerError"
+    assert raised.message == "run 7: rank 1 failed first: KeyError: 'x' at train.py, line 3"

@@ -192,14 +192,14 @@ def running() -> Iterator[Run]:
     run.stop(0.5)
 
 
-def test_accelerators_belong_to_one_run_at_a_time(running: Run) -> None:
+def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of a machine with accelerators stands for the one made here; the run is real."""
     assert running.plan is not None
     on_cpu, on_cuda = running.plan, replace(running.plan, accelerator="cuda")
     other = notebook_launcher(int, num_processes=1, panel=False)
     run_registry.check_devices(other, on_cpu)  # processors are shared
     run_registry.check_devices(other, on_cuda)
-    running.plan = on_cuda
+    monkeypatch.setattr(Run, "plan", property(lambda run: on_cuda if run is running else on_cpu))
     run_registry.check_devices(other, on_cpu)
     run_registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
     run_registry.check_devices(running, on_cuda)  # its own, when it restarts

@@ -126,7 +126,7 @@ def test_an_interrupt_while_the_run_shows_its_end_leaves_it_ended() -> None:
 
     def body() -> int:
         run = notebook_accelerate.runs()[-1]
-        run._before_done(lambda _: signal.raise_signal(signal.SIGINT))
+        run.add_ending_callback(lambda _: signal.raise_signal(signal.SIGINT))
         runs.append(run)
         return 3
 

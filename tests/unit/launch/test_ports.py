@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from notebook_accelerate.errors import PortInUseError
-from notebook_accelerate.launch.plan import ports
+from notebook_accelerate.launch.processes import ports
 
 
 @pytest.fixture
@@ -101,7 +101,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="ports are only held 
 @linux
 def test_a_port_that_another_kernel_has_reserved_is_taken_until_that_kernel_ends() -> None:
     asked = _free()
-    code = f"from notebook_accelerate.launch.plan import ports; print(ports.reserve(1, {asked}, fixed=False)); input()"
+    code = "from notebook_accelerate.launch.processes import ports; "
+    code += f"print(ports.reserve(1, {asked}, fixed=False)); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline().decode().strip() == f"({asked}, '')"

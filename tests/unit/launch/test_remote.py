@@ -157,7 +157,7 @@ def test_ranks_are_asked_looked_at_sampled_and_stopped() -> None:
     assert answers == {0: 42, 1: 42}
     # On a busy machine nothing may be seen of a rank within the second that a diagnosis takes.
     until(lambda: [_function(place) for place in run.diagnose().places] == [(0, "_sleep"), (1, "_sleep")])
-    until(lambda: "_sleep" in run._desk.look(1).dump)
+    until(lambda: "_sleep" in run.commands.requests.look(1).dump)
     until(lambda: set(run.store.resources) >= {0, 1})
     run.stop()
     assert run.status == "stopped"

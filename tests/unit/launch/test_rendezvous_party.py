@@ -6,22 +6,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
-from notebook_accelerate.errors import RunStoppedError, WorkerError
-from notebook_accelerate.launch import run_debugging, warm_ranks
+from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch.hosts.rendezvous import notebook_group as rendezvous
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node, decide
 from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS
 from notebook_accelerate.launch.output.rank_output import TextPublisher
-from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
-from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
+from notebook_accelerate.launch.state.run_events import AttemptStarted, RankExited, RankStarted
+from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
+from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.launch.supervisor.run_context import RunContext
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP
 from notebook_accelerate.telemetry import Channel, Event
-from tests.support.runs import make_run
+from tests.support.runs import plan_run
 
 NODES = [
     Node(name="a", host="left", pid=1, node_rank=0, processes=1, max_restarts=1).as_dict(),
@@ -48,41 +48,20 @@ class Told:
         self.child.close()
 
 
-class Wishes:
-    """What other threads want done with the group."""
-
-    def __init__(self) -> None:
-        self.wake, self._waker = socket.socketpair()
-        self.wake.setblocking(False)
-        self._waiting: list[GroupCall] = []
-
-    def post(self, wish: GroupCall) -> None:
-        self._waiting.append(wish)
-        self._waker.send(b"!")
-
-    def take(self) -> list[GroupCall]:
-        taken, self._waiting = self._waiting, []
-        return taken
-
-    def close(self) -> None:
-        self.wake.close()
-        self._waker.close()
-
-
 @pytest.fixture
-def wishes() -> Iterator[Wishes]:
-    found = Wishes()
+def commands() -> Iterator[CommandQueue]:
+    found = CommandQueue()
     yield found
     found.close()
 
 
 @pytest.fixture
-def party(monkeypatch: pytest.MonkeyPatch, wishes: Wishes) -> Iterator[rendezvous.NotebookGroup]:
+def party(monkeypatch: pytest.MonkeyPatch, commands: CommandQueue) -> Iterator[rendezvous.NotebookGroup]:
     monkeypatch.setattr(rendezvous, "RendezvousClient", Told)
-    run = make_run(1, num_nodes=2, node_rank=1, max_restarts=1, rdzv_conf={"secret": "s"})
-    run.started = time.time()
+    run = plan_run(1, started=time.time(), num_nodes=2, node_rank=1, max_restarts=1, rdzv_conf={"secret": "s"})
+    context = RunContext(run.id, run.config, run.function_name, run.journal, commands, TextPublisher())
     assert run.plan is not None
-    found = rendezvous.NotebookGroup(run, run.plan, TextPublisher(), wishes.wake, wishes.take)
+    found = rendezvous.NotebookGroup(context, run.plan)
     yield found
     found.close()
 
@@ -102,9 +81,10 @@ def met(party: rendezvous.NotebookGroup, *more: Event) -> None:
 
 
 def attended(party: rendezvous.NotebookGroup) -> RankGroup:
-    run = party._run
-    assert run.plan is not None
-    group = RankGroup(run, run.plan, TextPublisher(), party._wake, list, PausableClock())
+    plan = party._context.state.plan
+    assert plan is not None
+    party._context.journal.append(AttemptStarted(0))
+    group = RankGroup(party._context, plan)
     party.attend(group)
     return group
 
@@ -114,7 +94,7 @@ def test_the_door_that_is_told_together_with_the_meeting_is_called(party: rendez
         port = taken.getsockname()[1]
     begin = time.monotonic()
     met(party, say.ListenerEvent("127.0.0.1", port))
-    assert any(f"127.0.0.1:{port}" in note for note in party._run.notes), "nobody called at the door"
+    assert any(f"127.0.0.1:{port}" in note for note in party._context.state.notes), "nobody called at the door"
     assert time.monotonic() - begin < VISIT_SECONDS
 
 
@@ -131,17 +111,17 @@ def test_news_that_come_together_with_the_meeting_are_heard_once_the_ranks_run(
     group = attended(party)
     assert group.on_step is not None
     group.on_step()
-    assert party._standstill.stopwatch.standing
-    reason = group.ending.reason
+    assert party._context.clock.suspended
+    reason = group.stops.reason
     assert reason is not None
     assert (reason.error, reason.text) == (WorkerError, "rank 0 failed: KeyError")
 
 
 @pytest.mark.parametrize("together", [[MET], [MET, say.ListenerEvent("127.0.0.1", 1)]])
 def test_a_stop_that_comes_together_with_the_meeting_is_heard(
-    party: rendezvous.NotebookGroup, wishes: Wishes, together: list[Event]
+    party: rendezvous.NotebookGroup, commands: CommandQueue, together: list[Event]
 ) -> None:
-    wishes.post(lambda group: group.stop(5.0, USER_STOP))
+    commands.stop(5.0)
     tell(party, *together)
     assert party.gather(0) is None
     assert party.why_stopped == USER_STOP
@@ -149,20 +129,20 @@ def test_a_stop_that_comes_together_with_the_meeting_is_heard(
 
 
 def test_ranks_that_have_ended_are_paused_and_interrupted_in_vain(
-    party: rendezvous.NotebookGroup, wishes: Wishes
+    party: rendezvous.NotebookGroup, commands: CommandQueue
 ) -> None:
     """Another thread may want that while the ranks end, and this one waits for the other notebooks then."""
-    for wish in (partial(run_debugging._stand_still, rank=1), partial(warm_ranks._interrupt, ranks=[1])):
-        wishes.post(wish)
+    commands.hold_clock(1)
+    commands.interrupt([1])
     met(party, say.ListenerEvent("127.0.0.1", 1))
-    assert party._standstill.stopwatch.standing
-    wishes.post(partial(run_debugging._go_on, rank=1))
-    party._take_calls()
-    assert not party._standstill.stopwatch.standing
+    assert party._context.clock.suspended
+    commands.release_clock(1)
+    party._carry_out()
+    assert not party._context.clock.suspended
 
 
 def test_a_stop_after_the_ranks_have_ended_keeps_all_from_starting_again(
-    party: rendezvous.NotebookGroup, wishes: Wishes
+    party: rendezvous.NotebookGroup, commands: CommandQueue
 ) -> None:
     met(party, say.ListenerEvent("127.0.0.1", 1))
     group = attended(party)
@@ -173,7 +153,7 @@ def test_a_stop_after_the_ranks_have_ended_keeps_all_from_starting_again(
         deadline = time.monotonic() + 60
         while not any(isinstance(event, say.EndOrder) for event in told) and time.monotonic() < deadline:
             told.extend(orders(party, 1.0))
-        wishes.post(lambda group: group.stop(5.0, USER_STOP))
+        commands.stop(5.0)
         while not any(isinstance(event, say.NewsOrder) for event in told) and time.monotonic() < deadline:
             told.extend(orders(party, 1.0))
         told.extend(orders(party, 1.0))
@@ -186,8 +166,9 @@ def test_a_stop_after_the_ranks_have_ended_keeps_all_from_starting_again(
 
     thread = threading.Thread(target=others)
     thread.start()
-    assert not party.conclude(group)
+    for event in (RankStarted(1, 1), RankExited(1, "succeeded", "exit 0")):
+        party._context.journal.append(event)
+    assert not party.conclude(group, ())
     thread.join()
-    status, error = party.verdict()
-    assert status == "stopped"
-    assert isinstance(error, RunStoppedError)
+    ended = party.verdict()
+    assert (ended.status, ended.error) == ("stopped", "RunStoppedError")

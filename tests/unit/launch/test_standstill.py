@@ -10,11 +10,13 @@ import pytest
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
+from notebook_accelerate.launch.output.rank_output import TextPublisher
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.prompts import Prompt
+from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.telemetry import Channel
 from notebook_accelerate.telemetry.events import InputRequest
-from tests.support.runs import make_run
+from tests.support.runs import context_of, make_run
 
 NODES = [
     Node(name="a", host="left", pid=1, node_rank=0, processes=1),
@@ -24,21 +26,31 @@ WAITS = say.StandEvent(1, True, "rank 1 is waiting for input")
 THERE = "node 1 (right): rank 1 is waiting for input, in its notebook"
 
 
+class Lines(TextPublisher):
+    """Keeps the lines of the launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def line(self, stream: str, text: str) -> None:
+        self.lines.append(text)
+
+
 class First:
     """The first of two notebooks, which shows the other one's ranks."""
 
     def __init__(self, *, block: bool = False, shows_all: bool = True) -> None:
         self.run: Run = make_run(2, block=block)
-        self.lines: list[str] = []
-        self.standstill = PeerPauses(
-            self.run, cast("Any", None), lambda text, _: self.lines.append(text), lambda: shows_all
-        )
+        self.publisher = Lines()
+        self.lines = self.publisher.lines
+        self.standstill = PeerPauses(context_of(self.run, self.publisher), cast("Any", None), lambda: shows_all)
         self.standstill.meet(NODES, 0)
         self.ends = Channel.pair()
 
     def asked(self) -> None:
         request = InputRequest("who? ", number=1)
-        self.run._board.put(Prompt(1, request, self.ends[0], lambda _: None, here=False))
+        self.run.commands.prompts.put(Prompt(1, request, self.ends[0], lambda _: None, here=False))
 
 
 @pytest.fixture
@@ -49,6 +61,7 @@ def first() -> Iterator[First]:
 
 
 def close(notebook: First) -> None:
+    cast("CommandQueue", notebook.run.commands).close()
     notebook.ends[0].close()
     notebook.ends[1].close()
 

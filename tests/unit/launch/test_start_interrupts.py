@@ -15,19 +15,23 @@ import pytest
 import notebook_accelerate
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.errors import RunInterrupted
-from notebook_accelerate.launch import run_display
+from notebook_accelerate.launch import Run
 
 
 @pytest.fixture
-def press() -> Iterator[Callable[[CodeType], None]]:
+def press() -> Iterator[Callable[..., None]]:
     """Return what has SIGINT come as soon as a function is called."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
 
-    def when(code: CodeType) -> None:
+    def when(code: CodeType, calls: int = 1) -> None:
+        left = [calls]
+
         def look(frame: FrameType, event: str, _: object) -> None:
             if event == "call" and frame.f_code is code:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
+                left[0] -= 1
+                if not left[0]:
+                    sys.setprofile(None)
+                    signal.raise_signal(signal.SIGINT)
 
         sys.setprofile(look)
 
@@ -36,16 +40,27 @@ def press() -> Iterator[Callable[[CodeType], None]]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_before_the_runs_thread_has_begun(press: Callable[[CodeType], None]) -> None:
+Press = Callable[..., None]
+
+
+def test_an_interrupt_while_the_launch_is_planned(press: Press) -> None:
+    before = notebook_accelerate.runs()
     press(threading.Thread.start.__code__)
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launcher(time.sleep, (600,), num_processes=2, use_port=0, start_method="fork")
+    assert notebook_accelerate.runs() == before
+
+
+def test_an_interrupt_before_the_runs_thread_has_begun(press: Press) -> None:
+    press(threading.Thread.start.__code__, 2)  # the first thread plans
     with pytest.raises(RunInterrupted) as caught:
         notebook_launcher(time.sleep, (600,), num_processes=2, use_port=0, start_method="fork")
     assert caught.value.run.status == "stopped"
     assert caught.value.run.wait(0)
 
 
-def test_an_interrupt_before_an_inline_run_has_begun(press: Callable[[CodeType], None]) -> None:
-    press(run_display.show.__code__)
+def test_an_interrupt_before_an_inline_run_has_begun(press: Press) -> None:
+    press(Run.show_live.__code__)
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(time.sleep, (600,))
     run = notebook_accelerate.runs()[-1]

@@ -13,6 +13,16 @@ import pytest
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.debug.diagnosis import RankPosition, diagnose
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.state.run_events import (
+    AttemptEnded,
+    DiagnosisAdded,
+    FailuresRecorded,
+    RankFailed,
+    RanksReleased,
+    RunEnded,
+    StopAdvanced,
+    WarningAdded,
+)
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.widgets.debug_panel import ALL, DebugPanel
@@ -69,7 +79,7 @@ def test_ranks_are_listed_with_state_and_step_before_a_diagnosis(made: list[Debu
 def test_an_automatic_diagnosis_is_shown(made: list[DebugPanel]) -> None:
     run, clock = make_run(3), Clock()
     panel = _panel(made, run, clock)
-    run.diagnoses.append(_found())
+    run.journal.append(DiagnosisAdded(_found()))
     html = _render(panel, clock)
     assert "<strong>rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[7], line 12" in html
     assert "Location (1.0 s ago)" in html
@@ -80,14 +90,14 @@ def test_an_automatic_diagnosis_is_shown(made: list[DebugPanel]) -> None:
 
 def test_warnings_are_shown(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
-    run.warnings.append("every rank trains on the same data")
+    run.journal.append(WarningAdded("every rank trains on the same data"))
     assert "⚠ every rank trains on the same data" in _render(_panel(made, run, clock), clock)
 
 
 def test_texts_are_escaped(made: list[DebugPanel]) -> None:
     run, clock = make_run(3), Clock()
-    run.diagnoses.append(_found(EVIL))
-    run.warnings.append(EVIL)
+    run.journal.append(DiagnosisAdded(_found(EVIL)))
+    run.journal.append(WarningAdded(EVIL))
     panel = _panel(made, run, clock)
     panel.history.append(Entry("ask", EVIL, {0: EVIL}))
     panel._show_problem(EVIL)
@@ -111,7 +121,7 @@ def test_history_is_bounded(made: list[DebugPanel]) -> None:
 
 def test_static_forms_are_complete(made: list[DebugPanel]) -> None:
     run = make_run(3)
-    run.diagnoses.append(_found())
+    run.journal.append(DiagnosisAdded(_found()))
     panel = _panel(made, run)
     panel._record("ask", "loss", {0: "1.0", 1: "1.0"})
     assert panel.text.splitlines()[0] == f"run {run.id} (train): running"
@@ -135,11 +145,14 @@ def test_controls_are_disabled_after_the_run(made: list[DebugPanel]) -> None:
 def test_held_ranks_can_be_asked_after_the_failure(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
     panel = _panel(made, run, clock)
-    run._released.clear()
-    end(run, "failed", (RankFailure(1, "exception", START, "KeyError: 1"),))
+    failure = RankFailure(1, "exception", START, "KeyError: 1")
+    for event in (RankFailed(failure), StopAdvanced("settling"), StopAdvanced("held"), FailuresRecorded([failure])):
+        run.journal.append(event)
+    for event in (AttemptEnded("KeyError: 1"), RunEnded("failed", "WorkerError", "it failed")):
+        run.journal.append(event)
     _render(panel, clock)
     assert not panel.why_button.disabled
-    run._released.set()
+    run.journal.append(RanksReleased())
     _render(panel, clock)
     assert panel.why_button.disabled
 
@@ -222,7 +235,7 @@ def test_a_line_is_cast_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
     """The same line is evaluated if no rank is stopped; the placeholder says which."""
     run = _patient(notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
-        until(lambda: sorted(run._board.debugged()) == [0, 1])
+        until(lambda: sorted(run.commands.prompts.debugged()) == [0, 1])
         clock = Clock(time.time())
         panel = _panel(made, run, clock)
         _render(panel, clock)

@@ -8,6 +8,7 @@ from typing import Any
 
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.report.node_summary import MANY, SHOWN_RANKS
+from notebook_accelerate.launch.state.run_events import RankExited
 from notebook_accelerate.telemetry import (
     ExceptionInfo,
     FrameInfo,
@@ -30,10 +31,10 @@ EVIL = "<script>alert('&')</script>"
 
 class _Panel:
     def __init__(self, ranks: int = RANKS, each: int = EACH) -> None:
-        self.run, self.clock = make_run(ranks), Clock()
-        for info in self.run.ranks:
-            info.node = info.rank // each
-            info.host = f"worker-{info.node}" if info.node else ""
+        self.run = make_run(
+            ranks, host_of=lambda rank: (rank // each, f"worker-{rank // each}" if rank >= each else "")
+        )
+        self.clock = Clock()
         self.step = 0
         self.panel = RunPanel(self.run, self.clock)
 
@@ -98,8 +99,8 @@ def test_nodes_are_listed_first_then_outliers_and_the_other_ranks_behind_a_fold(
 def test_failed_ranks_are_the_first_outliers_and_the_list_is_limited() -> None:
     one = _Panel()
     one.turn()
-    for info in one.run.ranks[100:200]:
-        info.state, info.exit = "failed", "exit 1"
+    for rank in range(100, 200):
+        one.run.journal.append(RankExited(rank, "failed", "exit 1"))
     sections = one.sections()
     assert [row[1] for row in sections["outliers"]] == [str(rank) for rank in range(100, 100 + SHOWN_RANKS)]
     titles = {section["key"]: section["title"] for section in one.panel.rank_table.full["sections"]}
@@ -212,15 +213,14 @@ def test_the_step_times_show_the_mean_the_slowest_ranks_and_the_slowest_nodes() 
 def _failed(run: Run) -> None:
     frames = (FrameInfo("train.py", 7, "train", "loss = model(x)"),)
     chain = (ExceptionInfo("ValueError", EVIL, frames),)
-    end(run, "failed", tuple(RankFailure(rank, "exception", START, EVIL, chain) for rank in range(256)))
+    failed = tuple(RankFailure(rank, "exception", START, EVIL, chain) for rank in range(256))
+    end(run, "failed", failed, exit_of=lambda rank: "exit 1" if rank < 256 else "SIGINT")
 
 
 def test_the_report_of_many_ranks_is_short() -> None:
     one = _Panel()
     one.turn()
     _failed(one.run)
-    for info in one.run.ranks:
-        info.exit = "exit 1" if info.rank < 256 else "SIGINT"
     text, html = one.panel.text, one.panel.html
     assert re.search(r"node 63 · worker-63 +504–511 +8 failed", text)
     assert "0–255" in text

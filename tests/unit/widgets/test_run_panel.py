@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.state.run_events import NoteAdded, StopAdvanced
 from notebook_accelerate.telemetry import (
     ExceptionInfo,
     FrameInfo,
@@ -168,7 +169,7 @@ def test_without_a_gpu_there_is_no_column_for_it() -> None:
 
 def test_texts_from_ranks_are_escaped() -> None:
     one = _Panel()
-    one.run.notes.append(EVIL)
+    one.run.journal.append(NoteAdded(EVIL))
     feed(one.run, MetricEvent({f"loss {EVIL}": 1.0}, 1), ProgressEvent(1, 2, EVIL), LogEvent("stdout", EVIL))
     assert EVIL not in one.look()
     end(one.run, "failed", (_failure(),))
@@ -209,13 +210,13 @@ def test_errors_are_grouped_and_a_failed_run_keeps_everything() -> None:
 def test_the_first_stop_requests_and_the_second_kills() -> None:
     one = _Panel()
     asked: list[float] = []
-    one.run._stopper = asked.append
+    one.run.request_stop = lambda grace=5.0: asked.append(grace)  # type: ignore[method-assign]
     one.look()
     button = one.panel.stop_button
     assert (button.description, button.disabled) == ("Stop", False)
     button.click()
     assert asked == [5.0]
-    one.run._set_status("stopping")
+    one.run.journal.append(StopAdvanced("interrupting", "it was stopped"))
     one.look()
     assert (button.description, button.button_style) == ("Kill", "danger")
     button.click()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import call, introduce
-from notebook_accelerate.launch.plan import ports
+from notebook_accelerate.launch.processes import ports
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
 from notebook_accelerate.telemetry.pickling import anonymous_file

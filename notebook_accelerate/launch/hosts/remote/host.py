@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host_protocol import DumpOrder, FarewellEvent
 from notebook_accelerate.launch.hosts.remote.relay import Relay
-from notebook_accelerate.launch.supervisor.rank_group import dispatch
+from notebook_accelerate.launch.processes.selecting import dispatch
 from notebook_accelerate.telemetry import Channel, Event
 from notebook_accelerate.telemetry.sampler import Sampler
 

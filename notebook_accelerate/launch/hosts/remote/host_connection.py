@@ -26,7 +26,8 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
     SignalOrder,
     StartedEvent,
 )
-from notebook_accelerate.launch.processes.rank_process import Exit, RankListener, RankProcess
+from notebook_accelerate.launch.processes.rank_process import RankListener, RankProcess
+from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
 
 CLOCK_ROUNDS = 5

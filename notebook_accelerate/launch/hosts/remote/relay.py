@@ -23,7 +23,8 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import (
 from notebook_accelerate.telemetry import Channel, Event, Stamped, encode
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.processes.rank_process import Exit, RankProcess
+    from notebook_accelerate.launch.processes.rank_process import RankProcess
+    from notebook_accelerate.launch.state.rank_exit import Exit
     from notebook_accelerate.telemetry.store import Record
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import selectors
-import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,17 +24,17 @@ from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import RankMirror
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import RendezvousClient, shared_secret
 from notebook_accelerate.launch.hosts.rendezvous.wait_for_peers import PeerWait
 from notebook_accelerate.launch.plan.planner import joined
+from notebook_accelerate.launch.processes.selecting import dispatch
 from notebook_accelerate.launch.state import error_messages, failures
-from notebook_accelerate.launch.supervisor.rank_group import dispatch
+from notebook_accelerate.launch.state.run_events import FailuresRecorded, NoteAdded, RunEnded, RunPlanned, StopAdvanced
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
 from notebook_accelerate.telemetry import Event, RankFailure
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.output.rank_output import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-    from notebook_accelerate.launch.run import Run
-    from notebook_accelerate.launch.supervisor.rank_group import GroupCall, RankGroup
+    from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry.store import Record
 
 PATIENCE = 1.0
@@ -49,24 +47,13 @@ class NotebookGroup:
     """The notebooks of one run, as one of them sees them.
 
     Args:
-        run: This notebook's.
+        context: This notebook's run.
         plan: What was planned before anybody was met.
-        publisher: Where progress is shown.
-        wake: Becomes readable when a stop was requested.
-        calls: Returns what other threads want done since the last call.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        plan: LaunchPlan,
-        publisher: Publisher,
-        wake: socket.socket,
-        calls: Callable[[], list[GroupCall]],
-    ) -> None:
-        self._run, self._plan, self._publisher = run, plan, publisher
-        self._wake, self._calls = wake, calls
-        self._meeting = RendezvousClient(run.config, plan)
+    def __init__(self, context: RunContext, plan: LaunchPlan) -> None:
+        self._context, self._plan = context, plan
+        self._meeting = RendezvousClient(context.config, plan)
         self._heard: list[Event] = []
         self._group: RankGroup | None = None
         self._over = False
@@ -80,10 +67,10 @@ class NotebookGroup:
         """Why this notebook leaves the others before the common end, if it does."""
         self._odd: list[dict[str, Any]] = []
         self._own_stop: StopReason | None = None
-        self._secret = shared_secret(run.config).encode()
-        self._standstill = PeerPauses(run, self._meeting, self._say, lambda: bool(self._links))
-        self._lobby = PeerWait(publisher, self._standstill)
-        self.told: tuple[RankFailure, ...] = ()
+        self._secret = shared_secret(context.config).encode()
+        self._standstill = PeerPauses(context, self._meeting, lambda: bool(self._links))
+        self._lobby = PeerWait(context)
+        self.failures_elsewhere: tuple[RankFailure, ...] = ()
         """What failed in another notebook, which keeps its ranks for the debugger as this one does."""
         self._links: dict[int, PeerConnection] = {}
         self._tap: RankMirror | None = None
@@ -104,7 +91,7 @@ class NotebookGroup:
         self._standstill.meet(self.nodes, self.index)
         self.attempt = met.attempt
         interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else met.interface
-        name = f"{self._run.config.rdzv_id}-{self.nodes[0].name}"
+        name = f"{self._context.config.rdzv_id}-{self.nodes[0].name}"
         processes = [node.processes for node in self.nodes]
         self._plan = joined(self._plan, processes, met.index, (met.address, met.port), interface, name)
         self._say(self._who_is_where())
@@ -112,7 +99,9 @@ class NotebookGroup:
         if self._stopped_waiting():
             return None
         whole = len(self._links) == len(self.nodes) - 1
-        self._run._planned(self._plan, whole=whole and bool(self._links))
+        shows_all = whole and bool(self._links)
+        first, count = (0, self._plan.world_size) if shows_all else (self._plan.first_rank, self._plan.num_processes)
+        self._context.journal.append(RunPlanned(self._plan, first, count))
         return self._plan
 
     def _link(self, met: say.MetEvent) -> None:
@@ -153,12 +142,11 @@ class NotebookGroup:
             )
 
     def _stops_meanwhile(self) -> bool:
-        self._take_calls()
+        self._carry_out()
         return self._lobby.stop_reason is not None
 
     def _note(self, text: str) -> None:
-        self._run.notes.append(text)
-        self._say(f"⚠ {text}", "stderr")
+        self._context.note(text, shown_as=f"⚠ {text}")
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
         """Return what starts this notebook's ranks, and brings those of the others where this one shows them."""
@@ -167,7 +155,7 @@ class NotebookGroup:
 
     def keep(self, records: list[Record]) -> None:
         """Keep what was measured of this notebook's ranks."""
-        self._run.store.add(records)
+        self._context.journal.add(records)
         if self._tap is not None:
             self._tap.sampled(records)
 
@@ -187,15 +175,15 @@ class NotebookGroup:
         """Hear the others while ``group`` runs, and tell them when it stops."""
         self._group = group
         self.stopped, self._own_stop = "", None
-        self._standstill.begin(group.stopwatch)
+        self._standstill.begin()
         self._joining = None
         group.listen(self._meeting.channel, self._take_news)
         group.on_step = partial(self._step, group)
-        group.ending.on_stopping = self._tell_others
-        group.ending.on_letting_go = self._tell_of_letting_go
-        group.ears.tap = self._tap
+        group.stops.on_stopping = self._tell_others
+        group.stops.on_release = self._tell_of_letting_go
+        group.events.observer = self._tap
         for link in self._links.values():
-            link.stopping, link.react = lambda: group.ending.stopping, partial(self._react, group=group)
+            link.stopping, link.react = lambda: group.stops.stopping, partial(self._react, group=group)
 
     def _tell_others(self, reason: StopReason | None) -> None:
         """This notebook's ranks are being stopped: because of ``reason``, or because one of them failed."""
@@ -205,7 +193,7 @@ class NotebookGroup:
                 self._tap.stopping(self.index, "stopped", reason.text)
             self._meeting.send(say.NewsOrder("stopped", reason.text))
         elif self._group is not None:
-            found = failures.ordered(self._group.ending.failures)
+            found = failures.ordered(self._group.stops.failures)
             # Of a peer that has gone, whoever has lost it tells: this rank only followed.
             if not failures.looks_like_lost_peer(found[0]):
                 told = peer_failures.as_told(found, self.index)
@@ -223,8 +211,8 @@ class NotebookGroup:
 
     def _make_room(self, group: RankGroup) -> None:
         """Stop for a late notebook, but take nobody's debugger away for it."""
-        busy = self._standstill.stopwatch.standing or group.ending.failures or group.ending.held
-        if self._joining is None or busy or not group.ending.follow(self._joining):
+        busy = self._context.clock.suspended or group.stops.failures or group.stops.held
+        if self._joining is None or busy or not group.stops.follow(self._joining):
             return
         self._say(self._joining.text)
         if self._tap is not None:
@@ -261,80 +249,74 @@ class NotebookGroup:
         if news.kind == "stopped":
             self.stopped = self.stopped or news.text
         error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
-        hold = news.kind == "failed" and self._run.config.debug
-        if hold and not self.told:
+        hold = news.kind == "failed" and self._context.config.debug
+        if hold and not self.failures_elsewhere:
             rank = rules.first_rank(self.nodes, news.node)
             told = peer_failures.from_told(news.failures) or [RankFailure(rank, "exception", time.time(), news.text)]
-            self.told = tuple(failures.ordered(told))
-        if group.ending.follow(StopReason(error, news.text), hold=hold):
+            self.failures_elsewhere = tuple(failures.ordered(told))
+        if group.stops.follow(StopReason(error, news.text), hold=hold):
             self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
 
     # ---- after
 
-    def conclude(self, group: RankGroup) -> bool:
-        """Tell the others how this notebook's ranks ended, hear how theirs did, and say whether all start again."""
-        run, self._group = self._run, None
+    def conclude(self, group: RankGroup, found: tuple[RankFailure, ...]) -> bool:
+        """Send the others how this notebook's ranks ended, and return whether all start again."""
+        self._group = None
         self._standstill.tell()
         self._unlink()
         if self._over:  # without the child there is nobody to ask
-            run.failures = run.failures or peer_failures.of_lost(
-                self.nodes, {str(self.index): "its rendezvous process ended"}
-            )
+            lost = peer_failures.of_lost(self.nodes, {str(self.index): "its rendezvous process ended"})
+            self._record(found or lost)
             return False
-        made_room = self._joining is not None and all(map(failures.looks_like_lost_peer, run.failures))
-        made_room = made_room and bool(run.failures or group.ending.reason)
+        made_room = self._joining is not None and all(map(failures.looks_like_lost_peer, found))
+        made_room = made_room and bool(found or group.stops.reason)
         if made_room:
-            run.failures = ()
+            found = ()
         stopped = self._own_stop is not None
-        followed = (made_room or group.ending.reason is not None) and not stopped
-        outcome = "stopped" if stopped else "failed" if run.failures else "followed" if followed else "succeeded"
-        text = self._own_stop.text if self._own_stop else error_messages.headline(run.failures) if run.failures else ""
-        own = [failure for failure in run.failures if failure.rank in self._own_ranks or failure.kind == "lost"]
+        followed = (made_room or group.stops.reason is not None) and not stopped
+        outcome = "stopped" if stopped else "failed" if found else "followed" if followed else "succeeded"
+        text = self._own_stop.text if self._own_stop else error_messages.headline(found) if found else ""
+        own = [failure for failure in found if failure.rank in self._own_ranks or failure.kind == "lost"]
         told = peer_failures.as_told(own, self.index)
         # A run whose ranks were kept after its failure has ended for the user long ago.
-        end = say.EndOrder(outcome, text, told, final=run.ended is not None)
+        end = say.EndOrder(outcome, text, told, final=self._context.state.ended is not None)
         self._meeting.send(end)
         decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
         if decision is None:  # stopped, after all ranks here had ended: nobody is to start again for it
             self._meeting.send(replace(end, outcome="stopped", text=self.why_stopped.text))
             decision = self._await(say.DecisionEvent, stoppable=False)
         assert decision is not None
-        return self._settle(decision)
+        return self._context.state.ended is None and self._settle(decision, found)
 
-    def _settle(self, decision: say.DecisionEvent) -> bool:
-        run = self._run
-        if run.ended is not None:
-            return False
+    def _record(self, found: tuple[RankFailure, ...]) -> None:
+        if self._context.state.ended is None:
+            self._context.journal.append(FailuresRecorded(found))
+
+    def _settle(self, decision: say.DecisionEvent, own: tuple[RankFailure, ...]) -> bool:
         told = peer_failures.from_told(each for end in decision.ends.values() for each in end.get("failures", ()))
         lost = peer_failures.of_lost(self.nodes, decision.lost)
-        run.failures = peer_failures.of_all(run.failures, self._own_ranks, told, lost)
-        self.reason = error_messages.headline(run.failures) if run.failures and not lost else decision.reason
+        found = peer_failures.of_all(own, self._own_ranks, told, lost)
+        self._record(found)
+        self.reason = error_messages.headline(found) if found and not lost else decision.reason
         self._odd = [end for end in decision.ends.values() if end.get("outcome") != "succeeded"]
         ends = [end for end in decision.ends.values() if end.get("outcome") == "stopped"]
         if ends and not self.stopped and self._own_stop is None:
             self.stopped = decision.reason
         return decision.action == "restart"
 
-    def verdict(self) -> tuple[str, WorkerError | None]:
-        """Return the run's status and error, the same in every notebook."""
-        run = self._run
-        if run.ended is not None:
-            return run.status, run.error
+    def verdict(self) -> RunEnded:
+        """Return how the run ended, the same in every notebook."""
+        run_id, state = self._context.id, self._context.state
         if self._own_stop is not None or self.stopped:
-            run._end_attempt("stopped")
-            kind, text = (
-                (self._own_stop.error, self._own_stop.text) if self._own_stop else (RunStoppedError, self.stopped)
-            )
-            return "stopped", kind(f"run {run.id} ended after {run.elapsed:.1f} s: {text}", run)
-        if run.failures:
-            run._end_attempt(error_messages.headline(run.failures))
-            return "failed", error_messages.worker_error(run)
+            why = self._own_stop or StopReason(RunStoppedError, self.stopped)
+            text = f"run {run_id} ended after {time.time() - state.started:.1f} s: {why.text}"
+            return RunEnded("stopped", why.error.__name__, text)
+        if state.failures:
+            return error_messages.failed(run_id, state)
         if self._odd:
-            text = f"run {run.id} failed: {self.reason or 'not all notebooks succeeded'}"
-            run._end_attempt(text)
-            return "failed", WorkerError(text, run)
-        run._end_attempt("succeeded")
-        return "succeeded", None
+            text = f"run {run_id} failed: {self.reason or 'not all notebooks succeeded'}"
+            return RunEnded("failed", "WorkerError", text)
+        return RunEnded("succeeded")
 
     def _unlink(self) -> None:
         if self._tap is not None:
@@ -373,7 +355,7 @@ class NotebookGroup:
         since, said = time.monotonic(), saying is None
         with selectors.DefaultSelector() as selector:
             selector.register(self._meeting.channel, selectors.EVENT_READ, lambda: self._heard.extend(self._hear()))
-            selector.register(self._wake, selectors.EVENT_READ, self._take_calls)
+            selector.register(self._context.commands.wake, selectors.EVENT_READ, self._carry_out)
             while True:
                 event = self._take_until(wanted)
                 if event is not None:
@@ -387,7 +369,7 @@ class NotebookGroup:
                     said = True
                     self._say(saying())
                 dispatch(selector, 0.2)
-                self._publisher.flush()
+                self._context.publisher.flush()
 
     def _take_until(self, wanted: type[_Event]) -> _Event | None:
         """Take in what has been heard up to the first event of a kind, and return that; what came after it is kept.
@@ -417,29 +399,27 @@ class NotebookGroup:
 
     def _on_waiting(self, event: say.WaitingEvent) -> None:
         if event.first:
-            for line in invitation(self._run.config, self._run.function_name):
-                self._run.notes.append(line)
+            for line in invitation(self._context.config, self._context.function_name):
+                self._context.journal.append(NoteAdded(line))
                 self._say(f"  {line}")
         self._say(event.text)
 
-    def _take_calls(self) -> None:
-        with suppress(BlockingIOError):
-            self._wake.recv(4096)
-        for wish in self._calls():
-            wish(self._lobby)  # type: ignore[arg-type]  # the part of a group that makes sense without ranks
+    def _carry_out(self) -> None:
+        self._context.commands.carry_out(self._lobby)
 
     def _stopped_waiting(self) -> bool:
         """See whether this notebook is to wait no longer, and if so tell the others."""
-        run, lobby = self._run, self._lobby
+        lobby = self._lobby
         if self._own_stop is not None and self._own_stop is lobby.stop_reason:
             return True
-        limit = run.config.timeout
-        if limit is not None and self._standstill.stopwatch.now() > run.started + limit:
+        limit, clock = self._context.config.timeout, self._context.clock
+        if limit is not None and clock.now() > clock.started + limit:
             lobby.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
         if lobby.stop_reason is None:
             return False
         self._own_stop = lobby.stop_reason
-        run._set_status("stopping")
+        if self._context.state.stop_phase == "none" and self._context.state.attempt_status != "running":
+            self._context.journal.append(StopAdvanced("interrupting", lobby.stop_reason.text))
         self._meeting.send(say.NewsOrder("stopped", lobby.stop_reason.text))
         return True
 
@@ -448,8 +428,7 @@ class NotebookGroup:
         return f"the ranks of this notebook have ended; waiting for {', '.join(others[:8])}"
 
     def _say(self, text: str, stream: str = "stdout") -> None:
-        self._publisher.line(stream, text)
-        self._publisher.flush(force=True)
+        self._context.show(text, stream)
 
 
 __all__ = ["NotebookGroup"]

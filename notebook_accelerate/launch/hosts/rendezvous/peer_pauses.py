@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.launch.hosts.rendezvous import membership as rules
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.supervisor.pausable_clock import Elsewhere, PausableClock
+from notebook_accelerate.launch.supervisor.pausable_clock import Elsewhere
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import RendezvousClient
-    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
 
 STOPPED, ASKING = "stopped at a breakpoint", "waiting for input"
 
@@ -22,20 +22,14 @@ class PeerPauses:
     """What this notebook tells the others of its waiting for the user, and hears of theirs.
 
     Args:
-        run: This notebook's.
+        context: This notebook's run.
         meeting: Through it the others are told.
-        show: Shows a line, in "stdout" or "stderr".
         shows_all: Whether this notebook shows the ranks of the others at this moment.
-
-    Attributes:
-        stopwatch: The attempt's.
     """
 
-    def __init__(
-        self, run: Run, meeting: RendezvousClient, show: Callable[[str, str], None], shows_all: Callable[[], bool]
-    ) -> None:
-        self._run, self._meeting, self._show, self._shows_all = run, meeting, show, shows_all
-        self.stopwatch = PausableClock()
+    def __init__(self, context: RunContext, meeting: RendezvousClient, shows_all: Callable[[], bool]) -> None:
+        self._context, self._meeting, self._shows_all = context, meeting, shows_all
+        self._clock, self._prompts = context.clock, context.commands.prompts
         self._nodes: list[Node] = []
         self._own_ranks = range(0)
         self._told = (False, "")
@@ -46,14 +40,14 @@ class PeerPauses:
         """Take in who has met; this notebook is ``nodes[index]``."""
         self._nodes, self._own_ranks = nodes, rules.ranks_of(nodes, index)
 
-    def begin(self, stopwatch: PausableClock) -> None:
+    def begin(self) -> None:
         """Start an attempt, in which nobody waits yet."""
-        self.stopwatch, self._told, self._said, self._unsaid = stopwatch, (False, ""), {}, {}
-        stopwatch.forget_elsewhere()
+        self._told, self._said, self._unsaid = (False, ""), {}, {}
+        self._clock.forget_elsewhere()
 
     def tell(self) -> None:
         """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
-        here = self.stopwatch.waiting_here()
+        here = self._clock.holders_here()
         told = (bool(here), self._where_it_waits(here))
         if told != self._told:
             self._told = told
@@ -61,7 +55,7 @@ class PeerPauses:
 
     def hear(self, event: say.StandEvent) -> None:
         """Have time stand still here as long as it does in another notebook, and say where it is waited for."""
-        change = self.stopwatch.pause if event.standing else self.stopwatch.resume
+        change = self._clock.pause if event.standing else self._clock.resume
         change(Elsewhere(event.node))
         told, self._said[event.node] = self._said.get(event.node, ""), event.text
         if event.text != told:
@@ -75,13 +69,13 @@ class PeerPauses:
             if asks and self._can_open() and not self._open_here(event):
                 continue
             del self._unsaid[event.node]
-            asked_here = self._shows_all() and self._run._prompts_in_cell
+            asked_here = self._shows_all() and self._prompts.shown_in_cell
             if event.text and not asked_here:
                 name = rules.title(event.node, self._nodes[event.node].host)
-                self._show(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
+                self._context.show(f"{name}: {event.text}{self._how_to_open(event)}", "stderr")
 
     def _where_it_waits(self, here: Iterable[object]) -> str:
-        stopped = self._own(self._run._board.debugged())
+        stopped = self._own(self._prompts.debugged())
         kinds = {
             STOPPED: stopped,
             ASKING: self._own(who for who in here if who not in stopped),
@@ -101,13 +95,12 @@ class PeerPauses:
 
     def _can_open(self) -> bool:
         """Whether this notebook's user can come to ranks of the others, as soon as their questions have come."""
-        return self._shows_all() and not self._run.config.block
+        return self._shows_all() and not self._context.config.block
 
     def _open_here(self, event: say.StandEvent) -> list[int]:
         """Return the ranks of a notebook whose questions have come to this one."""
-        board = self._run._board
-        ranks = rules.ranks_of(self._nodes, event.node)
-        return [rank for rank in ranks if rank in board.debugged() or board.asks(rank)]
+        ranks, prompts = rules.ranks_of(self._nodes, event.node), self._prompts
+        return [rank for rank in ranks if rank in prompts.debugged() or prompts.is_open(rank)]
 
 
 __all__ = ["PeerPauses"]

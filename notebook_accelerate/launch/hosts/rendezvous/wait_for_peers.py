@@ -1,48 +1,53 @@
-"""Where a launch in several notebooks waits for the others."""
+"""Carries out a launch's commands while it waits for the other notebooks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.state.run_events import WarningAdded
+
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
-    from notebook_accelerate.launch.output.rank_output import Publisher
     from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+    from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 
 
 class PeerWait:
-    """Stands in for the group while there is none: before the ranks start, and after they have ended.
+    """The `CommandTarget` while there are no ranks: before they start, and after they have ended.
 
     Args:
-        publisher: Where progress is shown.
-        standstill: Has the stopwatch of the attempt.
+        context: This notebook's run.
 
     Attributes:
-        stop_reason: Why the waiting is to stop; None while it is not. It stays: a stop that is heard together with what
+        stop_reason: Why the waiting is to stop; None while it is not. It stays: a stop that arrives together with what
             was waited for must be seen by whoever waits next.
     """
 
-    def __init__(self, publisher: Publisher, standstill: PeerPauses) -> None:
-        self._publisher, self._standstill = publisher, standstill
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self.stop_reason: StopReason | None = None
 
     @property
-    def stopwatch(self) -> PausableClock:
-        """See ``RankGroup``: ranks are paused, or go on, in the moment in which they have not begun or have ended."""
-        return self._standstill.stopwatch
+    def clock(self) -> PausableClock:
+        """See ``CommandTarget.clock``: a rank may be paused in the moment before it begins or after it has ended."""
+        return self._context.clock
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """See ``RankGroup.stop``."""
+        """See ``RunCommands.stop``."""
         self.stop_reason = self.stop_reason or reason
 
     def show_under(self, cell: object) -> None:
-        """See ``RankGroup.show_under``."""
-        self._publisher.flush(force=True)
-        self._publisher.show_under(cell)
+        """See ``RunCommands.show_under``."""
+        self._context.publisher.flush(force=True)
+        self._context.publisher.show_under(cell)
 
-    def interrupt(self, ranks: object) -> None:
-        """See ``RankGroup.interrupt``: there is nobody."""
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """See ``RunCommands.interrupt``: there is no rank."""
+
+    def warn(self, text: str) -> None:
+        """See ``RunCommands.warn``."""
+        self._context.journal.append(WarningAdded(text))
 
 
 __all__ = ["PeerWait"]

@@ -1,0 +1,118 @@
+"""The cell that launches a run: it waits for the start or the end, and turns interrupts into stops."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.errors import RunInterrupted
+from notebook_accelerate.launch.run_debugging import ask_user
+from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
+from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.run import Run
+    from notebook_accelerate.launch.state.prompts import Prompt
+    from notebook_accelerate.launch.supervisor.supervisor import Supervisor
+
+
+class LaunchingCell:
+    """Waits for a supervised run on the thread that launches it.
+
+    While it waits, SIGINT does not raise KeyboardInterrupt, which could arrive between any two instructions of this
+    package: it stops the run, and the second one kills. When the run is over, an interrupt that arrived at any moment
+    of it is raised, also where the run had succeeded: the code after the launch must not go on.
+
+    Args:
+        run: The run.
+        supervisor: Supervises it; its thread has not been started.
+    """
+
+    def __init__(self, run: Run, supervisor: Supervisor) -> None:
+        self._run, self._supervisor = run, supervisor
+        self._interrupted = self._asking = False
+
+    def launch(self) -> None:
+        """Start the run, and wait for its end where it blocks the cell.
+
+        Raises:
+            RunInterrupted: The cell was interrupted meanwhile.
+            BaseException: What kept the ranks from being started.
+        """
+        with self._interrupts_stop():
+            self._supervisor.thread.start()
+            self._supervisor.started.wait()
+            if self._supervisor.problem is not None or self._interrupted:
+                self._supervisor.over.wait()
+            elif not self._run.config.block:
+                self._run.show_live()  # once the ranks have started: making widgets takes as long as starting them
+            else:
+                self._wait()
+            if self._interrupted and not self._run.held:  # it may have come after the ranks had started
+                self._supervisor.over.wait()
+        if self._interrupted:
+            raise RunInterrupted(self._run)
+        if self._supervisor.problem is not None:
+            raise self._supervisor.problem
+
+    def _wait(self) -> None:
+        """Wait for the end of the run, or until its ranks are held, and show prompts and the live panel meanwhile."""
+        show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
+        prompts = self._run.commands.prompts
+        while self._run.ended is None:
+            left = None if show_at is None else max(0.0, show_at - time.monotonic())
+            if (prompt := prompts.take(left)) is not None:
+                self._ask(prompt)
+            elif show_at is not None and (time.monotonic() >= show_at or self._run.ended is not None):
+                show_at = None
+                self._run.show_live()
+        self._run.wait()
+        if show_at is not None:
+            self._run.show_live()
+        if not self._run.held:
+            self._supervisor.over.wait()
+
+    def _ask(self, prompt: Prompt) -> None:
+        self._asking = True
+        try:
+            if self._interrupted:
+                prompt.answer(None)  # the run is being stopped: nobody is to be asked any more
+            else:
+                ask_user(prompt)
+        except KeyboardInterrupt:
+            self._interrupt()
+        finally:
+            self._asking = False
+
+    # ---- interrupts
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self._run.commands.stop(DEFAULT_GRACE)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._asking:  # input() ends by an exception only
+            self._asking = False
+            raise KeyboardInterrupt
+        self._interrupt()
+
+    @contextmanager
+    def _interrupts_stop(self) -> Iterator[None]:
+        """Have SIGINT stop the run, where this thread is the one that gets it."""
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+            yield
+            return
+        signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+__all__ = ["LaunchingCell"]

@@ -1,0 +1,87 @@
+"""The journal of a run: every event in one order, folded into a `RunState` and a `Store` as it is appended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from notebook_accelerate.launch.state.run_events import RUN, RunEvent
+from notebook_accelerate.launch.state.run_state import RunState
+from notebook_accelerate.telemetry import Store
+from notebook_accelerate.telemetry.store import Record
+
+Listener = Callable[[Sequence[Record]], None]
+
+
+class Journal:
+    """The ordered stream of what happens to a run.
+
+    The events of the run itself are all kept; what the ranks send is kept in the store, within its bounds, and passed
+    to the listeners whole. Any thread may append and read.
+
+    Attributes:
+        store: What the ranks sent: metrics, progress, step times, lines of output.
+    """
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self._state = RunState()
+        self._lock = threading.Lock()
+        self._records: list[Record] = []
+        self._listeners: tuple[Listener, ...] = ()
+
+    @property
+    def state(self) -> RunState:
+        """The run after the last event."""
+        return self._state
+
+    @property
+    def records(self) -> list[Record]:
+        """The events of the run itself, in order; their rank is `RUN`."""
+        with self._lock:
+            return list(self._records)
+
+    def append(self, event: RunEvent, at: float | None = None) -> None:
+        """Append an event of the run, ``at`` seconds since the epoch (None: now).
+
+        Raises:
+            TransitionError: The event is not allowed now; the journal is as it was.
+        """
+        record = Record(RUN, time.time() if at is None else at, event)
+        with self._lock:
+            self._state = self._state.apply(event, record.time)
+            self._records.append(record)
+        self._notify([record])
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Append what ranks sent."""
+        if records:
+            self.store.add(records)
+            self._notify(records)
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Append records of another journal, with their times."""
+        for record in records:
+            if isinstance(record.event, RunEvent):
+                self.append(record.event, record.time)
+            else:
+                self.add([record])
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener(records)`` after every append, on the thread that appended; return what ends that."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+        return unsubscribe
+
+    def _notify(self, records: Sequence[Record]) -> None:
+        for listener in self._listeners:
+            listener(records)
+
+
+__all__ = ["Journal", "Listener"]

@@ -1,0 +1,70 @@
+"""What a user can ask of a live run, as the run sees whoever supervises it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate.launch.state.prompts import PromptQueue
+
+DEFAULT_GRACE = 5.0
+"""Seconds from KeyboardInterrupt to SIGKILL where the user names none."""
+
+
+class RunCommands(Protocol):
+    """Commands to the supervisor of a run; safe from any thread, and without effect once the run is over.
+
+    Attributes:
+        prompts: The ranks that wait for a line of text.
+        requests: Requests to the ranks, matched with their replies.
+    """
+
+    prompts: PromptQueue
+    requests: RankRequests
+
+    def stop(self, grace: float) -> None:
+        """Stop the ranks within ``grace`` seconds; a second call kills at once."""
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Send a KeyboardInterrupt to ranks that live on."""
+
+    def show_under(self, cell: object) -> None:
+        """Show output from now on under another cell: the one whose message is ``cell``."""
+
+    def hold_clock(self, rank: int) -> None:
+        """Suspend the run's time limits while the user holds a rank."""
+
+    def release_clock(self, rank: int) -> None:
+        """Undo ``hold_clock``."""
+
+    def warn(self, text: str) -> None:
+        """Record a warning of a sanity check."""
+
+
+class NoCommands:
+    """The commands of a run without a supervisor: one that runs in the kernel itself, or that is rebuilt."""
+
+    def __init__(self) -> None:
+        self.prompts, self.requests = PromptQueue(), RankRequests()
+
+    def stop(self, grace: float) -> None:
+        """Do nothing."""
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def show_under(self, cell: object) -> None:
+        """Do nothing."""
+
+    def hold_clock(self, rank: int) -> None:
+        """Do nothing."""
+
+    def release_clock(self, rank: int) -> None:
+        """Do nothing."""
+
+    def warn(self, text: str) -> None:
+        """Do nothing."""
+
+
+__all__ = ["DEFAULT_GRACE", "NoCommands", "RunCommands"]

@@ -1,0 +1,210 @@
+"""What happens to a run, as the events of its journal.
+
+The supervisor emits them; `RunState` is the fold over them. What the ranks send (metrics, output, step times) stands in
+the same journal as the telemetry events that they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.telemetry import Event, RankFailure
+
+if TYPE_CHECKING:
+    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+
+RUN = -1
+"""Stands in the place of a rank in a record that concerns the whole run."""
+
+
+@dataclass(slots=True)
+class RunEvent(Event):
+    """Base of the events that change a `RunState`."""
+
+
+@dataclass(slots=True)
+class RunCreated(RunEvent):
+    """A launch has begun: the first event of every journal."""
+
+    function_name: str
+
+
+@dataclass(slots=True)
+class RunPlanned(RunEvent):
+    """The launch is planned; the ranks shown in this notebook are ``first_rank`` and the ``count - 1`` after it."""
+
+    plan: LaunchPlan
+    first_rank: int
+    count: int
+
+
+@dataclass(slots=True)
+class NoteAdded(RunEvent):
+    """The launch has a remark for the user, such as a port that was taken."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class WarningAdded(RunEvent):
+    """A sanity check has found a likely mistake in the training."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class DiagnosisAdded(RunEvent):
+    """An automatic diagnosis has finished."""
+
+    diagnosis: Diagnosis
+
+
+@dataclass(slots=True)
+class AttemptStarted(RunEvent):
+    """All ranks are about to start; ``number`` counts from 0."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class RankStarted(RunEvent):
+    """A rank has a process."""
+
+    rank: int
+    pid: int
+    node: int = 0
+    host: str = ""
+
+
+@dataclass(slots=True)
+class RankRunning(RunEvent):
+    """A rank is about to call the function."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class RankReturned(RunEvent):
+    """The function has returned ``result`` on a rank, whose process is still there."""
+
+    rank: int
+    result: Any
+
+
+@dataclass(slots=True)
+class RankFailed(RunEvent):
+    """A rank has failed; its process may still be there."""
+
+    failure: RankFailure
+
+
+@dataclass(slots=True)
+class RankStopped(RunEvent):
+    """A rank ends because it was told to; its process may still be there."""
+
+    rank: int
+
+
+@dataclass(slots=True)
+class RankExited(RunEvent):
+    """The process of a rank has ended and is reaped.
+
+    ``state`` is where that leaves the rank: "succeeded", "failed" or "stopped"; ``exit`` says how, as "exit 0".
+    """
+
+    rank: int
+    state: str
+    exit: str
+
+
+@dataclass(slots=True)
+class PromptOpened(RunEvent):
+    """A rank waits for a line of text; ``kind`` is "input" or "debugger"."""
+
+    rank: int
+    number: int
+    kind: str
+
+
+@dataclass(slots=True)
+class PromptClosed(RunEvent):
+    """A rank waits no longer: it has its answer, or, where not ``answered``, it has ended or gone on."""
+
+    rank: int
+    answered: bool
+
+
+@dataclass(slots=True)
+class StopAdvanced(RunEvent):
+    """The stop sequence has reached ``phase``, one of `STOP_PHASES`.
+
+    ``reason`` says why the ranks are stopped; "" where a rank's failure is the cause.
+    """
+
+    phase: str
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class FailuresRecorded(RunEvent):
+    """What failed in the attempt, the first failure first, each explained as far as it can be."""
+
+    failures: Sequence[RankFailure]
+
+
+@dataclass(slots=True)
+class AttemptEnded(RunEvent):
+    """All ranks of the attempt have ended, or are held; where ``restarts``, another attempt follows."""
+
+    outcome: str
+    restarts: bool = False
+
+
+@dataclass(slots=True)
+class RunEnded(RunEvent):
+    """The run is over: "succeeded", "failed" or "stopped".
+
+    Attributes:
+        status: One of the three.
+        error: Class of the error that the run ended with, a name in `notebook_accelerate.errors`; "" without one.
+        message: The error's text.
+        cause: What broke the launch itself, where something did.
+    """
+
+    status: str
+    error: str = ""
+    message: str = ""
+    cause: BaseException | None = None
+
+
+@dataclass(slots=True)
+class RanksReleased(RunEvent):
+    """The ranks that were held for inspection after a failure have ended."""
+
+
+__all__ = [
+    "RUN",
+    "AttemptEnded",
+    "AttemptStarted",
+    "DiagnosisAdded",
+    "FailuresRecorded",
+    "NoteAdded",
+    "PromptClosed",
+    "PromptOpened",
+    "RankExited",
+    "RankFailed",
+    "RankReturned",
+    "RankRunning",
+    "RankStarted",
+    "RankStopped",
+    "RanksReleased",
+    "RunCreated",
+    "RunEnded",
+    "RunEvent",
+    "RunPlanned",
+    "StopAdvanced",
+    "WarningAdded",
+]

@@ -1,0 +1,359 @@
+"""`RunState`: what is known of a run, as a pure fold over the events of its journal.
+
+The allowed transitions are the tables below. An event that a table does not allow raises `TransitionError`: it is a bug
+in whoever emitted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.launch.state import run_events as events
+from notebook_accelerate.telemetry import RankFailure
+
+if TYPE_CHECKING:
+    from notebook_accelerate.debug.diagnosis import Diagnosis
+    from notebook_accelerate.launch.plan.planner import LaunchPlan
+
+RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "starting": frozenset({"running", "stopping", "succeeded", "failed", "stopped"}),
+        "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped"}),  # starting: a restart
+        "stopping": frozenset({"starting", "failed", "stopped"}),  # starting: a restart that lets a notebook join
+        "succeeded": frozenset(),
+        "failed": frozenset(),
+        "stopped": frozenset(),
+    }
+)
+RANK_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "starting": frozenset({"running", "succeeded", "failed", "stopped"}),
+        "running": frozenset({"succeeded", "failed", "stopped"}),
+        "succeeded": frozenset(),
+        "failed": frozenset(),
+        "stopped": frozenset(),
+    }
+)
+ATTEMPT_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"none": frozenset({"running"}), "running": frozenset({"ended"}), "ended": frozenset({"running"})}
+)
+PROMPT_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"none": frozenset({"open"}), "open": frozenset({"open", "none"})}  # a debugger asks anew for every command
+)
+STOP_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "none": frozenset({"settling", "interrupting", "killing"}),
+        "settling": frozenset({"held", "interrupting", "killing"}),
+        "held": frozenset({"interrupting", "killing"}),
+        "interrupting": frozenset({"terminating", "killing"}),
+        "terminating": frozenset({"killing"}),
+        "killing": frozenset(),
+    }
+)
+"""Every attempt begins at "none". "settling": a rank has failed, and the others have a moment to fail or end too.
+"held": they are kept as they are for the debugger. Then SIGINT, SIGTERM and SIGKILL are sent in turn."""
+STOP_PHASES = tuple(STOP_TRANSITIONS)
+ENDED = ("succeeded", "failed", "stopped")
+
+
+class TransitionError(AssertionError):
+    """An event does not fit the state that it is applied to."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What is known of one rank.
+
+    Attributes:
+        rank: Global index.
+        pid: Its process; None before it has one.
+        state: "starting", "running", "succeeded", "failed" or "stopped".
+        last_step: The last step it logged; None when it logged none.
+        exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
+        result: What the function returned; None unless it succeeded.
+        node: Index of the machine it runs on.
+        host: Name of that machine; "" for this one.
+        exited: Whether its process has ended.
+    """
+
+    rank: int
+    pid: int | None = None
+    state: str = "starting"
+    last_step: int | None = None
+    exit: str = ""
+    result: Any = field(default=None, repr=False)
+    node: int = 0
+    host: str = ""
+    exited: bool = field(default=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at running the whole group.
+
+    Attributes:
+        number: From 0.
+        started: Seconds since the epoch.
+        ended: The same; None while it lasts.
+        outcome: "running", "succeeded", "stopped" or what failed first.
+    """
+
+    number: int
+    started: float
+    ended: float | None = None
+    outcome: str = "running"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at one point of its journal.
+
+    Attributes:
+        started: Seconds since the epoch; 0 before the first event.
+        status: A key of `RUN_TRANSITIONS`.
+        ended: Seconds since the epoch; None until the run has ended.
+        plan: What was planned; None before.
+        ranks: The ranks that are shown in this notebook, in order.
+        starting: How many of them have not begun to run.
+        attempts: The oldest first.
+        failures: What failed in the last attempt, the first failure first.
+        stop_phase: How far the stop sequence of the last attempt is: a key of `STOP_TRANSITIONS`.
+        stop_reason: Why the ranks are stopped; "" while they are not, and where a failure is the cause.
+        held: Whether ranks are kept for inspection though the run has ended.
+        prompts: By rank, the number of the prompt that it waits at.
+        notes: Remarks of the launch.
+        warnings: What the sanity checks found.
+        diagnoses: What automatic diagnoses found, the oldest first.
+        error: Class of the error that the run ended with; "" without one.
+        message: The error's text.
+        cause: What broke the launch itself.
+    """
+
+    started: float = 0.0
+    status: str = "starting"
+    ended: float | None = None
+    plan: LaunchPlan | None = None
+    ranks: tuple[RankInfo, ...] = ()
+    starting: int = 0
+    attempts: tuple[Attempt, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    stop_phase: str = "none"
+    stop_reason: str = ""
+    held: bool = False
+    prompts: Mapping[int, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    diagnoses: tuple[Diagnosis, ...] = ()
+    error: str = ""
+    message: str = ""
+    cause: BaseException | None = None
+
+    def apply(self, event: events.RunEvent, time: float) -> RunState:
+        """Return the state after ``event``, which happened at ``time`` seconds since the epoch.
+
+        Raises:
+            TransitionError: The event is not allowed in this state.
+        """
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise TransitionError(f"{type(event).__name__} is no event of a run")
+        return handler(self, event, time)
+
+    def rank(self, rank: int) -> RankInfo:
+        """Return what is known of a rank.
+
+        Raises:
+            TransitionError: It is not one of this run's.
+        """
+        index = self._index(rank)
+        return self.ranks[index]
+
+    @property
+    def attempt_status(self) -> str:
+        """Where the last attempt is: a key of `ATTEMPT_TRANSITIONS`."""
+        if not self.attempts:
+            return "none"
+        return "running" if self.attempts[-1].ended is None else "ended"
+
+    # ---- one method for each event
+
+    def _created(self, event: events.RunCreated, time: float) -> RunState:
+        self._require(not self.started, event)
+        return replace(self, started=time)
+
+    def _planned(self, event: events.RunPlanned, _time: float) -> RunState:
+        self._require(self.attempt_status != "running", event)
+        ranks = tuple(RankInfo(event.first_rank + index, node=event.plan.node) for index in range(event.count))
+        return self._while_not_ended(event, plan=event.plan, ranks=ranks, starting=len(ranks))
+
+    def _noted(self, event: events.NoteAdded, _time: float) -> RunState:
+        return replace(self, notes=(*self.notes, event.text))
+
+    def _warned(self, event: events.WarningAdded, _time: float) -> RunState:
+        return self if event.text in self.warnings else replace(self, warnings=(*self.warnings, event.text))
+
+    def _diagnosed(self, event: events.DiagnosisAdded, _time: float) -> RunState:
+        return replace(self, diagnoses=(*self.diagnoses, event.diagnosis))
+
+    def _attempt_started(self, event: events.AttemptStarted, time: float) -> RunState:
+        _check("attempt", ATTEMPT_TRANSITIONS, self.attempt_status, "running")
+        self._require(self.plan is not None, event)
+        ranks = tuple(RankInfo(info.rank, node=info.node) for info in self.ranks)
+        attempts = (*self.attempts, Attempt(event.number, time))
+        return self._while_not_ended(
+            event, ranks=ranks, starting=len(ranks), attempts=attempts, stop_phase="none", stop_reason="", failures=()
+        )
+
+    def _rank_started(self, event: events.RankStarted, _time: float) -> RunState:
+        info = self._living(event.rank, event)
+        self._require(info.pid is None, event)
+        return self._with_rank(replace(info, pid=event.pid, node=event.node, host=event.host))
+
+    def _rank_running(self, event: events.RankRunning, _time: float) -> RunState:
+        after = self._moved(event.rank, "running", event)
+        if after.status == "starting" and not after.starting:
+            return replace(after, status=_check("run", RUN_TRANSITIONS, self.status, "running"))
+        return after
+
+    def _rank_returned(self, event: events.RankReturned, _time: float) -> RunState:
+        info = self._living(event.rank, event)
+        return self._with_rank(replace(info, result=event.result))
+
+    def _rank_failed(self, event: events.RankFailed, _time: float) -> RunState:
+        return self._moved(event.failure.rank, "failed", event)
+
+    def _rank_stopped(self, event: events.RankStopped, _time: float) -> RunState:
+        return self._moved(event.rank, "stopped", event)
+
+    def _rank_exited(self, event: events.RankExited, _time: float) -> RunState:
+        info = self._living(event.rank, event)
+        self._require(event.state in ENDED, event)
+        after = self if info.state == event.state else self._moved(event.rank, event.state, event)
+        result = info.result if event.state == "succeeded" else None
+        return after._with_rank(replace(after.rank(event.rank), exit=event.exit, result=result, exited=True))
+
+    def _prompt_opened(self, event: events.PromptOpened, _time: float) -> RunState:
+        _check("prompt", PROMPT_TRANSITIONS, "open" if event.rank in self.prompts else "none", "open")
+        self._living(event.rank, event)
+        return replace(self, prompts={**self.prompts, event.rank: event.number})
+
+    def _prompt_closed(self, event: events.PromptClosed, _time: float) -> RunState:
+        _check("prompt", PROMPT_TRANSITIONS, "open" if event.rank in self.prompts else "none", "none")
+        left = {rank: number for rank, number in self.prompts.items() if rank != event.rank}
+        return replace(self, prompts=left)
+
+    def _stop_advanced(self, event: events.StopAdvanced, _time: float) -> RunState:
+        _check("stop", STOP_TRANSITIONS, self.stop_phase, event.phase)
+        self._require(self.ended is None or self.held, event)
+        after = replace(self, stop_phase=event.phase, stop_reason=event.reason or self.stop_reason)
+        if not event.reason or self.status not in ("starting", "running") or self.stop_phase != "none":
+            return after  # a failure, and what follows it, is not a stop
+        return replace(after, status=_check("run", RUN_TRANSITIONS, self.status, "stopping"))
+
+    def _failures_recorded(self, event: events.FailuresRecorded, _time: float) -> RunState:
+        return self._while_not_ended(event, failures=tuple(event.failures))
+
+    def _attempt_ended(self, event: events.AttemptEnded, time: float) -> RunState:
+        _check("attempt", ATTEMPT_TRANSITIONS, self.attempt_status, "ended")
+        last = replace(self.attempts[-1], ended=time, outcome=event.outcome)
+        status = self.status
+        if event.restarts and status != "starting":
+            status = _check("run", RUN_TRANSITIONS, status, "starting")
+        return self._while_not_ended(event, attempts=(*self.attempts[:-1], last), status=status)
+
+    def _run_ended(self, event: events.RunEnded, time: float) -> RunState:
+        self._require(self.attempt_status != "running" and event.status in ENDED, event)
+        return self._while_not_ended(
+            event,
+            status=_check("run", RUN_TRANSITIONS, self.status, event.status),
+            ended=time,
+            held=self.stop_phase == "held",
+            error=event.error,
+            message=event.message,
+            cause=event.cause,
+        )
+
+    def _ranks_released(self, event: events.RanksReleased, _time: float) -> RunState:
+        self._require(self.held, event)
+        return replace(self, held=False)
+
+    # ---- what they share
+
+    def _index(self, rank: int) -> int:
+        index = rank - self.ranks[0].rank if self.ranks else -1
+        if not 0 <= index < len(self.ranks):
+            raise TransitionError(f"rank {rank} is not one of this run's {len(self.ranks)} ranks")
+        return index
+
+    def _living(self, rank: int, event: events.RunEvent) -> RankInfo:
+        """Return a rank whose process has not ended, of an attempt that runs or whose ranks are held."""
+        info = self.rank(rank)
+        self._require(not info.exited and (self.attempt_status == "running" or self.held), event)
+        return info
+
+    def _with_rank(self, info: RankInfo) -> RunState:
+        index = self._index(info.rank)
+        return replace(self, ranks=(*self.ranks[:index], info, *self.ranks[index + 1 :]))
+
+    def _moved(self, rank: int, state: str, event: events.RunEvent) -> RunState:
+        info = self._living(rank, event)
+        after = self._with_rank(replace(info, state=_check(f"rank {rank}", RANK_TRANSITIONS, info.state, state)))
+        return replace(after, starting=after.starting - 1) if info.state == "starting" else after
+
+    def _while_not_ended(self, event: events.RunEvent, **changes: Any) -> RunState:
+        self._require(self.ended is None, event)
+        return replace(self, **changes)
+
+    def _require(self, condition: bool, event: events.RunEvent) -> None:
+        if not condition:
+            raise TransitionError(
+                f"{event} does not fit a run that is {self.status}, its attempt {self.attempt_status}, "
+                f"its stop sequence at {self.stop_phase!r}"
+            )
+
+
+def _check(what: str, table: Mapping[str, frozenset[str]], before: str, after: str) -> str:
+    """Return ``after`` where the table allows that step."""
+    if after not in table[before]:
+        raise TransitionError(f"{what}: {before!r} to {after!r} is not allowed; allowed: {sorted(table[before])}")
+    return after
+
+
+_HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState]] = {
+    events.RunCreated: RunState._created,
+    events.RunPlanned: RunState._planned,
+    events.NoteAdded: RunState._noted,
+    events.WarningAdded: RunState._warned,
+    events.DiagnosisAdded: RunState._diagnosed,
+    events.AttemptStarted: RunState._attempt_started,
+    events.RankStarted: RunState._rank_started,
+    events.RankRunning: RunState._rank_running,
+    events.RankReturned: RunState._rank_returned,
+    events.RankFailed: RunState._rank_failed,
+    events.RankStopped: RunState._rank_stopped,
+    events.RankExited: RunState._rank_exited,
+    events.PromptOpened: RunState._prompt_opened,
+    events.PromptClosed: RunState._prompt_closed,
+    events.StopAdvanced: RunState._stop_advanced,
+    events.FailuresRecorded: RunState._failures_recorded,
+    events.AttemptEnded: RunState._attempt_ended,
+    events.RunEnded: RunState._run_ended,
+    events.RanksReleased: RunState._ranks_released,
+}
+
+__all__ = [
+    "ATTEMPT_TRANSITIONS",
+    "ENDED",
+    "PROMPT_TRANSITIONS",
+    "RANK_TRANSITIONS",
+    "RUN_TRANSITIONS",
+    "STOP_PHASES",
+    "STOP_TRANSITIONS",
+    "Attempt",
+    "RankInfo",
+    "RunState",
+    "TransitionError",
+]

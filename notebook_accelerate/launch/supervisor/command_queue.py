@@ -1,0 +1,113 @@
+"""Commands to a run's supervisor: queued by any thread, carried out by the run's own."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from notebook_accelerate.debug.rank_requests import RankRequests
+from notebook_accelerate.launch.state.prompts import PromptQueue
+from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
+
+
+class CommandTarget(Protocol):
+    """What carries out commands: the ranks of an attempt, or whoever waits until there are any."""
+
+    @property
+    def clock(self) -> PausableClock:
+        """The clock of the run's time limits."""
+
+    def stop(self, grace: float, reason: StopReason) -> None:
+        """See ``RunCommands.stop``."""
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """See ``RunCommands.interrupt``."""
+
+    def show_under(self, cell: object) -> None:
+        """See ``RunCommands.show_under``."""
+
+    def warn(self, text: str) -> None:
+        """See ``RunCommands.warn``."""
+
+
+Command = Callable[[CommandTarget], None]
+
+
+class CommandQueue:
+    """The `RunCommands` of a supervised run.
+
+    Attributes:
+        wake: Readable while commands wait.
+        prompts: The ranks that wait for a line of text.
+        requests: Requests to the ranks, matched with their replies.
+        clock: The clock of the run's time limits.
+    """
+
+    def __init__(self) -> None:
+        self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()
+        self.wake, self._writer = socket.socketpair()
+        self.wake.setblocking(False)
+        self._waiting: deque[Command] = deque()  # no lock: a signal handler posts, too
+
+    # ---- any thread
+
+    def post(self, command: Command) -> None:
+        """Have ``command(target)`` called on the run's thread."""
+        self._waiting.append(command)
+        with suppress(OSError):  # the run has just ended
+            self._writer.send(b"!")
+
+    def stop(self, grace: float) -> None:
+        """See ``RunCommands.stop``."""
+        self.post(lambda target: target.stop(grace, USER_STOP))
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """See ``RunCommands.interrupt``."""
+        wanted = list(ranks)
+        self.post(lambda target: target.interrupt(wanted))
+
+    def show_under(self, cell: object) -> None:
+        """See ``RunCommands.show_under``."""
+        self.post(lambda target: target.show_under(cell))
+
+    def hold_clock(self, rank: int) -> None:
+        """See ``RunCommands.hold_clock``."""
+        self.post(lambda target: target.clock.pause(paused(rank)))
+
+    def release_clock(self, rank: int) -> None:
+        """See ``RunCommands.release_clock``."""
+        self.post(lambda target: target.clock.resume(paused(rank)))
+
+    def warn(self, text: str) -> None:
+        """See ``RunCommands.warn``."""
+        self.post(lambda target: target.warn(text))
+
+    # ---- the run's thread
+
+    def pending(self) -> bool:
+        """Whether commands wait."""
+        return bool(self._waiting)
+
+    def carry_out(self, target: CommandTarget) -> None:
+        """Carry out the commands that wait."""
+        with suppress(BlockingIOError):
+            self.wake.recv(4096)
+        while self._waiting:
+            self._waiting.popleft()(target)
+
+    def close(self) -> None:
+        """Close the sockets; later commands have no effect."""
+        self.wake.close()
+        self._writer.close()
+
+
+def paused(rank: int) -> Hashable:
+    """Return the holder that a paused rank is to the clock; a rank that waits at a prompt holds it as its number."""
+    return ("paused", rank)
+
+
+__all__ = ["Command", "CommandQueue", "CommandTarget", "paused"]

@@ -1,0 +1,60 @@
+"""What the parts of a run's supervisor share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from notebook_accelerate.launch.state.run_events import NoteAdded
+
+if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
+    from notebook_accelerate.launch.output.rank_output import Publisher
+    from notebook_accelerate.launch.state.journal import Journal
+    from notebook_accelerate.launch.state.run_state import RunState
+    from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
+    from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run, for the parts of its supervisor.
+
+    Attributes:
+        id: The run's number in this kernel.
+        config: What the launch was asked to do.
+        function_name: Name of the launched function.
+        journal: What happens is appended here.
+        commands: What the user asks for, the prompts, and the requests to ranks.
+        publisher: Where output is shown.
+    """
+
+    id: int
+    config: LaunchConfig
+    function_name: str
+    journal: Journal
+    commands: CommandQueue
+    publisher: Publisher
+
+    @property
+    def clock(self) -> PausableClock:
+        """The clock of the run's time limits."""
+        return self.commands.clock
+
+    @property
+    def state(self) -> RunState:
+        """The run after the last event."""
+        return self.journal.state
+
+    def show(self, text: str, stream: str = "stdout") -> None:
+        """Show a line of the launch itself."""
+        self.publisher.line(stream, text)
+        self.publisher.flush(force=True)
+
+    def note(self, text: str, *, shown_as: str | None = None) -> None:
+        """Keep a remark for panel and report, and show it (``shown_as``: in another form)."""
+        self.journal.append(NoteAdded(text))
+        self.show(text if shown_as is None else shown_as, "stderr")
+
+
+__all__ = ["RunContext"]
