@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
+from functools import cache
 from html import escape
 
 FONT = "system-ui, -apple-system, Segoe UI, sans-serif"
@@ -25,16 +26,20 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
         attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
             Floats are rounded to two decimals; None and False leave the attribute out, True writes its name alone.
     """
-    head = name + "".join(_attribute(key, value) for key, value in attributes.items())
+    head = name
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        head += f" {_attribute_name(key)}"
+        if value is not True:
+            text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
+            head += f'="{escape(text)}"'
     return Markup(f"<{head} />" if name in _VOID else f"<{head}>{join(content)}</{name}>")
 
 
-def _attribute(key: str, value: object) -> str:
-    if value is None or value is False:
-        return ""
-    name = key.removesuffix("_").replace("_", "-")
-    text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
-    return f" {name}" if value is True else f' {name}="{escape(text)}"'
+@cache
+def _attribute_name(key: str) -> str:
+    return key.removesuffix("_").replace("_", "-")
 
 
 def join(content: Iterable[str], separator: str = "") -> Markup:
@@ -44,7 +49,7 @@ def join(content: Iterable[str], separator: str = "") -> Markup:
         content: Strings, which are escaped, and `Markup`.
         separator: Markup between them.
     """
-    return Markup(separator.join(part if isinstance(part, Markup) else escape(part) for part in content))
+    return Markup(separator.join([part if isinstance(part, Markup) else escape(part) for part in content]))
 
 
 def svg(width: int, height: int, *content: str) -> Markup:
