@@ -49,10 +49,22 @@ def place_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module
     Raises:
         ValueError: Some parameters have no values.
     """
+    check_values(model, "load its weights before prepare(), or prepare with device_placement=[False, ...]")
+    return model.to(device)
+
+
+def check_values(model: torch.nn.Module, remedy: str) -> None:
+    """Check that the parameters of a model have values.
+
+    Args:
+        model: The model.
+        remedy: The end of the message: how to give them values.
+
+    Raises:
+        ValueError: Some parameters are on the meta device.
+    """
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty:
         raise ValueError(
-            f"{type(model).__name__} has parameters without values ({', '.join(empty[:3])}, ...): load its weights "
-            "before prepare(), or prepare with device_placement=[False, ...]"
+            f"{type(model).__name__} has parameters without values ({', '.join(empty[:3])}, ...): {remedy}"
         )
-    return model.to(device)

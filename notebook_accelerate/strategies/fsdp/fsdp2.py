@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies.context_parallel import make_attention_causal, split_sequences
 from notebook_accelerate.strategies.fsdp.fsdp_settings import resolved_plugin
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
+from notebook_accelerate.strategies.model_placement import check_values
 from notebook_accelerate.strategies.module_queries import model_has_dtensor
 from notebook_accelerate.strategies.parameter_names import parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
@@ -95,7 +95,7 @@ class FSDP2Strategy(ShardedStrategy):
         return self.compile_and_mark(model)
 
     def shard(self, model: nn.Module) -> None:
-        """Shard a model in place: the step of `prepare_model` that `fsdp2_prepare_model` is; every rank must call this.
+        """Shard a model in place; `fsdp2_prepare_model` is this step alone. Every rank must call this.
 
         Args:
             model: As for `prepare_model`, not sharded.
@@ -112,13 +112,13 @@ class FSDP2Strategy(ShardedStrategy):
             if plugin.cpu_ram_efficient_loading:
                 weights = _take_weights(model, ties)
             else:
-                _check_values(model)
+                check_values(model, _LOAD_ON_RANK_0)
                 if plugin.sync_module_states is not False:
                     broadcast_weights(model, device)
         split_tensors(model, self.setup.state.device_mesh)
         _shard_units(model, self.mesh, plugin, device)
         if weights is not None:
-            weights.load(model, device, plugin.offloads)
+            _load_weights(model, weights, device, plugin.offloads)
             retie(model, ties)
             # FSDP reads its parameters' new objects when a function is applied to the model.
             model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
@@ -201,38 +201,18 @@ class Unreduced:
 
 # -- steps of shard ---------------------------------------------------------------------------------------------------
 
-
-def _check_values(model: nn.Module) -> None:
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if empty:
-        raise ValueError(
-            f"{type(model).__name__} has parameters without values ({', '.join(empty[:3])}, ...): load its "
-            "weights on rank 0, with FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)"
-        )
-
-
-@dataclass
-class _Weights:
-    """Values taken out of a model.
-
-    Attributes:
-        state: On rank 0 the model's state; nothing on other ranks.
-        buffers: On every rank, rank 0's buffers that are not in the state.
-    """
-
-    state: dict[str, Any]
-    buffers: dict[str, torch.Tensor]
-
-    def load(self, model: nn.Module, device: torch.device, cpu_offload: bool) -> None:
-        """Put the values into the sharded model; every rank must call this."""
-        load_full_state(model, self.state, cpu_offload)
-        for name, buffer in self.buffers.items():
-            owner = model.get_submodule(name.rpartition(".")[0])
-            owner.register_buffer(name.rpartition(".")[2], buffer.to(device), persistent=False)
+_Weights = tuple[dict[str, Any], dict[str, torch.Tensor]]
+_LOAD_ON_RANK_0 = (
+    "load its weights on rank 0, with FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)"
+)
 
 
 def _take_weights(model: nn.Module, ties: list[list[str]]) -> _Weights:
-    """Take the values out of a model, in place; every rank must call this."""
+    """Take the values out of a model, in place; every rank must call this.
+
+    Returns:
+        The model's state, which only rank 0 has; on every rank, rank 0's buffers that are not in the state.
+    """
     first = dist.get_rank() == 0
     state = model.state_dict() if first else {}
     known = state.keys() | {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -240,7 +220,16 @@ def _take_weights(model: nn.Module, ties: list[list[str]]) -> _Weights:
     dist.broadcast_object_list(sent, src=0)
     model.to("meta")
     retie(model, ties)
-    return _Weights(state, sent[0] or {})
+    return state, sent[0] or {}
+
+
+def _load_weights(model: nn.Module, weights: _Weights, device: torch.device, cpu_offload: bool) -> None:
+    """Put values into the sharded model; every rank must call this."""
+    state, buffers = weights
+    load_full_state(model, state, cpu_offload)
+    for name, buffer in buffers.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.register_buffer(name.rpartition(".")[2], buffer.to(device), persistent=False)
 
 
 def _shard_units(
