@@ -49,7 +49,7 @@ STUCK_SECONDS = 2.0
 """The heartbeat names the open collective of a main thread that has not moved for this long."""
 
 
-class AgentApi(Protocol):
+class AgentApi(breakpoints.Prompter, Protocol):
     """The interface of the rank's agent."""
 
     sink: Sink
@@ -59,9 +59,6 @@ class AgentApi(Protocol):
 
     def every_tick(self, callback: Callable[[], None]) -> None:
         """See ``Agent.every_tick``."""
-
-    def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """See ``Agent.ask``."""
 
 
 cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()

@@ -13,9 +13,11 @@ import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 from bdb import BdbQuit
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,15 +78,10 @@ def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] |
         pass
     except BaseException:  # noqa: BLE001 - nothing above could handle it
         with contextlib.suppress(Exception):
-            os.write(2, ("notebook_accelerate: a worker failed outside the function\n" + _traceback()).encode())
+            text = f"notebook_accelerate: a rank failed outside the function\n{traceback.format_exc()}"
+            os.write(2, text.encode())
     finally:
         os._exit(code)
-
-
-def _traceback() -> str:
-    import traceback
-
-    return traceback.format_exc()
 
 
 # ---- 1. detach
@@ -155,8 +152,6 @@ def redirect_descriptors(keep: set[int], known: set[int]) -> None:
 
 def connect(wiring: Wiring) -> tuple[Agent, Console, DebugAgent]:
     """Connect the output streams to the kernel's pipes, and everything else to the channel."""
-    import socket
-
     os.dup2(wiring.stdout, 1)
     os.dup2(wiring.stderr, 2)
     faulthandler.enable(2)  # for crashes in native code; ipykernel's default is another file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -94,14 +95,13 @@ def train(size: tuple[int, int, int], quiet: bool) -> float:
     import torch
 
     from notebook_accelerate import Accelerator
-    from notebook_accelerate.worker import debug_agent
 
     torch.manual_seed(0)
     accelerator = Accelerator()
     if quiet:
         accelerator._checks.active = False
-        host: Any = debug_agent.current()
-        host._ticks.clear()
+        agent: Any = next(thread for thread in threading.enumerate() if thread.name == "notebook-accelerate-agent")
+        agent._target.__self__._ticks.clear()
     width, hidden, samples = size
     model = torch.nn.Sequential(torch.nn.Linear(width, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 8))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))

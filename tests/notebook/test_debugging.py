@@ -304,7 +304,7 @@ def test_a_rank_that_holds_the_interpreter_in_native_code(kernel: Kernel) -> Non
     )
     assert kernel.value("run.ask('1 + 1', ranks=[0], timeout=60)") == {"0": 2}
     silent = kernel.value("repr(run.ask('1 + 1', ranks=[1], timeout=1.5)[1])")
-    assert "holds the interpreter in native code" in silent
+    assert "holds the GIL in native code" in silent
     assert text.count("rank 1") == 2
 
 
