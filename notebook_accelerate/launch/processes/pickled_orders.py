@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
@@ -23,6 +24,26 @@ def interpreter_command(call: str) -> list[str]:
     """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
     setup = f"import sys; sys.path[:] = {json.dumps(sys.path)}; "
     return [sys.executable, "-c", setup + call]
+
+
+def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter in its own session that evaluates ``call``.
+
+    Args:
+        call: A Python expression or statements.
+        descriptors: Descriptors that the interpreter inherits.
+        log: Descriptor of a file for its output.
+        environment: Variables that replace the kernel's.
+    """
+    return subprocess.Popen(
+        interpreter_command(call),
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env={**inheritable(), **environment},
+    )
 
 
 @contextmanager
@@ -76,4 +97,4 @@ def _working_directory() -> str | None:
         return None
 
 
-__all__ = ["PickledBackend", "die_with_parent", "interpreter_command", "log_tail", "uninterrupted"]
+__all__ = ["PickledBackend", "die_with_parent", "interpreter_command", "log_tail", "start_interpreter", "uninterrupted"]

@@ -16,12 +16,11 @@ import threading
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
-from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes.pickled_orders import (
     PickledBackend,
-    interpreter_command,
     log_tail,
+    start_interpreter,
     uninterrupted,
 )
 from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, RankProcess
@@ -52,15 +51,7 @@ class Zygote:
         self._owner = os.getpid()
         call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
         with uninterrupted():
-            self._process = subprocess.Popen(
-                interpreter_command(call),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-                env=inheritable(),
-            )
+            self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
         theirs.close()
 
     @property

@@ -20,14 +20,13 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
-from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
 from notebook_accelerate.launch.hosts.ray import ray_protocol as say
 from notebook_accelerate.launch.hosts.ray.ray_driver import versions
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, interpreter_command, log_tail
+from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, log_tail, start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 
@@ -60,15 +59,7 @@ class DriverProcess:
             "from notebook_accelerate.launch.hosts.ray.ray_driver import main; "
             f"main({theirs.fileno()}, {payload}, {os.getpid()})"
         )
-        self._process = subprocess.Popen(
-            interpreter_command(call),
-            pass_fds=[theirs.fileno(), payload],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-            env=inheritable(),
-        )
+        self._process = start_interpreter(call, [theirs.fileno(), payload], self._log.fileno())
         theirs.close()
         self._come: deque[Event] = deque()
         self._open: set[int] = set()

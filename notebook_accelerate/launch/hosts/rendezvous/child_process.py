@@ -8,9 +8,8 @@ import subprocess
 from contextlib import suppress
 from typing import Protocol
 
-from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.processes.pickled_orders import interpreter_command
+from notebook_accelerate.launch.processes.pickled_orders import start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.launch.processes.zygote import HELPER, running_zygote
 
@@ -62,15 +61,8 @@ class SpawnedChildProcess:
 
     def __init__(self, channel: int, log: int) -> None:
         module, _, name = TARGET.partition(":")
-        self._process = subprocess.Popen(
-            interpreter_command(f"from {module} import {name}; {name}({channel})"),
-            pass_fds=[channel],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env={**inheritable(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
+        call = f"from {module} import {name}; {name}({channel})"
+        self._process = start_interpreter(call, [channel], log, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         self.pid = self._process.pid
 
     def ended(self, seconds: float) -> bool:
