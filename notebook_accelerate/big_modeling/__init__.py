@@ -1,4 +1,4 @@
-"""Models larger than a device: created empty, measured, placed, loaded, offloaded, quantized."""
+"""Models larger than a device: created empty, measured, dispatched, loaded, offloaded, quantized."""
 
 from __future__ import annotations
 

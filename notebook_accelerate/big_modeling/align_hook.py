@@ -14,7 +14,7 @@ from notebook_accelerate.big_modeling.gradients import GradientSink
 from notebook_accelerate.big_modeling.module_hooks import ModelHook
 from notebook_accelerate.big_modeling.module_sizes import named_module_tensors
 from notebook_accelerate.big_modeling.module_tensors import TiedParams, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.module_walk import submodule
+from notebook_accelerate.big_modeling.module_tree import submodule
 from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit
 from notebook_accelerate.big_modeling.tensor_sources import FileSource, is_in_memory, loader_of, source_of
 from notebook_accelerate.big_modeling.weight_transfer import can_prefetch

@@ -1,4 +1,4 @@
-"""The greedy walk behind `infer_auto_device_map`."""
+"""The greedy allocation behind `infer_auto_device_map`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.module_sizes import as_names, readable
-from notebook_accelerate.big_modeling.module_walk import Tree, full_name, prefixes
+from notebook_accelerate.big_modeling.module_tree import ModuleTree, full_name, prefixes
 
-_WAITING, _PLACED = 1, 2
+_IS_WAITING, _IS_PLACED = 1, 2
 
 
 class Allocation:
-    """Places the modules of a walk one after the other; the last device with room for the rest is the disk.
+    """Assigns a tree's modules to devices in order; the last device, without limit, is the disk.
 
-    Modules and single tensors are numbers here: modules their position in the walk, tensors what comes after the last
-    module. Lists hold what belongs to each number, so that a step costs about a microsecond.
+    Entries are modules and single tensors, by number: modules have their index in the tree, tensors the numbers after
+    the last module. Lists hold the properties of each number, so that a step takes about a microsecond.
 
     Args:
-        tree: The walk.
-        totals: Bytes of each module of the walk.
+        tree: The model's modules.
+        totals: Bytes of each module.
         measure: Returns the bytes of a named tensor.
         tied: Names of tied parameters, group by group.
         limits: Bytes by device, in the order in which devices are filled.
-        no_split: Names of classes that are not divided.
+        no_split: Names of classes that are not split among devices.
         verbose: Print every decision.
-        fallback: Look for a module that fits where a device would stay empty.
+        fallback: Search for a module that fits, where a device would stay empty.
     """
 
     def __init__(
         self,
-        tree: Tree,
+        tree: ModuleTree,
         totals: Sequence[Any],
         measure: Callable[[str, torch.Tensor], Any],
         tied: Sequence[Sequence[str]],
@@ -50,7 +50,7 @@ class Allocation:
         self._devices = [device for device in limits if device != "disk"] + ["disk"]
         self._main = {"mps"} if "mps" in limits else {*self.accelerators[:1], "cpu"}
         self._no_split = frozenset(as_names(no_split))
-        self._say = print if verbose else None
+        self._log = print if verbose else None
         self._fallback = fallback
         self._measure = measure
         self._modules = len(tree.names)
@@ -65,25 +65,25 @@ class Allocation:
         self._own: list[Any] = []
         self._ahead: list[Any] = []
         self._layers = self._largest_from()
-        self._todo: list[int] = []
+        self._waiting: list[int] = []
         self._large: dict[int, Any] = {}
         self._current = 0
 
-    # ---- the walk
+    # ---- placing
 
     def place_all(self) -> None:
-        """Place everything."""
+        """Place all entries."""
         top = self._parts(0)
         self._large = self._large_tensors(top)
         self._push(top)
-        todo, state, groups = self._todo, self._state, self._groups
+        todo, state, groups = self._waiting, self._state, self._groups
         while todo:
-            if not groups and not self._say and not self._large:
+            if not groups and not self._log and not self._large:
                 self._place_run()
                 if not todo:
                     break
             entry = todo.pop()
-            if state[entry] == _PLACED:
+            if state[entry] == _IS_PLACED:
                 continue
             state[entry] = 0
             if self._large:
@@ -94,8 +94,8 @@ class Allocation:
                 self._place(entry)
 
     def _place_run(self) -> None:
-        """Place what fits the current device, one entry after the other: the usual case, and the fast one."""
-        todo, sizes, state, placed = self._todo, self._sizes, self._state, self._device_of
+        """Place entries on the current device while they fit: the usual case, in a fast loop."""
+        todo, sizes, state, placed = self._waiting, self._sizes, self._state, self._device_of
         device = self._device()
         if device == "disk":
             return
@@ -105,11 +105,11 @@ class Allocation:
         while todo:
             entry = todo[-1]
             size = sizes[entry]
-            if state[entry] != _WAITING or size > (left - layers[after[entry]] if main else left):
+            if state[entry] != _IS_WAITING or size > (left - layers[after[entry]] if main else left):
                 break
             left -= size
             placed[entry] = device
-            state[entry] = _PLACED
+            state[entry] = _IS_PLACED
             todo.pop()
             if offloaded and entry < self._modules:
                 self.offloaded.append(entry)
@@ -118,10 +118,10 @@ class Allocation:
 
     def _place(self, entry: int) -> None:
         room = self._room(entry)
-        if self._say:
-            self._say(f"{self._names[entry]} ({readable(self._sizes[entry])}): {_words(room)} on {self._device()}")
+        if self._log:
+            self._log(f"{self._names[entry]} ({readable(self._sizes[entry])}): {_room_text(room)} on {self._device()}")
         if room is None or self._sizes[entry] <= room:
-            self._put(entry)
+            self._assign(entry)
         elif parts := self._parts_of(entry):
             self._split(parts)
         else:
@@ -129,108 +129,108 @@ class Allocation:
 
     def _place_tied(self, entry: int) -> None:
         ties, room = self._tied_with(entry), self._room(entry)
-        if ties and self._say:
+        if ties and self._log:
             others = ", ".join(self._names[other] for other in dict.fromkeys(ties.values()))
-            size = f"{readable(self._sizes[entry])}, {readable(self._together(entry, ties))} with {others}"
-            self._say(f"{self._names[entry]} ({size}): {_words(room)} on {self._device()}")
+            size = f"{readable(self._sizes[entry])}, {readable(self._size_with_ties(entry, ties))} with {others}"
+            self._log(f"{self._names[entry]} ({size}): {_room_text(room)} on {self._device()}")
         if not ties:
             self._place(entry)
-        elif room is None or self._together(entry, ties) <= room:
-            self._put_together(entry, ties)
+        elif room is None or self._size_with_ties(entry, ties) <= room:
+            self._assign_tied(entry, ties)
         elif self._sizes[entry] >= room and (parts := self._parts_of(entry)):
             self._split(parts)
-        elif self._sizes[entry] > room or not self._narrow(entry, room):
+        elif self._sizes[entry] > room or not self._split_ties(entry, room):
             self._next_device(entry)
 
-    def _put_together(self, entry: int, ties: Mapping[str, int]) -> None:
+    def _assign_tied(self, entry: int, ties: Mapping[str, int]) -> None:
         for other in set(ties.values()):
-            self._put(other)
+            self._assign(other)
             if other < self._modules:
                 self._forget_layers(other)
-        self._put(entry)
+        self._assign(entry)
 
-    def _narrow(self, entry: int, room: Any) -> bool:
-        """Divide modules that must come along for a shared parameter, until the parts that must would fit."""
+    def _split_ties(self, entry: int, room: Any) -> bool:
+        """Split the modules that share parameters with an entry, until the parts that do would fit."""
         divided: dict[int, list[int]] = {}
-        while self._together(entry, ties := self._tied_with(entry, divided)) > room:
+        while self._size_with_ties(entry, ties := self._tied_with(entry, divided)) > room:
             others = {other: parts for other in ties.values() if (parts := self._parts_of(other))}
             sizes = {
-                other: self._together(entry, self._tied_with(entry, {**divided, other: parts}))
+                other: self._size_with_ties(entry, self._tied_with(entry, {**divided, other: parts}))
                 for other, parts in others.items()
             }
             if not sizes:
                 return False
-            # The first one that is enough; if none is, the one that helps most.
+            # The first that is enough; if none is, the one that saves most.
             enough = (other for other, size in sizes.items() if size <= room)
             chosen = next(enough, min(sizes, key=lambda other: sizes[other]))
             divided[chosen] = others[chosen]
         for other, parts in divided.items():
-            if self._say:
-                self._say(f"  {self._names[other]} shares a parameter of {self._names[entry]}: split")
+            if self._log:
+                self._log(f"  {self._names[other]} shares a parameter with {self._names[entry]}: split")
             self._replace(other, parts)
         self._push([entry])
         return True
 
-    def _together(self, entry: int, ties: Mapping[str, int]) -> Any:
-        """Return the bytes of an entry and those it shares parameters with; totals count a parameter once already."""
+    def _size_with_ties(self, entry: int, ties: Mapping[str, int]) -> Any:
+        """Return the bytes of an entry and the entries tied to it; totals count a shared parameter once already."""
         return self._sizes[entry] + sum(self._sizes[other] for other in set(ties.values()))
 
     def _next_device(self, entry: int) -> None:
-        if self._fallback and not self.used.get(self._device()) and self._fill(entry):
+        if self._fallback and not self.used.get(self._device()) and self._fill_empty_device(entry):
             return
-        if self._say:
-            self._say(f"  no room on {self._device()}: on to the next device")
+        if self._log:
+            self._log(f"  no room on {self._device()}: continue with the next device")
         self._current += 1
         self._push([entry])
 
-    def _fill(self, entry: int) -> bool:
+    def _fill_empty_device(self, entry: int) -> bool:
         """Place the first module, breadth first, that fits the empty device."""
         limit = self.limits[self._device()]
         if self._device() in self._main:
             limit -= self._layers[0]
-        queue = deque([entry, *(other for other in reversed(self._todo) if self._state[other] == _WAITING)])
+        queue = deque([entry, *(other for other in reversed(self._waiting) if self._state[other] == _IS_WAITING)])
         while queue:
             found = queue.popleft()
             if found < self._modules and self._sizes[found] <= limit and self._names[found] not in self._groups:
                 self._push([entry])
-                self._take_out(found)
-                self._put(found)
+                self._isolate(found)
+                self._assign(found)
                 self._forget_layers(found)
                 return True
             queue += self._parts_of(found)
         return False
 
-    def _take_out(self, found: int) -> None:
-        """Split what is around a module until it waits by itself."""
-        while self._state[found] != _WAITING:
+    def _isolate(self, found: int) -> None:
+        """Split the modules around a module, until it is an entry of its own."""
+        while self._state[found] != _IS_WAITING:
             outer = self.tree.parents[found]
-            while self._state[outer] != _WAITING:
+            while self._state[outer] != _IS_WAITING:
                 outer = self.tree.parents[outer]
             self._replace(outer, self._parts(outer))
 
     # ---- entries
 
     def _push(self, entries: Sequence[int]) -> None:
-        self._todo += reversed(entries)
+        self._waiting += reversed(entries)
         for entry in entries:
-            self._state[entry] = _WAITING
+            self._state[entry] = _IS_WAITING
 
     def _split(self, parts: Sequence[int]) -> None:
-        if self._say:
-            self._say(f"  no room on {self._device()}: split")
+        if self._log:
+            self._log(f"  no room on {self._device()}: split")
         self._large = {}
         self._push(parts)
 
     def _replace(self, entry: int, parts: Sequence[int]) -> None:
-        """Put parts where a waiting entry was."""
-        place = len(self._todo) - 1 - self._todo[::-1].index(entry)
-        self._todo[place : place + 1] = list(reversed(parts))
+        """Replace a waiting entry by its parts."""
+        place = len(self._waiting) - 1 - self._waiting[::-1].index(entry)
+        self._waiting[place : place + 1] = list(reversed(parts))
         self._state[entry] = 0
         for part in parts:
-            self._state[part] = _WAITING
+            self._state[part] = _IS_WAITING
 
     def _parts_of(self, entry: int) -> list[int]:
-        """Return what an entry can be divided into; nothing for layers, tensors and classes that stay whole."""
+        """Return the parts an entry can be split into; none for layers, tensors and classes that are not split."""
         if entry >= self._modules or self.tree.ends[entry] == entry + 1:
             return []
         return [] if type(self.tree.modules[entry]).__name__ in self._no_split else self._parts(entry)
@@ -246,7 +246,7 @@ class Allocation:
         return found + [self._tensor(node, key, end) for key, value in module._buffers.items() if value is not None]
 
     def _tensor(self, node: int, key: str, after: int) -> int:
-        """Number a tensor; once, for a module may be asked for its parts again."""
+        """Return the number of a tensor, the same each time that its module is split."""
         name = full_name(self.tree.names[node], key)
         if (known := self._tensors.get(name)) is not None:
             return known
@@ -264,13 +264,13 @@ class Allocation:
             self._numbers[name] = number
         return number
 
-    def _put(self, entry: int) -> None:
+    def _assign(self, entry: int) -> None:
         device = self._devices[self._current]
         self.used[device] = self.used.get(device, 0) + self._sizes[entry]
         self._device_of[entry] = device
-        self._state[entry] = _PLACED
-        if self._say:
-            self._say(f"  {self._names[entry]} goes to {device}")
+        self._state[entry] = _IS_PLACED
+        if self._log:
+            self._log(f"  {self._names[entry]} is placed on {device}")
         if device in ("cpu", "disk") and entry < self._modules:
             self.offloaded.append(entry)
 
@@ -291,13 +291,13 @@ class Allocation:
         return room
 
     def _large_tensors(self, top: Sequence[int]) -> dict[int, Any]:
-        """Return the model's own tensors that are the largest of all layers: room is kept until it is first split."""
+        """Return the model's own tensors larger than all layers: memory is reserved for them until the first split."""
         tensors = {entry: self._sizes[entry] for entry in top if entry >= self._modules}
         largest = max(tensors.values(), default=0)
         return {entry: size for entry, size in tensors.items() if size == largest and size > self._layers[0]}
 
     def reserve(self, device: Any) -> Any:
-        """Return the bytes that a device keeps for the largest offloaded layer.
+        """Return the bytes that a device reserves for the largest offloaded layer.
 
         Args:
             device: An accelerator.
@@ -307,7 +307,7 @@ class Allocation:
         return max((max(self._own[node : self.tree.ends[node]]) for node in self.offloaded), default=0)
 
     def _largest_from(self) -> list[Any]:
-        """Return, by position, the bytes of the largest layer from there on: what keeps the whole walk linear."""
+        """Return, by index, the bytes of the largest layer from there on; computed once, so that placing is linear."""
         ends, modules, no_split, sizes = self.tree.ends, self.tree.modules, self._no_split, self._sizes
         own: list[Any] = [
             size if end == index + 1 else 0 for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
@@ -316,7 +316,7 @@ class Allocation:
         own.append(0)
         index = 1
         while no_split and index < self._modules:
-            if type(modules[index]).__name__ in no_split:  # what is inside it is no layer
+            if type(modules[index]).__name__ in no_split:  # modules inside it are no layers
                 own[index : ends[index]] = [sizes[index], *[0] * (ends[index] - index - 1)]
                 index = ends[index]
             else:
@@ -325,7 +325,7 @@ class Allocation:
         return list(accumulate(reversed(own), max))[::-1]
 
     def _forget_layers(self, node: int) -> None:
-        """Count the layers of a module that was placed out of turn no more."""
+        """Stop reserving memory for the layers of a module that was placed out of order."""
         end = self.tree.ends[node]
         self._ahead[node:end] = [0] * (end - node)
         for index in range(end - 1, -1, -1):
@@ -335,14 +335,14 @@ class Allocation:
             self._layers[index] = largest
 
     def _tied_with(self, entry: int, divided: Mapping[int, Sequence[int]] | None = None) -> dict[str, int]:
-        """Return the waiting entries that share parameters with an entry, and those that share some with these.
+        """Return the waiting entries that share parameters with an entry, directly or through others.
 
         Args:
             entry: The entry.
-            divided: Waiting entries whose parts are looked at instead.
+            divided: Waiting entries to replace by their parts.
 
         Returns:
-            The entries, by the parameter's name there.
+            The entries, by the parameter's name in each.
         """
         apart = {part for parts in (divided or {}).values() for part in parts}
         found: dict[str, int] = {}
@@ -357,21 +357,21 @@ class Allocation:
         return found
 
     def _holder(self, tied: str, divided: Mapping[int, Sequence[int]], apart: Collection[int]) -> int | None:
-        """Return the waiting entry that a parameter is in."""
+        """Return the waiting entry that contains a parameter."""
         for outer in prefixes(tied):
             number = self._numbers.get(outer)
-            if number is not None and (number in apart or self._state[number] == _WAITING) and number not in divided:
+            if number is not None and (number in apart or self._state[number] == _IS_WAITING) and number not in divided:
                 return number
         return None
 
     # ---- the result
 
-    def apart(self) -> dict[str, Any]:
-        """Return the device of each name as it was placed."""
+    def device_map(self) -> dict[str, Any]:
+        """Return the device of each entry's name."""
         return {name: device for name, device in zip(self._names, self._device_of, strict=True) if device is not None}
 
-    def joined(self) -> dict[str, Any]:
-        """Return the device of each name, with what is together on one device under its parent's name."""
+    def clean_device_map(self) -> dict[str, Any]:
+        """Return the device of each name, with entries that share a device joined under their parent's name."""
         devices, counts = self._devices_of_nodes()
         placed, ends, found = self._device_of, self.tree.ends, {}
         node = 0
@@ -390,11 +390,7 @@ class Allocation:
         return found
 
     def _devices_of_nodes(self) -> tuple[list[Any], list[int]]:
-        """Return the one device of everything in each module, and how many entries that is.
-
-        Returns:
-            Devices: MIXED where there are several, None where nothing is.
-        """
+        """Return the device of each module's entries (MIXED: several, None: no entry) and their number."""
         placed, parents = self._device_of, self.tree.parents
         devices = placed[: self._modules]
         counts = [0 if device is None else 1 for device in devices]
@@ -418,7 +414,7 @@ MIXED = object()
 
 
 def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
-    """Return the tied groups that reach out of each module they touch."""
+    """Return, for each module, the tied groups that have names inside and outside of it."""
     found: dict[str, list[Sequence[str]]] = defaultdict(list)
     for group in tied:
         members: dict[str, int] = defaultdict(int)
@@ -431,5 +427,5 @@ def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[
     return found
 
 
-def _words(room: Any) -> str:
+def _room_text(room: Any) -> str:
     return "no limit" if room is None else f"{readable(max(room, 0))} left"

@@ -1,4 +1,4 @@
-"""Layout of the arena: memory of limited size, used as a ring, into which offloaded weights are read."""
+"""RankLayout of the arena: memory of limited size, used as a ring, into which offloaded weights are read."""
 
 from __future__ import annotations
 

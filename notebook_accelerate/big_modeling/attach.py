@@ -1,4 +1,4 @@
-"""Hooks for all modules of a model at once."""
+"""Attaches hooks to the modules of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from notebook_accelerate.big_modeling.align_hook import AlignDevicesHook
 from notebook_accelerate.big_modeling.module_hooks import LayerwiseCastingHook, add_hook_to_module
 from notebook_accelerate.big_modeling.module_sizes import as_names, named_module_tensors
 from notebook_accelerate.big_modeling.module_tensors import TiedParams
-from notebook_accelerate.big_modeling.module_walk import full_name
+from notebook_accelerate.big_modeling.module_tree import full_name
 from notebook_accelerate.big_modeling.offload_folder import PrefixedDataset
 
 _CAST = (
@@ -20,7 +20,7 @@ _CAST = (
     torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
     torch.nn.Linear, torch.nn.Embedding,
 )  # fmt: skip
-"""The layers that are worth it: normalizations are small and need their precision."""
+"""Layers to cast: normalizations are small and need their precision."""
 
 
 def attach_execution_device_hook(
@@ -30,16 +30,16 @@ def attach_execution_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Let all modules inside a module move their inputs to one device.
+    """Attach hooks to all modules inside a module that move their inputs to one device.
 
     Args:
         module: The module.
         execution_device: The device.
         skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes inside which no hook is needed.
+        preload_module_classes: Classes whose submodules need no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
-    if not hasattr(module, "_hf_hook") and any(True for _ in _state(module)):
+    if not hasattr(module, "_hf_hook") and any(True for _ in named_module_tensors(module, recurse=True)):
         add_hook_to_module(
             module, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
         )
@@ -47,11 +47,6 @@ def attach_execution_device_hook(
         return
     for child in module.children():
         attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
-
-
-def _state(module: torch.nn.Module) -> Any:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def attach_align_device_hook(
@@ -70,29 +65,29 @@ def attach_align_device_hook(
     Args:
         module: The module.
         execution_device: Where all of them compute.
-        offload: Keep their weights away between forwards.
+        offload: Offload their weights between forwards.
         weights_map: The weights by name.
-        offload_buffers: Keep buffers away too.
+        offload_buffers: Offload buffers too.
         module_name: The module's name in `weights_map`.
         skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights come all at once, those of their submodules too.
+        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
         tied_params_map: See `AlignDevicesHook`.
     """
-    whole = offload and type(module).__name__ in as_names(preload_module_classes)
-    if whole or any(True for _ in named_module_tensors(module)):
+    loads_submodules = offload and type(module).__name__ in as_names(preload_module_classes)
+    if loads_submodules or any(True for _ in named_module_tensors(module)):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,
             offload=offload,
             weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
             offload_buffers=offload_buffers,
-            place_submodules=whole,
+            place_submodules=loads_submodules,
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
         hook.block = module_name
         add_hook_to_module(module, hook, append=True)
-    if whole:
+    if loads_submodules:
         return
     for key, child in module.named_children():
         attach_align_device_hook(
@@ -117,30 +112,30 @@ def attach_align_device_hook_on_blocks(
     Args:
         module: The model.
         execution_device: Where each block computes, by name; or one device for all.
-        offload: Whether each block's weights are kept away, by name; or one answer for all.
+        offload: Whether each block's weights are offloaded, by name; or one value for all.
         weights_map: The weights by name.
-        offload_buffers: Keep buffers away too.
+        offload_buffers: Offload buffers too.
         module_name: Name of `module` in these mappings.
         skip_keys: Keyword arguments that are not moved.
         preload_module_classes: See `attach_align_device_hook`.
         tied_params_map: See `AlignDevicesHook`.
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {module_name: execution_device}
-    kept_away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     shared = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping) and not offload:
         hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
         add_hook_to_module(module, hook, append=True)
         return
-    if module_name in devices and module_name in kept_away:
-        arguments = (devices[module_name], kept_away[module_name], weights_map, offload_buffers)
+    if module_name in devices and module_name in offloaded:
+        arguments = (devices[module_name], offloaded[module_name], weights_map, offload_buffers)
         _attach_to_block(module, module_name, arguments, preload_module_classes, shared)
     elif not module_name:
         hook = AlignDevicesHook(devices.get(""), io_same_device=True, **shared)
         add_hook_to_module(module, hook, append=True)
     for key, child in module.named_children():
         attach_align_device_hook_on_blocks(
-            child, devices, kept_away, weights_map, offload_buffers, full_name(module_name, key), skip_keys,
+            child, devices, offloaded, weights_map, offload_buffers, full_name(module_name, key), skip_keys,
             preload_module_classes, tied_params_map,
         )  # fmt: skip
 
@@ -156,7 +151,7 @@ def _attach_to_block(
         )
         add_hook_to_module(module, hook, append=True)
     else:
-        if outermost:  # first, so that a pass begins before the model's own weights are brought
+        if outermost:  # first, so that a pass begins before the model's own weights are loaded
             add_hook_to_module(module, AlignDevicesHook(io_same_device=True, **shared), append=True)
         attach_align_device_hook(module, device, True, weights, buffers, name, preload_module_classes=preload, **shared)
         if not hasattr(module, "_hf_hook"):
@@ -178,19 +173,19 @@ def attach_layerwise_casting_hooks(
         module: The model.
         storage_dtype: Dtype between forwards, for instance float8_e4m3fn.
         compute_dtype: Dtype during forwards.
-        skip_modules_pattern: Regular expressions; modules whose names they are found in are left alone.
-        skip_modules_classes: Classes that are left alone, with everything inside.
+        skip_modules_pattern: Regular expressions; modules whose names match are not cast.
+        skip_modules_classes: Classes that are not cast, with all submodules.
         non_blocking: Do not wait for the conversions.
     """
     _cast(module, "", as_names(skip_modules_pattern), skip_modules_classes or (),
           (storage_dtype, compute_dtype, non_blocking))  # fmt: skip
 
 
-def _cast(module: torch.nn.Module, name: str, patterns: Any, classes: Any, how: tuple[Any, ...]) -> None:
+def _cast(module: torch.nn.Module, name: str, patterns: Any, classes: Any, dtypes: tuple[Any, ...]) -> None:
     if isinstance(module, tuple(classes)) or any(re.search(pattern, name) for pattern in patterns):
         return
     if isinstance(module, _CAST):
-        add_hook_to_module(module, LayerwiseCastingHook(*how), append=True)
+        add_hook_to_module(module, LayerwiseCastingHook(*dtypes), append=True)
         return
     for key, child in module.named_children():
-        _cast(child, full_name(name, key), patterns, classes, how)
+        _cast(child, full_name(name, key), patterns, classes, dtypes)

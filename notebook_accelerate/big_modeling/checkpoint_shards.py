@@ -1,4 +1,4 @@
-"""The files of a checkpoint, whichever way it is given, and the tensors in them."""
+"""Finds the files of a checkpoint and the tensors in them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from notebook_accelerate.errors import BrokenCheckpointError
 
 @dataclass
 class Shard:
-    """One file and where its tensors are.
+    """One file of a checkpoint.
 
     Attributes:
         path: The file.
-        names: What is taken from it; None: all of it.
+        names: Names of the tensors to load; None: all.
     """
 
     path: Path
     names: set[str] | None = None
 
     def sources(self) -> dict[str, Source]:
-        """Return where the tensors are; a safetensors file is not read for that.
+        """Return where each tensor is read from; of a safetensors file only the header is read.
 
         Raises:
-            CheckpointError: The file is broken, lacks tensors of the index, or holds more than data.
+            CheckpointError: The file is broken, lacks tensors of the index, or contains more than data.
         """
         found = self._safetensors() if self.path.suffix == ".safetensors" else self._torch()
         if self.names is None:
             return found
         if missing := sorted(self.names - found.keys()):
-            raise BrokenCheckpointError(f"{self.path} lacks {', '.join(missing[:5])}, which its index says it holds")
+            raise BrokenCheckpointError(
+                f"{self.path} lacks {', '.join(missing[:5])}, which its index lists; download it again"
+            )
         return {name: source for name, source in found.items() if name in self.names}
 
     def _safetensors(self) -> dict[str, Source]:
@@ -58,27 +60,27 @@ def _is_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def shards_of(checkpoint: str | os.PathLike[str]) -> list[Shard]:
+def find_shards(checkpoint: str | os.PathLike[str]) -> list[Shard]:
     """Find the files of a checkpoint.
 
     Args:
-        checkpoint: A file of weights, an ``.index.json``, or a folder that holds one of either; or its URL, which is
-            downloaded first (see `weights_on_disk`).
+        checkpoint: A file of weights, an ``.index.json``, or a folder that contains one of either; or a URL of one,
+            which is downloaded first (see `weights_on_disk`).
 
     Raises:
-        ValueError: There are no weights.
-        CheckpointError: The index names files that are missing or outside its folder.
+        ValueError: It contains no weights.
+        CheckpointError: The index lists files that are missing or outside its folder.
     """
-    place = path_of(checkpoint)
-    if place.is_dir():
-        place = _in_folder(place)
-    elif not place.is_file():
+    location = path_of(checkpoint)
+    if location.is_dir():
+        location = _weights_in(location)
+    elif not location.is_file():
         raise ValueError(
             "`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded "
             "checkpoint, or a folder containing a sharded checkpoint or the whole state dict, but got "
             f"{checkpoint}."
         )
-    path = weights_on_disk(place)
+    path = weights_on_disk(location)
     if path.suffix != ".json":
         return [Shard(path)]
     names: dict[Path, set[str]] = {}
@@ -87,7 +89,7 @@ def shards_of(checkpoint: str | os.PathLike[str]) -> list[Shard]:
     return [Shard(file, names[file]) for file in sorted(names)]
 
 
-def _in_folder(folder: AnyPath) -> AnyPath:
+def _weights_in(folder: AnyPath) -> AnyPath:
     for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME):
         if (folder / name).is_file():
             return folder / name
@@ -95,14 +97,17 @@ def _in_folder(folder: AnyPath) -> AnyPath:
     if len(indexes) == 1:
         return indexes[0]
     if indexes:
-        raise ValueError(f"{folder} containing more than one `.index.json` file, delete the irrelevant ones.")
+        raise ValueError(
+            f"{folder} containing more than one `.index.json` file, delete the irrelevant ones: "
+            + ", ".join(sorted(index.name for index in indexes))
+        )
     raise ValueError(
         f"{folder} is not a folder containing a `.index.json` file or a pytorch_model.bin or a model.safetensors file"
     )
 
 
-def names_of(shards: Iterable[Shard]) -> set[str]:
-    """Return the names of all tensors, from indexes and headers where there are some.
+def tensor_names(shards: Iterable[Shard]) -> set[str]:
+    """Return the names of all tensors, from the indexes and headers where possible.
 
     Args:
         shards: The files.
@@ -110,11 +115,11 @@ def names_of(shards: Iterable[Shard]) -> set[str]:
     return {name for shard in shards for name in (shard.sources() if shard.names is None else shard.names)}
 
 
-def tensors_of(sources: dict[str, Source], device_for: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read tensors one after the other, each to its device.
+def load_tensors(sources: dict[str, Source], device_for: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load tensors one at a time, each to its device.
 
     Args:
-        sources: Where they are.
+        sources: Where each tensor is read from.
         device_for: Returns the device of a name.
     """
     for name, source in sources.items():

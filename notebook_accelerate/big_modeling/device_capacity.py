@@ -1,4 +1,4 @@
-"""Whether devices have the memory that a device map takes of them, asked before anything moves."""
+"""Checks that devices have the memory a device map needs, before anything is moved."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from notebook_accelerate.hardware.detection import memory_bytes
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that a device has free for tensors, those that torch's allocator keeps for reuse included.
+    """Return the bytes of a device that are free for tensors, including those cached by torch's allocator.
 
     Args:
         device: The device.
 
     Returns:
-        Bytes; None where the device does not tell.
+        Bytes; None if the device does not report them.
     """
     if device.type == "cpu":
         return min(int(psutil.virtual_memory().available), memory_bytes())
     backend: Any = getattr(torch, device.type, None)
     if not hasattr(backend, "mem_get_info"):
         return None
-    kept = backend.memory_reserved(device) - backend.memory_allocated(device)
-    return int(backend.mem_get_info(device)[0]) + int(kept)
+    cached = backend.memory_reserved(device) - backend.memory_allocated(device)
+    return int(backend.mem_get_info(device)[0]) + int(cached)
 
 
 def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict[torch.device, int]:
-    """Add up what a device map moves to each device; what is there already, or has no memory yet, is not counted.
+    """Return the bytes a device map moves to each device, without tensors that are there or on the meta device.
 
     Args:
         model: The model.
@@ -41,7 +41,7 @@ def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict
     found: dict[torch.device, int] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         target = device_of(name, device_map)
-        # What the map leaves on the CPU or on disk is not moved: it comes piece by piece, with each forward.
+        # Offloaded tensors are not moved now: each forward loads them one module at a time.
         if target is None or str(target) in ("cpu", "disk") or tensor.device.type == "meta":
             continue
         device = torch.device(target)
@@ -50,14 +50,14 @@ def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict
     return found
 
 
-def check_room(needed: Mapping[torch.device, int]) -> None:
-    """Refuse what does not fit.
+def check_free_memory(needed: Mapping[torch.device, int]) -> None:
+    """Check that devices have free memory.
 
     Args:
         needed: Bytes by device.
 
     Raises:
-        ValueError: A device has less free.
+        ValueError: A device has too little.
     """
     for device, size in needed.items():
         free = free_bytes(device)
@@ -66,14 +66,14 @@ def check_room(needed: Mapping[torch.device, int]) -> None:
 
 
 def check_limits(sizes: Mapping[str, int], limits: Mapping[Any, int]) -> None:
-    """Refuse a device map that puts more on a device than the user allows.
+    """Check that a device map keeps the user's limits.
 
     Args:
-        sizes: Bytes that the map puts on each device, by the device's name.
+        sizes: Bytes that the map puts on each device, by name of the device.
         limits: Bytes by device.
 
     Raises:
-        ValueError: It does.
+        ValueError: It exceeds one.
     """
     for device, limit in limits.items():
         size = sizes.get(str(device), 0)
@@ -84,5 +84,5 @@ def check_limits(sizes: Mapping[str, int], limits: Mapping[Any, int]) -> None:
 def _overflow(device: Any, size: int, has: str) -> str:
     return (
         f"The device map puts {readable(size)} on device {device}, which {has}. Nothing was moved or loaded. Put some "
-        'modules on "cpu" or "disk", or let device_map="auto" choose.'
+        'modules on "cpu" or "disk", or pass device_map="auto".'
     )

@@ -1,4 +1,4 @@
-"""Which module goes where: `infer_auto_device_map` and what checks and tidies device maps."""
+"""Makes, checks and cleans device maps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.allocation import Allocation
-from notebook_accelerate.big_modeling.device_memory import get_max_memory
+from notebook_accelerate.big_modeling.allocation import MIXED, Allocation
+from notebook_accelerate.big_modeling.device_memory import get_balanced_memory, get_max_memory
 from notebook_accelerate.big_modeling.module_sizes import Totals, readable, totals_of
-from notebook_accelerate.big_modeling.module_walk import prefixes, submodule, tree_of
+from notebook_accelerate.big_modeling.module_tree import build_tree, prefixes, submodule
 from notebook_accelerate.big_modeling.tied_parameters import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
 )
 
 DeviceMap = dict[str, Any]
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def infer_auto_device_map(
@@ -35,40 +36,40 @@ def infer_auto_device_map(
 ) -> DeviceMap:
     """Fill the devices with a model's modules in order: accelerators, then the CPU, then the disk.
 
-    Room for the largest layer that comes later is kept on the first accelerator and on the CPU, where offloaded layers
-    are put to work. Time is linear in the number of modules. What shares parameters goes to one device and is counted
-    once; maps of such models differ from Accelerate's where that counts a shared parameter again, or divides it among
-    devices, or exceeds a limit.
+    Memory for the largest later layer is reserved on the first accelerator and on the CPU, where offloaded layers
+    compute. Time is linear in the number of modules. Modules that share parameters are placed on one device, and shared
+    parameters are counted once. Maps of such models differ from Accelerate's where Accelerate counts a shared parameter
+    again, divides it among devices, or exceeds a limit.
 
     Args:
         model: The model, on any device; its weights should be tied already.
-        max_memory: Bytes or "10GB" by device; None: what is free.
+        max_memory: Bytes or "10GB" by device; None: the free memory.
         no_split_module_classes: Names of classes that are not divided among devices, such as blocks with a residual
             connection.
-        dtype: What weights will be converted to when they are loaded.
-        special_dtypes: Dtypes of tensors by name; they go before `dtype`.
+        dtype: Dtype that weights will be converted to when they are loaded.
+        special_dtypes: Dtypes of tensors by name; they take precedence over `dtype`.
         verbose: Print every decision and a table of the devices.
-        clean_result: Join modules that are together on one device under their parent's name.
-        offload_buffers: Buffers are offloaded too, so the accelerators need no room for them.
-        fallback_allocation: Where a device would stay empty, look (breadth first) for a module that fits it.
+        clean_result: Join modules that share a device under their parent's name.
+        offload_buffers: Buffers are offloaded too, so the accelerators need no memory for them.
+        fallback_allocation: Where a device would stay empty, search (breadth first) for a module that fits.
 
     Returns:
         Device by module name.
 
     Raises:
-        ValueError: A device, a size or a dtype is none.
+        ValueError: A device, a size or a dtype is not valid.
     """
     limits = get_max_memory(max_memory)
     collects = gc.isenabled()
-    gc.disable()  # what is made here has no cycles, and walking a large model's objects takes longer than the map
+    gc.disable()  # nothing here has cycles, and collecting a large model's objects takes longer than the map
     try:
-        tree = tree_of(model)
+        tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
-        run = Allocation(
+        allocation = Allocation(
             tree, totals.all, totals.measure, totals.tied, limits, no_split_module_classes, verbose, fallback_allocation
         )
-        run.place_all()
-        device_map = run.joined() if clean_result else run.apart()
+        allocation.place_all()
+        device_map = allocation.clean_device_map() if clean_result else allocation.device_map()
     finally:
         if collects:
             gc.enable()
@@ -79,10 +80,40 @@ def infer_auto_device_map(
             stacklevel=2,
         )
     if verbose:
-        print(_table(run.used, limits))  # noqa: T201 - what verbose asks for
+        print(_table(allocation.used, limits))  # noqa: T201 - verbose
     if not offload_buffers:
-        _warn_of_buffers(run, totals)
+        _warn_of_buffers(allocation, totals)
     return device_map
+
+
+def make_device_map(
+    model: torch.nn.Module,
+    strategy: str,
+    max_memory: Mapping[Any, Any] | None = None,
+    offload_buffers: bool = False,
+    **options: Any,
+) -> DeviceMap:
+    """Make a device map by the name of a strategy.
+
+    Args:
+        model: The model, on any device.
+        strategy: "auto" and "balanced" fill accelerators evenly; "balanced_low_0" puts as little as possible on the
+            first; "sequential" fills one after the other.
+        max_memory: Bytes or "10GB" by device; None: the free memory.
+        offload_buffers: Buffers are offloaded too.
+        options: `no_split_module_classes`, `dtype` and `special_dtypes` of `infer_auto_device_map`.
+
+    Raises:
+        ValueError: There is no strategy of that name.
+    """
+    if strategy not in _STRATEGIES:
+        raise ValueError(
+            f"device_map={strategy!r}: If passing a string for `device_map`, please choose 'auto', 'balanced', "
+            "'balanced_low_0' or 'sequential'."
+        )
+    if strategy != "sequential":
+        max_memory = get_balanced_memory(model, max_memory, low_zero=strategy == "balanced_low_0", **options)
+    return infer_auto_device_map(model, max_memory, offload_buffers=offload_buffers, **options)
 
 
 def _table(used: Mapping[Any, Any], limits: Mapping[Any, int]) -> str:
@@ -93,11 +124,12 @@ def _table(used: Mapping[Any, Any], limits: Mapping[Any, int]) -> str:
     return "\n".join(lines)
 
 
-def _warn_of_buffers(run: Allocation, totals: Totals) -> None:
-    """Warn where the buffers of offloaded modules, which stay on an accelerator, fit none."""
-    rooms = [run.limits[device] - run.used.get(device, 0) - run.reserve(device) for device in run.accelerators]
-    needed = sum(totals.buffers[node] for node in run.offloaded)
-    if needed and rooms and needed > max(rooms):
+def _warn_of_buffers(allocation: Allocation, totals: Totals) -> None:
+    """Warn if the buffers of offloaded modules, which stay on an accelerator, fit on none."""
+    used, limits = allocation.used, allocation.limits
+    free = [limits[device] - used.get(device, 0) - allocation.reserve(device) for device in allocation.accelerators]
+    needed = sum(totals.buffers[node] for node in allocation.offloaded)
+    if needed and free and needed > max(free):
         warnings.warn(
             f"Current model requires {needed} bytes of buffer for offloaded layers, which seems does not fit any GPU's "
             "remaining memory. If you are experiencing a OOM later, please consider using offload_buffers=True.",
@@ -106,11 +138,11 @@ def _warn_of_buffers(run: Allocation, totals: Totals) -> None:
 
 
 def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
-    """Join the entries of a device map that are together on one device under their parent's name.
+    """Join the entries of a device map that share a device under their parent's name.
 
     Args:
         device_map: Device by module name; changed in place.
-        module_name: Join what is inside this module only.
+        module_name: Join only entries inside this module.
 
     Returns:
         `device_map`.
@@ -120,17 +152,14 @@ def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
     for name, device in device_map.items():
         for outer in prefixes(name):
             counts[outer] += 1
-            devices[outer] = device if counts[outer] == 1 or devices[outer] == device else _MIXED
-    joined = {name for name, count in counts.items() if count > 1 and devices[name] is not _MIXED}
+            devices[outer] = device if counts[outer] == 1 or devices[outer] == device else MIXED
+    joined = {name for name, count in counts.items() if count > 1 and devices[name] is not MIXED}
     for name in list(device_map):
         inside = (outer for outer in prefixes(name) if _within(outer, module_name))
         outermost = next((outer for outer in inside if outer in joined), None)
         if outermost is not None and outermost != name:
             device_map[outermost] = device_map.pop(name)
     return device_map
-
-
-_MIXED = object()
 
 
 def _within(name: str, outer: str) -> bool:
@@ -145,9 +174,9 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Any]) -> N
         device_map: Device by module name.
 
     Raises:
-        ValueError: Tensors have none, or the map is empty.
+        ValueError: The map gives tensors no device, or is empty.
     """
-    tree = tree_of(model)
+    tree = build_tree(model)
     modules = set(tree.names)
     unknown = [name for name in device_map if name not in modules and not _is_tensor(model, name)]
     if unknown:
@@ -162,7 +191,7 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Any]) -> N
 
 
 def _is_tensor(model: torch.nn.Module, name: str) -> bool:
-    """Tell whether a name is a parameter's or a buffer's: `infer_auto_device_map` gives those of divided modules."""
+    """Return whether a name is a tensor's: `infer_auto_device_map` lists those of split modules."""
     try:
         owner, key = submodule(model, name)
     except AttributeError:
@@ -175,4 +204,5 @@ __all__ = [
     "check_tied_parameters_on_same_device",
     "clean_device_map",
     "infer_auto_device_map",
+    "make_device_map",
 ]

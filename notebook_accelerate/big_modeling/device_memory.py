@@ -1,4 +1,4 @@
-"""How much memory each device has for a model."""
+"""Computes how much memory of each device a model may use."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NAMED = ("mps", "cpu", "disk")
 
 
 def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
-    """Return the bytes that each device may hold, accelerators first, then the CPU, then the disk.
+    """Return the bytes that a model may use on each device, accelerators first, then the CPU, then the disk.
 
     Args:
-        max_memory: Bytes or "10GB" by device: numbers of accelerators, "mps", "cpu", "disk"; None: what is free.
+        max_memory: Bytes or "10GB" by device: numbers of accelerators, "mps", "cpu", "disk"; None: the free memory.
 
     Raises:
-        ValueError: A device or a size is none.
+        ValueError: A device or a size is not valid.
     """
     if max_memory is None:
         return _free()
@@ -37,13 +37,13 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int
         if not (isinstance(device, int) or device in _NAMED):
             raise ValueError(
                 f"Device {device} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and "
-                "'disk'"
+                "'disk': max_memory={0: '10GB', 'cpu': '30GB'}"
             )
-    there = [device for device in _free() if isinstance(device, int)]
+    available = [device for device in _free() if isinstance(device, int)]
     numbers = sorted(device for device in sizes if isinstance(device, int))
     for device in numbers:
-        if device not in there:
-            _LOG.warning("Device %s is not available, available devices are %s", device, there)
+        if device not in available:
+            _LOG.warning("Device %s is not available, available devices are %s", device, available)
     return {device: sizes[device] for device in (*numbers, *(name for name in _NAMED if name in sizes))}
 
 
@@ -69,15 +69,15 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
 ) -> dict[Any, int]:
-    """Limit each accelerator, so that `infer_auto_device_map` gives all of them about as much.
+    """Limit each accelerator, so that `infer_auto_device_map` distributes a model evenly.
 
     Args:
         model: The model, on any device.
         max_memory: See `get_max_memory`.
         no_split_module_classes: Names of classes that are not divided among devices.
-        dtype: What weights will be converted to.
+        dtype: Dtype that weights will be converted to.
         special_dtypes: Dtypes of tensors by name.
-        low_zero: Put as little as possible on accelerator 0, which generation needs for itself.
+        low_zero: Put as little as possible on accelerator 0, whose memory generation needs.
 
     Returns:
         Bytes by device; the last accelerator is not limited.
@@ -101,7 +101,7 @@ def get_balanced_memory(
 
 
 def _largest_unsplit(model: torch.nn.Module, sizes: Mapping[str, Any], classes: Any) -> Any:
-    """Return the bytes of the largest class, each represented by its first module."""
+    """Return the bytes of the largest class, measured by its first module."""
     names = as_names(classes)
     found: dict[str, Any] = {}
     for name, module in model.named_modules():

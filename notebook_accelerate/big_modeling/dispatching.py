@@ -1,4 +1,4 @@
-"""`dispatch_model`, `cpu_offload`, `disk_offload`: models that are on several devices, in memory and on disk."""
+"""`dispatch_model`, `cpu_offload`, `disk_offload`: models on several devices, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 
 from notebook_accelerate.big_modeling.align_hook import AlignDevicesHook
 from notebook_accelerate.big_modeling.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
-from notebook_accelerate.big_modeling.device_capacity import bytes_to_move, check_room
+from notebook_accelerate.big_modeling.device_capacity import bytes_to_move, check_free_memory
 from notebook_accelerate.big_modeling.device_map import check_device_map
-from notebook_accelerate.big_modeling.module_hooks import SequentialHook, add_hook_to_module
+from notebook_accelerate.big_modeling.gradients import align_hooks
+from notebook_accelerate.big_modeling.module_hooks import add_hook_to_module
 from notebook_accelerate.big_modeling.module_sizes import named_module_tensors
 from notebook_accelerate.big_modeling.module_tensors import TiedParams
 from notebook_accelerate.big_modeling.offload_folder import (
@@ -41,17 +42,17 @@ def cpu_offload(
     state_dict: dict[str, torch.Tensor] | None = None,
     preload_module_classes: Any = None,
 ) -> torch.nn.Module:
-    """Keep a model's weights on the CPU; each module's come to the device while it computes.
+    """Keep a model's weights on the CPU; each module's are on the device while it computes.
 
-    Weights are copied ahead of the computation where the device is another (see `Prefetcher`), unless gradients are
-    recorded: then autograd keeps what each module computed with.
+    For an accelerator, weights are copied ahead of the computation (see `Prefetcher`), unless gradients are recorded:
+    then autograd keeps the weights that each module computed with.
 
     Args:
         model: The model.
         execution_device: Where it computes; None: where its first parameter is.
-        offload_buffers: Keep buffers away too.
-        state_dict: The weights on the CPU; None: the model's.
-        preload_module_classes: Classes whose weights come all at once, those of their submodules too.
+        offload_buffers: Offload buffers too.
+        state_dict: The weights on the CPU; None: the model's own.
+        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
 
     Returns:
         The model.
@@ -71,21 +72,21 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Any = None,
 ) -> torch.nn.Module:
-    """Keep a model's weights on disk; each module's are read while the one before it computes.
+    """Keep a model's weights on disk; each module's are read while the previous one computes.
 
     Args:
         model: The model.
-        offload_dir: The folder; an offloaded model that is there already is used as it is.
+        offload_dir: The folder; if it contains an offloaded model already, its weights are used.
         execution_device: Where it computes; None: where its first parameter is.
-        offload_buffers: Keep buffers away too.
-        preload_module_classes: Classes whose weights come all at once, those of their submodules too.
+        offload_buffers: Offload buffers too.
+        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
 
     Returns:
         The model.
 
     Raises:
-        CheckpointError: The folder is full, or what it holds is broken.
-        ValueError: What the folder holds is another model.
+        CheckpointError: The disk is full, or the folder's files are broken.
+        ValueError: The folder contains another model.
     """
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
@@ -108,32 +109,30 @@ def _offload_all(
 
 
 def _check_weights(model: torch.nn.Module, names: list[str], weights: Mapping[str, Any], buffers: bool) -> None:
-    """Check that the weights of some modules are there and fit, before a hook takes the model's own away."""
+    """Check the offloaded weights of some modules, before hooks replace the model's own."""
     tensors = dict(named_module_tensors(model, include_buffers=buffers, recurse=True, remove_non_persistent=True))
     wanted = extract_submodules_state_dict(tensors, names)
     missing = [name for name in wanted if name not in weights]
     if missing:
         raise ValueError(
-            f"The offloaded weights lack {', '.join(missing[:5])}{' and more' * (len(missing) > 5)}: they are of "
-            "another model. Choose an empty offload_dir."
+            f"The offloaded weights lack {', '.join(missing[:5])}{' and more' * (len(missing) > 5)}: they are another "
+            "model's. Pass an empty folder: offload_dir='another_folder'."
         )
     index = weights.index if isinstance(weights, OffloadedWeightsLoader) else {}
     for name, tensor in wanted.items():
         shape = index.get(name, {}).get("shape", tensor.shape)
         if tuple(shape) != tuple(tensor.shape):
             raise ValueError(
-                f"The offloaded {name} has shape {tuple(shape)}, the model's {tuple(tensor.shape)}: it is of another "
-                "model. Choose an empty offload_dir."
+                f"The offloaded {name} has shape {tuple(shape)}, the model's {tuple(tensor.shape)}: it is another "
+                "model's. Pass an empty folder: offload_dir='another_folder'."
             )
 
 
-def _mark_passes(model: Any, weights: Mapping[str, Any] | None) -> None:
-    """Let the model's own hook note where passes begin."""
-    hook = model._hf_hook
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    for each in hooks:
-        if isinstance(each, AlignDevicesHook) and each.io_same_device:
-            each.mark_passes(weights)
+def _mark_passes(model: torch.nn.Module, weights: Mapping[str, Any] | None) -> None:
+    """Let the model's own hook mark where passes begin."""
+    for hook in align_hooks(model):
+        if hook.io_same_device:
+            hook.mark_passes(weights)
 
 
 def dispatch_model(
@@ -148,35 +147,35 @@ def dispatch_model(
     preload_module_classes: Any = None,
     force_hooks: bool = False,
 ) -> torch.nn.Module:
-    """Put a model's modules on the devices of a map, and let inputs and offloaded weights come to them.
+    """Move a model's modules to the devices of a map; hooks move inputs and load offloaded weights.
 
     Args:
         model: The model.
         device_map: Device by module name: numbers, names, "cpu", "disk".
-        main_device: Where what is offloaded computes; None: the first accelerator of the map, or the CPU.
-        state_dict: Weights of the modules on the CPU; None: the model's.
-        offload_dir: Folder of what is on disk; it is written where it does not hold an offloaded model.
+        main_device: Where offloaded modules compute; None: the first accelerator of the map, or the CPU.
+        state_dict: Weights of the modules on the CPU; None: the model's own.
+        offload_dir: Folder of the modules on disk; written unless it contains an offloaded model.
         offload_index: Dtype and shape, or file, of each weight on disk; None: the folder's index.
-        offload_buffers: Keep buffers away too.
+        offload_buffers: Offload buffers too.
         skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose weights come all at once, those of their submodules too.
-        force_hooks: Attach hooks even where the whole model is on one device.
+        preload_module_classes: Classes whose weights are loaded together with those of their submodules.
+        force_hooks: Attach hooks even if the model is on one device.
 
     Returns:
         The model, with `hf_device_map`.
 
     Raises:
-        ValueError: The map misses weights, or puts more on an accelerator than is free there, or modules are on disk
-            and no folder is named.
-        CheckpointError: The folder is full, or what it holds is broken.
+        ValueError: The map lacks weights, exceeds an accelerator's free memory, or puts modules on disk without an
+            `offload_dir`.
+        CheckpointError: The disk is full, or the folder's files are broken.
     """
     check_device_map(model, device_map)
-    check_room(bytes_to_move(model, device_map))
+    check_free_memory(bytes_to_move(model, device_map))
     devices = set(device_map.values())
     if len(devices) > 1 or devices == {"disk"} or force_hooks:
         placement = _Placement(model, device_map, main_device, state_dict, offload_dir, offload_index)
         placement.attach(offload_buffers, skip_keys, preload_module_classes)
-        _guard_moves(model, placement.offloads)
+        _guard_moves(model, bool(placement.offloaded))
     else:
         model.to(next(iter(devices)))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -184,7 +183,7 @@ def dispatch_model(
 
 
 class _Placement:
-    """What a device map means for a model: who computes where, and where the offloaded weights are."""
+    """Where each module of a model computes, and where the offloaded weights are."""
 
     def __init__(
         self,
@@ -200,36 +199,35 @@ class _Placement:
         self.main = main_device if main_device is not None else next(iter(accelerators), "cpu")
         on_cpu = [name for name, device in device_map.items() if str(device) == "cpu"]
         self.on_disk = [name for name, device in device_map.items() if str(device) == "disk"]
-        away = on_cpu if str(self.main) not in ("cpu", "mps") else []
-        self.offloads = bool(away or self.on_disk)
-        self.away = [*away, *self.on_disk]
-        if away and state_dict is None:
-            state_dict = extract_submodules_state_dict(model.state_dict(), away)
+        in_memory = on_cpu if str(self.main) not in ("cpu", "mps") else []
+        self.offloaded = [*in_memory, *self.on_disk]
+        if in_memory and state_dict is None:
+            state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
         if self.on_disk and offload_dir is None and offload_index is None:
             raise ValueError(
                 "We need an `offload_dir` to dispatch this model according to this `device_map`, the following "
                 f"submodules need to be offloaded: {', '.join(self.on_disk)}."
             )
         if self.on_disk and offload_index is None and offload_dir is not None:
-            self._fill(Path(offload_dir))
+            self._write_offloaded(Path(offload_dir))
         self.weights: OffloadedWeightsLoader | None = None
-        if self.offloads:
+        if self.offloaded:
             folder = offload_dir if self.on_disk else None
             self.weights = OffloadedWeightsLoader(state_dict, folder, offload_index)
 
-    def _fill(self, folder: Path) -> None:
+    def _write_offloaded(self, folder: Path) -> None:
         if not (folder / INDEX_NAME).is_file():
             offload_state_dict(folder, extract_submodules_state_dict(self.model.state_dict(), self.on_disk))
 
     def attach(self, offload_buffers: bool, skip_keys: Any, preload: Any) -> None:
-        """Attach the hooks and tie again what they untied."""
-        away = set(self.away)
-        execution = {name: self.main if name in away or str(device) == "cpu" else device
+        """Attach the hooks, and tie again the parameters that they untied."""
+        offloaded = set(self.offloaded)
+        execution = {name: self.main if name in offloaded or str(device) == "cpu" else device
                      for name, device in self.device_map.items()}  # fmt: skip
         execution.setdefault("", self.main)
-        offload = {name: name in away for name in self.device_map}
+        offload = {name: name in offloaded for name in self.device_map}
         if self.weights is not None:
-            _check_weights(self.model, self.away, self.weights, offload_buffers)
+            _check_weights(self.model, self.offloaded, self.weights, offload_buffers)
         tied = find_tied_parameters(self.model)
         check_tied_parameters_on_same_device(tied, self.device_map)
         attach_align_device_hook_on_blocks(
@@ -243,7 +241,7 @@ class _Placement:
             tied_params_map=_tied_params_map(self.model, tied),
         )
         if self.weights is not None:
-            where = sorted({str(self.device_map[name]) for name in self.away})
+            where = sorted({str(self.device_map[name]) for name in self.offloaded})
             _LOG.warning("Some parameters are on the meta device because they were offloaded to the %s.",
                          " and ".join(where))  # fmt: skip
         retie_parameters(self.model, tied)
@@ -257,7 +255,7 @@ def _tied_params_map(model: torch.nn.Module, tied: list[list[str]]) -> TiedParam
 
 
 def _guard_moves(model: Any, offloads: bool) -> None:
-    """Warn of moves that the hooks would undo; refuse those that would lose what is offloaded."""
+    """Warn about moves that the hooks would undo; refuse those that would lose offloaded weights."""
     for name in _MOVES:
         original = getattr(model, name, None)
         if original is not None:
@@ -269,7 +267,10 @@ def _guarded(model: torch.nn.Module, move: Any, offloads: bool) -> Any:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         _LOG.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
         if offloads and any(parameter.device.type == "meta" for parameter in model.parameters()):
-            raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
+            raise RuntimeError(
+                "You can't move a model that has some modules offloaded to cpu or disk. Dispatch it to other devices: "
+                "dispatch_model(model, device_map), after remove_hook_from_submodules(model)."
+            )
         return move(*args, **kwargs)
 
     guarded._of_dispatch = True  # type: ignore[attr-defined]

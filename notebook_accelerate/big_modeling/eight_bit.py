@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits whose weights are kept elsewhere; needs bitsandbytes when it is imported."""
+"""8-bit linear layers whose weights can be offloaded; importing this module needs bitsandbytes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.module_walk import submodule
+from notebook_accelerate.big_modeling.module_tree import submodule
 from notebook_accelerate.big_modeling.offload_folder import offload_weight
 
 bitsandbytes: Any = importlib.import_module("bitsandbytes")  # its types export nothing
 
 
 class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc] # published without types
-    """bitsandbytes' layer with whole numbers and scales as plain parameters: hooks bring them in and put them away.
+    """bitsandbytes' layer with int8 weights and scales as plain parameters, which hooks load and release.
 
     Args:
-        layer: The layer it takes the place of, empty; its bias stays.
+        layer: The layer to replace; its bias is kept, its weights are not.
     """
 
     weight: Any
@@ -38,10 +38,10 @@ class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute with what is here now; nothing of it is kept, for the next time it is elsewhere.
+        """Compute with the loaded weights, without keeping state that refers to them.
 
         Args:
-            x: The input, of `in_features` in its last dimension.
+            x: The input, with `in_features` as its last dimension.
         """
         state = bitsandbytes.MatmulLtState()
         state.threshold, state.use_pool = self.state.threshold, self.state.use_pool
@@ -57,7 +57,7 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def make_offloadable(model: torch.nn.Module, name: str) -> None:
-    """Make a layer of bitsandbytes in 8 bits one whose weights can be elsewhere; others stay as they are.
+    """Replace an 8-bit layer of bitsandbytes by one whose weights can be offloaded; keep other layers.
 
     Args:
         model: The model; changed in place.
@@ -70,7 +70,7 @@ def make_offloadable(model: torch.nn.Module, name: str) -> None:
 
 
 def is_offloadable(model: torch.nn.Module, name: str) -> bool:
-    """Tell whether a tensor is the weight of such a layer.
+    """Return whether a tensor is the weight of an `OffloadedLinear8bitLt`.
 
     Args:
         model: The model.
@@ -83,23 +83,18 @@ def is_offloadable(model: torch.nn.Module, name: str) -> bool:
     return key == "weight" and isinstance(owner, OffloadedLinear8bitLt)
 
 
-def in_8_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight, on the accelerator where there is one.
+def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a weight, on the accelerator if there is one.
 
     Args:
-        weight: The weight, of two dimensions.
+        weight: The weight, a matrix.
 
     Returns:
-        The whole numbers and the scale of each row, on the CPU.
+        The int8 matrix and the scale of each row, on the CPU.
     """
-    made: Any = bitsandbytes.nn.Int8Params(weight, requires_grad=False).to(quantizing_device())
-    return made.data.cpu(), made.SCB.cpu()
-
-
-def quantizing_device() -> Any:
-    """Return where weights are quantized: the accelerator, or the CPU where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator
+    device: Any = torch.accelerator.current_accelerator() or "cpu"
+    quantized: Any = bitsandbytes.nn.Int8Params(weight, requires_grad=False).to(device)
+    return quantized.data.cpu(), quantized.SCB.cpu()
 
 
 def place_8bit(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
@@ -112,7 +107,7 @@ def place_8bit(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
     """
     make_offloadable(model, name.rpartition(".")[0])
     layer, _ = submodule(model, name)
-    layer.weight, layer.SCB = (_parameter(tensor) for tensor in in_8_bits(weight))
+    layer.weight, layer.SCB = (_parameter(tensor) for tensor in quantize_8bit(weight))
 
 
 def offload_8bit(
@@ -126,20 +121,20 @@ def offload_8bit(
     """Quantize a weight and write it, with its scales, to an offload folder.
 
     Args:
-        model: The model; the layer is made offloadable, its weight goes to the meta device.
+        model: The model; the layer is made offloadable, its weight is moved to the meta device.
         name: The weight's dotted name.
-        weight: The weight, in floating point; whole numbers where scales are given.
+        weight: The weight, in floating point; int8 if `scales` are given.
         folder: The folder.
-        index: Where dtype and shape are noted.
-        scales: Scales, where the weight is quantized already.
+        index: The folder's index; dtype and shape are added.
+        scales: Scales, if the weight is quantized already.
     """
     make_offloadable(model, name.rpartition(".")[0])
     if scales is None:
-        weight, scales = in_8_bits(weight)
+        weight, scales = quantize_8bit(weight)
     for each, tensor in ((name, weight), (name_of_scales(name), scales)):
         offload_weight(tensor.cpu(), each, folder, index=index)
-        absent = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        set_module_tensor_to_device(model, each, "meta", value=absent, dtype=tensor.dtype)
+        placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        set_module_tensor_to_device(model, each, "meta", value=placeholder, dtype=tensor.dtype)
 
 
 __all__ = ["OffloadedLinear8bitLt", "is_offloadable", "make_offloadable", "offload_8bit", "place_8bit"]

@@ -1,4 +1,4 @@
-"""Models without memory: their tensors are made on the meta device, or on any other, whatever the code says."""
+"""Creates models on the meta device, without memory, or on any other device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from notebook_accelerate.config import environ
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Make the models that are built inside without memory: their parameters are on the meta device.
+    """Create models without memory: parameters of models that are built inside are on the meta device.
 
     Args:
-        include_buffers: Buffers and all other tensors too. None: False, or what ACCELERATE_INIT_INCLUDE_BUFFERS says.
-            With True nothing is allocated; with False each parameter is, for the moment before it goes to the meta
-            device: untouched memory, which counts where the system limits what a process may ask for.
+        include_buffers: Buffers and all other tensors too. None: False, or the value of
+            ACCELERATE_INIT_INCLUDE_BUFFERS. With True nothing is allocated. With False each parameter is allocated,
+            without being written, until it is moved to the meta device; this counts where the system limits the
+            address space of a process.
 
     Example:
         with init_empty_weights():
@@ -31,12 +32,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Make the parameters of the models that are built inside on a device.
+    """Create the parameters of models that are built inside on a device.
 
     Args:
         device: The device.
-        include_buffers: Buffers and all other tensors too (`torch.device` as a context does the rest). None: False,
-            or what ACCELERATE_INIT_INCLUDE_BUFFERS says.
+        include_buffers: Buffers and all other tensors too, by `torch.device` as a context. None: False, or the value
+            of ACCELERATE_INIT_INCLUDE_BUFFERS.
     """
     if include_buffers is None:
         include_buffers = environ.flag("ACCELERATE_INIT_INCLUDE_BUFFERS", default=False)
@@ -51,8 +52,8 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 
 
 def _registering(register: Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """Return `Module.register_parameter` with a move to a device; a parameter that is tied stays one object."""
-    # By original, held weakly: its memory must go at once, and a new parameter may get its id then.
+    """Return a `Module.register_parameter` that moves to a device; a tied parameter stays one object."""
+    # By id, with a weak reference: the original must be freed at once, and a new parameter may then get its id.
     moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -72,17 +73,17 @@ def moved_to(parameter: torch.nn.Parameter, device: Any) -> torch.nn.Parameter:
 
     Args:
         parameter: The parameter.
-        device: Where to.
+        device: The device.
     """
     moved: torch.nn.Parameter = like(parameter, parameter.detach().to(device))
     return moved
 
 
 def like(parameter: torch.Tensor, value: torch.Tensor) -> Any:
-    """Return a parameter of the class and attributes of another, with other data.
+    """Return a parameter with the class and attributes of another, and new data.
 
     Args:
-        parameter: The parameter to be like.
+        parameter: The parameter to copy class and attributes from.
         value: The data.
     """
     kind: Any = type(parameter)

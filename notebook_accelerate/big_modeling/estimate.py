@@ -1,4 +1,4 @@
-"""How much memory training and inference need per rank, before anything is allocated."""
+"""Estimates the memory that training and inference need per rank, without allocating any."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from notebook_accelerate.big_modeling.empty_init import init_on_device
 from notebook_accelerate.big_modeling.module_sizes import dtype_of, readable, sizes_of
-from notebook_accelerate.big_modeling.module_walk import tree_of
-from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, Layout, checked_offload
+from notebook_accelerate.big_modeling.module_tree import build_tree
+from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, RankLayout, checked_offload
 from notebook_accelerate.big_modeling.tied_parameters import device_of
 
 _PANEL = "notebook_accelerate.widgets.memory_panel"
-"""Draws what is computed here; loaded on first use, for views are above this room."""
+"""Renders estimates as HTML; loaded on first use, because views are a higher layer."""
 
 OPTIMIZERS: dict[str, float] = {
     "adamw": 8, "adam": 8, "adamw_8bit": 2, "adagrad": 4, "lion": 4, "rmsprop": 4, "sgd_momentum": 4, "sgd": 0,
@@ -31,10 +31,10 @@ class MemoryEstimate:
     """Bytes per rank, by part.
 
     Attributes:
-        training: On the device: weights, gradients, optimizer, activations, buffers and what the strategy adds.
-        inference: The same for weights, buffers and activations.
-        assumptions: What the numbers rest on, one sentence each.
-        main_memory: What a training keeps in main memory in place of the device.
+        training: Bytes on the device: weights, gradients, optimizer, activations, buffers, and the strategy's own.
+        inference: The same for weights, buffers, activations and the strategy.
+        assumptions: What the numbers assume, one sentence each.
+        main_memory: Bytes of offloaded parts in main memory.
     """
 
     training: dict[str, int]
@@ -85,73 +85,73 @@ def estimate_memory(
     degrees: Mapping[str, int] | None = None,
     offload: Mapping[str, str] | None = None,
 ) -> MemoryEstimate:
-    """Say what training and inference need per rank, from the meta device alone: nothing is allocated.
+    """Estimate the memory that training and inference need per rank; nothing is allocated.
 
-    Activations are counted by running the model on the meta device and adding up what autograd keeps.
+    Activations are counted by running the model on the meta device and adding up the tensors that autograd saves.
 
     Args:
-        model_or_config: A model on any device, a function that makes one, or a configuration of transformers.
+        model_or_config: A model on any device, a function that creates one, or a configuration of transformers.
         dtype: Dtype of weights and gradients.
         optimizer: One of `OPTIMIZERS`.
         strategy: One of `STRATEGIES`.
         num_processes: Number of ranks.
         batch_size: Samples per rank and step.
-        sequence_length: Tokens per sample, where the model takes token numbers.
-        inputs: What the model is called with, in place of tokens: a tensor, a tuple, or a mapping of names; only shapes
-            and dtypes count.
-        degrees: How ranks are arranged, by the names of `ParallelismConfig` without "_size": {"tp": 2}; replicas
-            ("dp_replicate") keep whole copies, all other ranks divide what the strategy shards. None: all ranks are
-            of the kind that the strategy names.
-        offload: Where weights, gradients or optimizer are that are not on the device: {"optimizer": "cpu"}, or "disk".
+        sequence_length: Tokens per sample, for models of token numbers.
+        inputs: The model's arguments instead of tokens: a tensor, a tuple, or a mapping of names; only shapes and
+            dtypes matter.
+        degrees: Sizes of the parallel dimensions, by the names of `ParallelismConfig` without "_size": {"tp": 2}.
+            Replicas ("dp_replicate") keep full copies; all other ranks shard what the strategy shards. None: the
+            strategy's own dimension.
+        offload: Offloaded parts (weights, gradients, optimizer) and their target: {"optimizer": "cpu"}, or "disk".
 
     Returns:
         Bytes by part.
 
     Raises:
-        ValueError: A name is not known, a number is not positive, or the degrees do not make the number of ranks.
+        ValueError: A name is unknown, a number is not positive, or the degrees do not match the number of ranks.
     """
     _check(optimizer, strategy, num_processes, batch_size)
-    layout, away = Layout(strategy, num_processes, degrees), checked_offload(offload)
+    layout, offloaded = RankLayout(strategy, num_processes, degrees), checked_offload(offload)
     model = _empty_model(model_or_config).to(dtype_of(dtype))
     if inputs is None and sequence_length is not None:
         inputs = torch.zeros(batch_size, sequence_length, dtype=torch.long)
-    kept, largest, problem = _activations(model, inputs)
+    saved, largest, problem = _activations(model, inputs)
     buffers = sum(each.nbytes for each in model.buffers())
     sequence, stages = layout.degree("cp") * layout.degree("sp"), layout.degree("pp")
     parts, trained = _parts(model, layout, optimizer)
-    gathered = 2 * _largest_block(model, layout) if _gathers(layout, away) else 0
-    training = {name: 0 if name in away else size for name, size in parts.items()}
-    training |= {"activations": kept // (sequence * stages), "buffers": buffers}
-    training["strategy"] = (trained if layout.sharing.buckets and layout.reduces else 0) + gathered
+    gathered = 2 * _largest_block(model, layout) if _gathers(layout, offloaded) else 0
+    training = {name: 0 if name in offloaded else size for name, size in parts.items()}
+    training |= {"activations": saved // (sequence * stages), "buffers": buffers}
+    training["strategy"] = (trained if layout.sharding.buckets and layout.reduces else 0) + gathered
     inference = {"weights": training["weights"], "activations": largest // sequence, "buffers": buffers}
     return MemoryEstimate(
         training=training,
         inference={**inference, "strategy": gathered},
-        assumptions=_assumptions(problem, layout, optimizer, away),
-        main_memory={name: parts[name] for name in parts if away.get(name) == "cpu"},
+        assumptions=_assumptions(problem, layout, optimizer, offloaded),
+        main_memory={name: parts[name] for name in parts if offloaded.get(name) == "cpu"},
     )
 
 
-def _parts(model: torch.nn.Module, layout: Layout, optimizer: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of one rank's weights, gradients and optimizer, and those of undivided gradients."""
-    own, sharing = layout.parts(model), layout.sharing
+def _parts(model: torch.nn.Module, layout: RankLayout, optimizer: str) -> tuple[dict[str, int], int]:
+    """Return the bytes of one rank's weights, gradients and optimizer, and of its gradients before sharding."""
+    own, sharding = layout.parts(model), layout.sharding
     weights = sum(each.nbytes * part for each, part in own)
     trained = sum(each.nbytes * part for each, part in own if each.requires_grad)
     elements = sum(each.numel() * part for each, part in own if each.requires_grad)
-    whole = {"weights": weights, "gradients": trained, "optimizer": elements * OPTIMIZERS[optimizer]}
-    parts = {name: math.ceil(size / (layout.shards if getattr(sharing, name) else 1)) for name, size in whole.items()}
+    full = {"weights": weights, "gradients": trained, "optimizer": elements * OPTIMIZERS[optimizer]}
+    parts = {name: math.ceil(size / (layout.shards if getattr(sharding, name) else 1)) for name, size in full.items()}
     return parts, math.ceil(trained)
 
 
-def _gathers(layout: Layout, away: Mapping[str, str]) -> bool:
-    """Tell whether weights come to the device block by block."""
-    return (layout.sharing.weights and layout.shards > 1) or "weights" in away
+def _gathers(layout: RankLayout, offloaded: Mapping[str, str]) -> bool:
+    """Return whether weights are gathered on the device block by block."""
+    return (layout.sharding.weights and layout.shards > 1) or "weights" in offloaded
 
 
 def _check(optimizer: str, strategy: str, num_processes: int, batch_size: int) -> None:
     for what, value, known in (("optimizer", optimizer, OPTIMIZERS), ("strategy", strategy, STRATEGIES)):
         if value not in known:
-            raise ValueError(f"{what}={value!r} is not known; pass one of {', '.join(known)}")
+            raise ValueError(f"{what}={value!r} is unknown; pass one of {', '.join(known)}")
     for what, number in (("num_processes", num_processes), ("batch_size", batch_size)):
         if number < 1:
             raise ValueError(f"{what}={number} is not allowed; pass a whole number of at least 1")
@@ -165,15 +165,15 @@ def _empty_model(source: Any) -> torch.nn.Module:
         return copy.deepcopy(source, memo)
     with init_on_device(torch.device("meta"), include_buffers=True):
         if hasattr(source, "model_type"):
-            made: torch.nn.Module = importlib.import_module("transformers").AutoModel.from_config(source)
+            model: torch.nn.Module = importlib.import_module("transformers").AutoModel.from_config(source)
         elif callable(source):
-            made = source()
+            model = source()
         else:
             raise ValueError(
-                f"estimate_memory takes a model, a function that makes one, or a transformers configuration, not "
-                f"{type(source).__name__}"
+                f"model_or_config={source!r:.80} is a {type(source).__name__}; pass a model, a function that creates "
+                "one, or a transformers configuration: estimate_memory(lambda: MyModel())"
             )
-    return made
+    return model
 
 
 def _empty_like(tensor: torch.Tensor) -> Any:
@@ -184,18 +184,18 @@ def _empty_like(tensor: torch.Tensor) -> Any:
 
 
 def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
-    """Return the bytes that autograd keeps, the largest output of a module, and why both are 0 if they are."""
+    """Return the bytes that autograd saves, the largest output of a module, and the reason if they are not known."""
     if inputs is None:
         return 0, 0, "Activations are left out: pass sequence_length= or inputs= to count them."
-    args, kwargs = _called_with(inputs)
+    args, kwargs = _meta_arguments(inputs)
     own = {id(each) for each in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
     largest = 0
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         base = tensor if tensor._base is None else tensor._base
         if id(base) not in own:
-            kept[id(base)] = base
+            saved[id(base)] = base
         return tensor
 
     def measure(_: Any, __: Any, output: Any) -> None:
@@ -205,17 +205,17 @@ def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
 
     handles = [module.register_forward_hook(measure) for module in model.modules()]
     try:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             model(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - the model's own code; what it cannot do on the meta device is said
+    except Exception as error:  # noqa: BLE001 - the model's own code; the estimate states the reason
         return 0, 0, f"Activations are left out: the model does not run on the meta device ({error})."
     finally:
         for handle in handles:
             handle.remove()
-    return sum(tensor.nbytes for tensor in kept.values()), 2 * largest, ""
+    return sum(tensor.nbytes for tensor in saved.values()), 2 * largest, ""
 
 
-def _called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _meta_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), {name: _on_meta(value) for name, value in inputs.items()}
     values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -226,27 +226,34 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def _largest_block(model: torch.nn.Module, layout: Layout) -> int:
+def _largest_block(model: torch.nn.Module, layout: RankLayout) -> int:
     own = {id(parameter): parameter.nbytes * part for parameter, part in layout.parts(model)}
     blocks = [child for name, child in model.named_modules() if name.rpartition(".")[2].isdigit()]
     found = (sum(own.get(id(each), 0) for each in block.parameters()) for block in blocks or model.children())
     return math.ceil(max(found, default=0) or sum(own.values()) / 2)
 
 
-def _assumptions(problem: str, layout: Layout, optimizer: str, away: Mapping[str, str]) -> tuple[str, ...]:
-    lines = [problem] if problem else ["Activations are what autograd keeps of one step, without checkpointing."]
+def _assumptions(problem: str, layout: RankLayout, optimizer: str, offloaded: Mapping[str, str]) -> tuple[str, ...]:
+    lines = (
+        [problem]
+        if problem
+        else ["Activations are the tensors that autograd saves in one step, without checkpointing."]
+    )
     if OPTIMIZERS[optimizer]:
         lines.append(f"{optimizer} keeps {OPTIMIZERS[optimizer]:g} bytes per trained element.")
-    if layout.sharing.buckets and layout.reduces:
+    if layout.sharding.buckets and layout.reduces:
         lines.append("DDP copies gradients into buckets; gradient_as_bucket_view=True saves that.")
     if layout.degree("tp") > 1:
-        lines.append("Tensor parallelism divides what the model's plan names, every matrix without one; activations of "
-                     "divided layers are counted whole.")  # fmt: skip
+        lines.append("Tensor parallelism divides the layers of the model's plan, or every matrix without one; their "
+                     "activations are counted in full.")  # fmt: skip
     if layout.degree("pp") > 1:
-        lines.append("The fullest pipeline stage is counted, with the whole batch in flight.")
-    if _gathers(layout, away):
-        lines.append("Two blocks are gathered at a time: the one that computes and the next.")
-    return (*lines, "The framework itself (CUDA context, allocator, workspaces) comes on top: 0.5 to 1.5 GB per GPU.")
+        lines.append("The largest pipeline stage is counted, with the full batch in flight.")
+    if _gathers(layout, offloaded):
+        lines.append("Two blocks are gathered at a time: the computing one and the next.")
+    return (
+        *lines,
+        "The framework itself (CUDA context, allocator, workspaces) is not included: 0.5 to 1.5 GB per GPU.",
+    )
 
 
 # ---- device maps
@@ -260,7 +267,7 @@ class PlacedBlock:
         name: The module.
         device: Where its weights are.
         size: Their bytes.
-        moves: Bytes that come to the computing device on each forward.
+        moves: Bytes that are copied to the computing device on each forward.
     """
 
     name: str
@@ -275,7 +282,7 @@ class PlacedModel:
 
     Attributes:
         blocks: Its entries, in the model's order.
-        limits: Bytes by device, where they are known.
+        limits: Bytes by device, where known.
     """
 
     blocks: tuple[PlacedBlock, ...]
@@ -283,11 +290,11 @@ class PlacedModel:
 
     @property
     def moves(self) -> int:
-        """Bytes that move on each forward."""
+        """Bytes that are copied on each forward."""
         return sum(block.moves for block in self.blocks)
 
     def overfull(self) -> list[str]:
-        """List the devices with more on them than their limit."""
+        """List the devices whose blocks exceed their limit."""
         used: dict[str, int] = {}
         for block in self.blocks:
             used[block.device] = used.get(block.device, 0) + block.size
@@ -297,39 +304,39 @@ class PlacedModel:
         lines = []
         for _, group in itertools.groupby(self.blocks, key=lambda block: (block.device, block.size, block.moves)):
             first, *others = group
-            name = first.name or "the whole model"
+            name = first.name or "the model"
             name += f" … {others[-1].name}, {1 + len(others)} of this size" if others else ""
-            moved = f", {readable(first.moves)} {'each ' * bool(others)}to the device on each forward"
+            moved = f", {readable(first.moves)} {'each ' * bool(others)}copied to the device on each forward"
             lines.append(f"{first.device:<6}{readable(first.size):>9}  {name}{moved if first.moves else ''}")
-        lines += [f"device {device} holds more than its limit" for device in self.overfull()]
-        return "\n".join([*lines, f"{readable(self.moves)} move on each forward"])
+        lines += [f"device {device} exceeds its limit" for device in self.overfull()]
+        return "\n".join([*lines, f"{readable(self.moves)} copied on each forward"])
 
     def _repr_html_(self) -> str:
         text: str = importlib.import_module(_PANEL).device_map_html(self)
         return text
 
 
-def placed(
+def measure_device_map(
     model: torch.nn.Module,
     device_map: Mapping[str, Any],
     dtype: Any = None,
     max_memory: Mapping[Any, Any] | None = None,
 ) -> PlacedModel:
-    """Add sizes to a device map, and what moves on each forward.
+    """Measure the entries of a device map, and what is copied on each forward.
 
     Args:
         model: The model, on any device.
         device_map: Device by module name.
-        dtype: What floating weights are converted to.
+        dtype: Dtype that floating weights are converted to.
         max_memory: Bytes by device.
     """
-    sizes = sizes_of(tree_of(model), dtype)
+    sizes = sizes_of(build_tree(model), dtype)
     names = {str(device) for device in device_map.values()}
     computing = names - {"cpu", "disk"}
     blocks = []
     for name in device_map:
         device = str(device_of(name, device_map))
-        away = device == "disk" or (device == "cpu" and bool(computing))
+        is_offloaded = device == "disk" or (device == "cpu" and bool(computing))
         size = int(sizes.get(name, 0))
-        blocks.append(PlacedBlock(name, device, size, size if away else 0))
+        blocks.append(PlacedBlock(name, device, size, size if is_offloaded else 0))
     return PlacedModel(tuple(blocks), {str(device): int(size) for device, size in (max_memory or {}).items()})

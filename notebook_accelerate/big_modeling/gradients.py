@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.module_hooks import SequentialHook
-from notebook_accelerate.big_modeling.module_walk import full_name
+from notebook_accelerate.big_modeling.module_tree import full_name
 
 _LOG = logging.getLogger(__name__)
 

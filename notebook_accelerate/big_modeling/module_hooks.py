@@ -1,4 +1,4 @@
-"""Hooks around a module's forward: the general ones."""
+"""Hooks around a module's forward: base class, attaching and detaching, layerwise casting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class ModelHook:
-    """What happens before and after a module's forward, and when it is attached and detached.
+    """Functions to call before and after a module's forward, and when the hook is attached and detached.
 
     Attributes:
         no_grad: Compute the module without gradients.
@@ -35,7 +35,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, one after the other.
+    """Calls several hooks in order.
 
     Args:
         hooks: The hooks.
@@ -45,37 +45,37 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Let every hook prepare the module."""
+        """Call every hook's `init_hook`."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the arguments through every hook."""
+        """Call every hook's `pre_forward` with the arguments of the previous one."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Pass the output through every hook."""
+        """Call every hook's `post_forward` with the output of the previous one."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Let every hook undo what it prepared."""
+        """Call every hook's `detach_hook`."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> torch.nn.Module:
-    """Attach a hook to a module: its `forward` is replaced by one that calls the hook too.
+    """Attach a hook to a module: replace its `forward` by one that also calls the hook.
 
     Args:
         module: The module.
-        hook: The hook; it replaces one that is there already.
-        append: Keep the one that is there, and call this one after it.
+        hook: The hook; it replaces the module's hook.
+        append: Keep the module's hook, and call the new one after it.
 
     Returns:
         The module.
@@ -95,7 +95,7 @@ def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> to
 
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    # A function of the module, not a closure: a copy of the module calls the copy's hook.
+    # Reads the hook from the module, not from a closure: a copy of the module calls the copy's hook.
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if hook.no_grad:
@@ -107,11 +107,11 @@ def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Module:
-    """Detach a module's hook: it is as before.
+    """Detach a module's hook and restore its `forward`.
 
     Args:
         module: The module.
-        recurse: Those of its submodules too.
+        recurse: Detach the hooks of its submodules too.
 
     Returns:
         The module.
@@ -121,14 +121,13 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
         module._hf_hook.detach_hook(module)
         del module._hf_hook
     if "_old_forward" in state:
-        # The class's own forward is found without an attribute; one that the module had stays one.
+        # The class's own forward needs no attribute; a forward that was set on the module is set again.
         bound = getattr(module._old_forward, "__func__", None) is getattr(type(module), "forward", None)
         if bound:
             state.pop("forward", None)
         else:
             module.forward = module._old_forward
         del module._old_forward
-    state.pop("to", None) if getattr(state.get("to"), "_of_dispatch", False) else None
     for name in [name for name, value in state.items() if getattr(value, "_of_dispatch", False)]:
         del state[name]
     if recurse:
@@ -138,7 +137,7 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
 
 
 def remove_hook_from_submodules(module: torch.nn.Module) -> None:
-    """Detach the hooks of a module and of all that is inside it.
+    """Detach the hooks of a module and of all its submodules.
 
     Args:
         module: The module.
@@ -161,15 +160,15 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Convert the weights to the dtype they are kept in."""
+        """Convert the weights to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert the weights to the dtype of the computation."""
+        """Convert the weights to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        """Convert the weights back."""
+        """Convert the weights back to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output

@@ -1,4 +1,4 @@
-"""How many bytes modules take, from shapes and dtypes alone: the model may be on the meta device."""
+"""Computes the sizes of modules from shapes and dtypes: the model may be on the meta device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.module_walk import Tree, full_name, tree_of
+from notebook_accelerate.big_modeling.module_tree import ModuleTree, build_tree, full_name
 from notebook_accelerate.config.enums import CustomDtype
 
 _BYTES_OF_CUSTOM = {"fp8": 1, "int4": 0.5, "int2": 0.25}
@@ -24,7 +24,7 @@ _FACTORS = {
     "KB": 10**3,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", re.IGNORECASE)
-_WHOLE = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 Sizes = dict[str, Any]
 
@@ -39,7 +39,7 @@ def dtype_byte_size(dtype: Any) -> int | float:
         Bytes; below 1 for packed dtypes, and 1/8 for bool, as in Accelerate.
 
     Raises:
-        ValueError: It is no dtype.
+        ValueError: `dtype` is not a dtype.
     """
     if dtype == torch.bool:
         return 1 / 8
@@ -51,10 +51,10 @@ def dtype_byte_size(dtype: Any) -> int | float:
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
-    """Turn "float16", "torch.float16" or a dtype into a dtype.
+    """Convert "float16", "torch.float16" or a dtype to a dtype.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: torch has no dtype of that name.
     """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
@@ -63,21 +63,21 @@ def dtype_of(dtype: Any) -> torch.dtype:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Turn a size into bytes.
+    """Convert a size to bytes.
 
     Args:
         size: Bytes, or a number with a unit: "10GB" (powers of 1000), "5MiB" (powers of 1024), "8Gb" (bits).
 
     Raises:
-        ValueError: It is no size.
+        ValueError: `size` is not a size.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is None:
         raise ValueError(
-            f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit "
-            "(like '5.0GB')."
+            f"`size` {size!r} is not in a valid format. Use an integer for bytes, or a string with an unit "
+            "(like '5.0GB', '512MiB')."
         )
     count = int(float(match[1]) * _FACTORS[match[2].upper()])
     return count // 8 if match[2].endswith("b") else count
@@ -86,13 +86,13 @@ def convert_file_size_to_int(size: int | str) -> int:
 def named_module_tensors(
     module: torch.nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Go over a module's parameters, then its buffers.
+    """Iterate over a module's parameters, then its buffers.
 
     Args:
         module: The module.
-        include_buffers: False leaves buffers out.
+        include_buffers: Include buffers.
         recurse: Include submodules.
-        remove_non_persistent: Leave out buffers that are not in the state dict.
+        remove_non_persistent: Omit buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -117,7 +117,7 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return what tells a tensor's memory from any other's: device, address and bytes of its storage.
+    """Return an identifier of a tensor's memory: device, address and bytes of its storage.
 
     Args:
         tensor: The tensor.
@@ -129,7 +129,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def is_peft_model(model: Any) -> bool:
-    """Tell whether a model is one of peft's (without importing peft).
+    """Return whether a model is a `PeftModel`, without importing peft.
 
     Args:
         model: The model, wrapped or not.
@@ -139,7 +139,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 class _PerElement(dict[torch.dtype, Any]):
-    """Bytes of one element by dtype, where floating tensors become one of a limit at most."""
+    """Bytes of one element by dtype; for floating dtypes at most those of the target dtype."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _PerElement(dict[torch.dtype, Any]):
 
     def __missing__(self, kind: torch.dtype) -> Any:
         size = dtype_byte_size(kind)
-        self[kind] = size if self._limit is None or kind in _WHOLE else min(size, self._limit)
+        self[kind] = size if self._limit is None or kind in INTEGERS else min(size, self._limit)
         return self[kind]
 
 
@@ -168,12 +168,12 @@ def _given(dtype: Any) -> Any:
 
 @dataclass
 class Totals:
-    """Bytes of the modules of a walk.
+    """Bytes of a tree's modules.
 
     Attributes:
-        all: Bytes of each module; None where it has no tensors.
+        all: Bytes of each module.
         buffers: Bytes of its buffers alone.
-        tied: Names of parameters with several names, in the order of the walk, group by group.
+        tied: Names of tied parameters in the tree's order, group by group.
         measure: Returns the bytes of a named tensor.
     """
 
@@ -183,8 +183,8 @@ class Totals:
     measure: Callable[[str, torch.Tensor], Any]
 
 
-def totals_of(tree: Tree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Totals:
-    """Measure all modules of a walk in one pass, and find the parameters with several names."""
+def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None) -> Totals:
+    """Measure all modules of a tree in one pass, and find its tied parameters."""
     measure, per_element = _measure(dtype, special_dtypes), _PerElement(dtype)
     every: list[Any] = [0] * len(tree.names)
     buffers: list[Any] = [0] * len(tree.names)
@@ -215,12 +215,8 @@ def totals_of(tree: Tree, dtype: Any = None, special_dtypes: Mapping[str, Any] |
     return Totals(every, buffers, tied_in(tree) if tied else [], measure)
 
 
-def tied_in(tree: Tree) -> list[list[str]]:
-    """Find the parameters of a walk that have several names.
-
-    Returns:
-        Their names, in the order of the walk, group by group.
-    """
+def tied_in(tree: ModuleTree) -> list[list[str]]:
+    """Return the names of a tree's tied parameters in its order, group by group."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, module in zip(tree.names, tree.modules, strict=True):
         for key, parameter in module._parameters.items():
@@ -230,9 +226,9 @@ def tied_in(tree: Tree) -> list[list[str]]:
 
 
 def sizes_of(
-    tree: Tree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None, buffers_only: bool = False
+    tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None, buffers_only: bool = False
 ) -> Sizes:
-    """Measure all modules and tensors of a walk; see `compute_module_sizes`."""
+    """Measure all modules and tensors of a tree; see `compute_module_sizes`."""
     measure = _measure(dtype, special_dtypes)
     totals: list[Any] = [None] * len(tree.names)
     tensors: Sizes = {}
@@ -240,10 +236,7 @@ def sizes_of(
     kinds = ("_buffers",) if buffers_only else ("_parameters", "_buffers")
     for index, (name, module) in enumerate(zip(tree.names, tree.modules, strict=True)):
         for kind in kinds:
-            held = module.__dict__[kind]
-            if not held:
-                continue
-            for key, tensor in held.items():
+            for key, tensor in module.__dict__[kind].items():
                 if tensor is None or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))
@@ -271,13 +264,13 @@ def compute_module_sizes(
     Args:
         model: The model, on any device.
         dtype: What floating tensors will be converted to; larger ones count as this.
-        special_dtypes: Dtypes of tensors by name; they go before `dtype`.
+        special_dtypes: Dtypes of tensors by name; they take precedence over `dtype`.
         buffers_only: Count buffers alone.
 
     Returns:
         Bytes by dotted name; the whole model's name is "".
     """
-    return sizes_of(tree_of(model), dtype, special_dtypes, buffers_only)
+    return sizes_of(build_tree(model), dtype, special_dtypes, buffers_only)
 
 
 def compute_module_total_buffer_size(
@@ -288,10 +281,10 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
-    """List the names that have nothing inside them.
+    """List the names without children.
 
     Args:
-        module_sizes: What `compute_module_sizes` gives, or any mapping by dotted name.
+        module_sizes: The result of `compute_module_sizes`, or any mapping by dotted name.
     """
     parents = {name.rpartition(".")[0] for name in module_sizes if "." in name}
     outer = {prefix for parent in parents for prefix in _above(parent)}
@@ -310,7 +303,7 @@ def get_max_layer_size(
     """Find the largest layer: a module without children, or of a class that is not split.
 
     Args:
-        modules: Named modules (parameters too) to look in.
+        modules: Named modules and parameters to search.
         module_sizes: Bytes by name.
         no_split_module_classes: Class names.
 
@@ -335,7 +328,7 @@ def get_max_layer_size(
 
 
 def as_names(classes: Any) -> Sequence[str]:
-    """Return class names as a sequence: None and one name alone are allowed where names are asked for."""
+    """Return class names as a sequence; `classes` may be None or one name."""
     if classes is None:
         return ()
     return (classes,) if isinstance(classes, str) else tuple(classes)
@@ -356,7 +349,7 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, lis
 
 
 def readable(size: float) -> str:
-    """Write a number of bytes for people: 1536 → "1.5 KB" (powers of 1000, as in device maps' "10GB")."""
+    """Format a number of bytes: 1536 → "1.54 KB" (powers of 1000, as in device maps' "10GB")."""
     if size < 1000:
         return f"{size:.0f} B"
     power = min(int(math.log10(size) // 3), 4)

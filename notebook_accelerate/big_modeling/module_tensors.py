@@ -1,4 +1,4 @@
-"""Single tensors of modules: replaced, moved, looked at where they are offloaded."""
+"""Replaces, moves and reads single tensors of modules, offloaded ones too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.empty_init import like
-from notebook_accelerate.big_modeling.module_sizes import dtype_of, named_module_tensors
-from notebook_accelerate.big_modeling.module_walk import submodule
+from notebook_accelerate.big_modeling.module_sizes import INTEGERS, dtype_of, named_module_tensors
+from notebook_accelerate.big_modeling.module_tree import submodule
 
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]
-_WHOLE = (torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def set_module_tensor_to_device(
@@ -27,45 +26,45 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,  # noqa: ARG001
 ) -> None:
-    """Put one tensor of a module on a device, with a new value where one is given.
+    """Move one tensor of a module to a device, or replace it by a new value there.
 
     Args:
         module: The module.
         tensor_name: Dotted name of a parameter or buffer.
-        device: Where to.
-        value: New data, of the same shape; needed where the tensor is on the meta device.
-        dtype: Dtype of the new data; None keeps the tensor's. Whole numbers keep theirs.
+        device: The target device.
+        value: New data of the same shape; required if the tensor is on the meta device.
+        dtype: Dtype of the new data; None: the tensor's. Integer data keep theirs.
         fp16_statistics: Scales of an 8-bit weight (bitsandbytes).
-        tied_params_map: Copies that exist already, by address of the original and device: they are shared.
+        tied_params_map: Existing copies by address of the original and by device; they are shared.
         non_blocking: Do not wait for the copy.
-        clear_cache: Taken for compatibility: nothing here needs the caches emptied.
+        clear_cache: Accepted for compatibility; no caches need to be emptied.
 
     Raises:
-        ValueError: There is no such tensor, no value, or one of another shape.
+        ValueError: The module has no such tensor, a value is required, or `value` has another shape.
     """
     module, name = submodule(module, tensor_name)
-    held: Any = module._parameters if name in module._parameters else module._buffers
-    if name not in held:
+    owner: Any = module._parameters if name in module._parameters else module._buffers
+    if name not in owner:
         raise ValueError(f"{module} does not have a parameter or a buffer named {name}.")
-    old: Any = held[name]
+    old: Any = owner[name]
     if value is None and old is None:
         return
     _check(name, old, value, device)
     if value is not None and old is not None:
         value = _converted(value, old.dtype if dtype is None else dtype_of(dtype))
     source = old if value is None else value
-    placed = _placed(source.detach(), torch.device(device), tied_params_map, non_blocking)
-    if held is module._buffers or old is None:
-        held[name] = placed
+    moved = _moved(source.detach(), torch.device(device), tied_params_map, non_blocking)
+    if owner is module._buffers or old is None:
+        owner[name] = moved
         return
-    if value is None and placed.device == old.device and placed.data_ptr() == old.data_ptr():
+    if value is None and moved.device == old.device and moved.data_ptr() == old.data_ptr():
         return
-    made = like(old, placed)
+    parameter = like(old, moved)
     if fp16_statistics is not None:
-        made.SCB = fp16_statistics.to(device)
+        parameter.SCB = fp16_statistics.to(device)
     if tied_params_map is not None and source.data_ptr() in tied_params_map:
-        made = _shared(made, source.data_ptr(), tied_params_map)
-    held[name] = made
+        parameter = tied_params_map[source.data_ptr()].setdefault(parameter.device, parameter)
+    owner[name] = parameter
 
 
 def _check(name: str, old: torch.Tensor | None, value: torch.Tensor | None, device: Any) -> None:
@@ -82,27 +81,22 @@ def _check(name: str, old: torch.Tensor | None, value: torch.Tensor | None, devi
 
 
 def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value if value.dtype in _WHOLE and dtype not in _WHOLE else value.to(dtype)
+    return value if value.dtype in INTEGERS and dtype not in INTEGERS else value.to(dtype)
 
 
-def _placed(source: torch.Tensor, device: torch.device, tied: TiedParams | None, non_blocking: bool) -> torch.Tensor:
+def _moved(source: torch.Tensor, device: torch.device, tied: TiedParams | None, non_blocking: bool) -> torch.Tensor:
     copies = (tied or {}).get(source.data_ptr()) if source.device.type != "meta" else None
     if copies and device in copies:
         return copies[device].detach()
     return source.to(device, non_blocking=non_blocking)
 
 
-def _shared(made: torch.Tensor, address: int, tied: TiedParams) -> torch.Tensor:
-    """Return the copy of a tied parameter that a device has already; this one becomes it otherwise."""
-    return tied[address].setdefault(made.device, made)
-
-
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Tell whether two devices are one; "cuda" is the current CUDA device.
+    """Return whether two devices are the same; a device without an index has index 0.
 
     Args:
         first_device: A device.
-        second_device: Another.
+        second_device: The device to compare it with.
     """
     if first_device.type != second_device.type:
         return False
@@ -112,7 +106,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def has_offloaded_params(module: torch.nn.Module) -> bool:
-    """Tell whether a module's own weights are brought to it for each forward.
+    """Return whether a module's own weights are loaded for each forward.
 
     Args:
         module: The module.
@@ -122,14 +116,14 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def align_module_device(module: torch.nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
-    """Put a module's own parameters on a device while inside; offloaded ones are brought in.
+    """Move a module's own parameters to a device for the time of a context; offloaded ones are loaded.
 
     Args:
-        module: The module; its submodules are not touched.
-        execution_device: Where to; None: where its hook computes, or where they are.
+        module: The module, without its submodules.
+        execution_device: The device; None: that of its hook, or where the parameters are.
     """
     if has_offloaded_params(module):
-        with _offloaded_here(module, execution_device):
+        with _loaded(module, execution_device):
             yield
     elif execution_device is not None:
         devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
@@ -145,7 +139,7 @@ def align_module_device(module: torch.nn.Module, execution_device: torch.device 
 
 
 @contextlib.contextmanager
-def _offloaded_here(module: Any, device: torch.device | None) -> Iterator[None]:
+def _loaded(module: Any, device: torch.device | None) -> Iterator[None]:
     hook = module._hf_hook
     usual = hook.execution_device
     if device is not None:
@@ -164,13 +158,13 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: Any = "cpu",
 ) -> dict[str, Any]:
-    """Fill in a module's own offloaded tensors.
+    """Fill a state dict with a module's own offloaded tensors.
 
     Args:
         module: The module.
-        module_name: Dotted name of its tensor that a state dict holds as "" or on the meta device.
-        state_dict: Where they go.
-        device_to_put_offload: The device they go to.
+        module_name: Dotted name of one of its tensors; the module's prefix is taken from it.
+        state_dict: The state dict, by dotted name; changed in place.
+        device_to_put_offload: Device of the tensors.
 
     Returns:
         `state_dict`.
@@ -180,15 +174,18 @@ def get_state_dict_from_offload(
         for key, tensor in module.state_dict().items():
             name = f"{root}.{key}" if root else key
             if name in state_dict:
-                state_dict[name] = tensor.detach().clone()  # what was brought in goes away again
+                state_dict[name] = tensor.detach().clone()  # the loaded tensor is released again
     return state_dict
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a dispatched model with its offloaded tensors, all of them copied to the CPU.
+    """Return the state dict of a dispatched model on the CPU, offloaded tensors included.
 
     Args:
         model: The model.
+
+    Raises:
+        ValueError: Tensors are on the meta device, and no hook loads them.
     """
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -200,10 +197,13 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
     names = {name: found[name] for name in order if name in found}
     missing = [name for name, tensor in names.items() if tensor.device.type == "meta"]
     if missing:
-        raise ValueError(f"These weights are on the meta device and no hook brings them: {', '.join(missing[:5])}")
+        raise ValueError(
+            f"These weights are on the meta device and no hook loads them: {', '.join(missing[:5])}; load a checkpoint "
+            "first: load_checkpoint_and_dispatch(model, checkpoint, device_map=...)"
+        )
     return names
 
 
 def name_of_scales(name: str) -> str:
-    """Return the name of the scales of the 8-bit weight called ``name``; other tensors have none beside them."""
+    """Return the name of the scales of the 8-bit weight ``name``; for other tensors, ``name`` itself."""
     return f"{name.removesuffix('weight')}SCB" if name.endswith("weight") else name

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, by bitsandbytes."""
+"""Quantizes weights to 8 and 4 bits with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.checkpoint_shards import shards_of, tensors_of
-from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
-from notebook_accelerate.big_modeling.device_memory import get_balanced_memory
+from notebook_accelerate.big_modeling.checkpoint_shards import find_shards, load_tensors
+from notebook_accelerate.big_modeling.device_map import make_device_map
 from notebook_accelerate.big_modeling.dispatching import dispatch_model
 from notebook_accelerate.big_modeling.empty_init import init_empty_weights
 from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.module_walk import full_name, prefixes, submodule
+from notebook_accelerate.big_modeling.module_tree import full_name, prefixes, submodule
 from notebook_accelerate.big_modeling.offload_folder import offload_weight, save_offload_index
 from notebook_accelerate.big_modeling.tied_parameters import device_of, find_tied_parameters, retie_parameters
 from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
@@ -28,7 +27,6 @@ from notebook_accelerate.hardware.feature_checks import is_bnb_available
 _LOG = logging.getLogger(__name__)
 _EIGHT_BIT = "notebook_accelerate.big_modeling.eight_bit"
 """Needs bitsandbytes; loaded on first use."""
-_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_and_quantize_model(
@@ -41,37 +39,37 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001
 ) -> torch.nn.Module:
-    """Quantize a model's linear layers, as it is or while its weights are loaded.
+    """Quantize a model's linear layers, from its own weights or while others are loaded.
 
     Args:
-        model: The model; on the meta device where its weights are loaded.
-        bnb_quantization_config: What is quantized, and how.
+        model: The model; on the meta device if its weights are loaded.
+        bnb_quantization_config: Which layers are quantized, and how.
         weights_location: A file, an index, or a folder that holds one of either; needed on the meta device.
-        device_map: Device by module name, or "auto" and its kin; None: the accelerator, or the CPU where there is none.
+        device_map: Device by module name, or a strategy ("auto", ...); None: the accelerator, or the CPU without one.
         no_split_module_classes: Names of classes that are not divided among devices.
-        max_memory: Bytes or "10GB" by device, for maps that are made.
-        offload_folder: Folder for what the map puts on "disk". Offloaded modules are kept in 8 bits, with their scales;
-            in 4 bits bitsandbytes has no way to bring them in, and they are not quantized.
-        offload_state_dict: Taken for compatibility: one tensor is in memory at a time.
+        max_memory: Bytes or "10GB" by device, for a strategy.
+        offload_folder: Folder for modules on "disk". Offloaded modules are kept in 8 bits, with their scales; with 4
+            bits they are not quantized, because bitsandbytes cannot load them for a forward.
+        offload_state_dict: Accepted for compatibility: one tensor is in memory at a time.
 
     Returns:
         The model, quantized in place, on its devices.
 
     Raises:
         ImportError: bitsandbytes is not installed.
-        ValueError: The model is on the meta device and no weights are named, or the map offloads without leave.
-        CheckpointError: The weights cannot be read, or are of another model.
+        ValueError: The model is on the meta device without `weights_location`, or the map needs an `offload_folder`.
+        CheckpointError: The weights cannot be read, or are another model's.
     """
     if not is_bnb_available():
-        raise ImportError("Quantization needs bitsandbytes: pip install bitsandbytes")
+        raise ImportError("Quantization needs bitsandbytes, which is not installed: pip install bitsandbytes")
     config = bnb_quantization_config
     kept = list(get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules)
-    wide = list(config.keep_in_fp32_modules or [])
+    float32 = list(config.keep_in_fp32_modules or [])
     empty = any(parameter.device.type == "meta" for parameter in model.parameters())
     if empty and weights_location is None:
         raise ValueError(
             "`weights_location` should be the folder path containing the weights of the model: the model is on the "
-            "meta device, so it has none of its own."
+            "meta device, so it has none of its own. Write weights_location='a_folder'."
         )
     if isinstance(device_map, str) or device_map is None:
         device_map = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
@@ -82,9 +80,9 @@ def load_and_quantize_model(
         kept += away
     tied = find_tied_parameters(model)
     source = None if empty or weights_location is not None else _own_weights(model)
-    model = replace_with_bnb_layers(model, config, modules_to_not_convert=[*kept, *wide])
+    model = replace_with_bnb_layers(model, config, modules_to_not_convert=[*kept, *float32])
     make_offloadable_below(model, away)
-    _fill(model, config, source, weights_location, device_map, offload_folder)
+    _load_weights(model, config, source, weights_location, device_map, offload_folder)
     retie_parameters(model, tied)
     model.is_quantized = True  # type: ignore[assignment]
     model.is_loaded_in_4bit = config.load_in_4bit  # type: ignore[assignment]
@@ -98,30 +96,36 @@ def load_and_quantize_model(
 def _make_folder(device_map: Mapping[str, Any], folder: Any) -> None:
     if "disk" in [str(device) for device in device_map.values()]:
         if folder is None:
-            raise ValueError("The device map puts modules on disk: pass offload_folder='a_folder'.")
+            raise ValueError(
+                "The device map puts modules on disk and offload_folder=None; pass offload_folder='a_folder'."
+            )
         Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
-    """List the modules whose weights are brought in for each forward.
+    """List the modules whose weights are loaded for each forward.
 
     Args:
-        device_map: Device by module name; the CPU only keeps weights where there is an accelerator.
+        device_map: Device by module name; with an accelerator in it, modules on the CPU are offloaded.
     """
-    away = {"disk", "cpu"} if {str(device) for device in device_map.values()} - {"cpu", "disk"} else {"disk"}
-    return [name for name, device in device_map.items() if str(device) in away]
+    has_accelerator = bool({str(device) for device in device_map.values()} - {"cpu", "disk"})
+    return [
+        name
+        for name, device in device_map.items()
+        if str(device) == "disk" or (has_accelerator and str(device) == "cpu")
+    ]
 
 
 def _own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def _fill(
+def _load_weights(
     model: torch.nn.Module, config: Any, own: Any, location: Any, device_map: Mapping[str, Any], folder: Any
 ) -> None:
-    """Put every weight on its device, in its dtype; the device's move quantizes what is to be quantized."""
+    """Move every weight to its device, in its dtype; the move quantizes the weights of quantized layers."""
     parts = [own.items()] if own is not None else (
-        tensors_of(shard.sources(), lambda _: "cpu") for shard in shards_of(location)
+        load_tensors(shard.sources(), lambda _: "cpu") for shard in find_shards(location)
     )  # fmt: skip
     index: dict[str, Any] = {}
     missing = set(model.state_dict()) if own is None else set()
@@ -139,18 +143,20 @@ def _fill(
     save_offload_index(index, folder) if index else None
     left = [name for name in sorted(missing) if _is_empty(model, name) and name not in index]
     if left:
-        raise CheckpointMismatchError(f"{location} lacks {', '.join(left[:5])}: it is of another model")
+        raise CheckpointMismatchError(
+            f"{location} contains no {', '.join(left[:5])}: it is another model's; pass this model's weights_location"
+        )
 
 
 def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: Any, index: dict[str, Any]) -> None:
-    """Quantize a weight that is brought in for each forward, and keep it in 8 bits.
+    """Quantize an offloaded weight and keep it in 8 bits.
 
     Args:
         model: The model.
         name: The weight's dotted name.
         value: The weight, in floating point.
         folder: The offload folder; None: main memory.
-        index: Where dtype and shape are noted, of what goes to the folder.
+        index: The folder's index; dtype and shape are added.
     """
     eight_bit = importlib.import_module(_EIGHT_BIT)
     if folder is None:
@@ -160,7 +166,7 @@ def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: An
 
 
 def make_offloadable_below(model: torch.nn.Module, names: list[str]) -> None:
-    """Make layers of bitsandbytes in 8 bits below some modules ones whose weights can be elsewhere.
+    """Replace bitsandbytes' 8-bit layers inside some modules by layers whose weights can be offloaded.
 
     Args:
         model: The model; changed in place.
@@ -173,13 +179,13 @@ def make_offloadable_below(model: torch.nn.Module, names: list[str]) -> None:
 
 
 def is_offloadable(model: torch.nn.Module, name: str) -> bool:
-    """Tell whether a tensor is the weight of a layer in 8 bits whose weights can be elsewhere.
+    """Return whether a tensor is the weight of an 8-bit layer whose weights can be offloaded.
 
     Args:
         model: The model.
         name: The tensor's dotted name.
     """
-    eight_bit = sys.modules.get(_EIGHT_BIT)  # nobody has made such a layer without it
+    eight_bit = sys.modules.get(_EIGHT_BIT)  # it defines these layers: without it there are none
     return eight_bit is not None and bool(eight_bit.is_offloadable(model, name))
 
 
@@ -194,8 +200,8 @@ def _is_empty(model: torch.nn.Module, name: str) -> bool:
 def _cast(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
     if not value.is_floating_point():
         return value
-    wide = any(part in name.split(".") or name.startswith(part) for part in config.keep_in_fp32_modules or [])
-    return value.to(torch.float32 if wide else config.torch_dtype)
+    float32 = any(part in name.split(".") or name.startswith(part) for part in config.keep_in_fp32_modules or [])
+    return value.to(torch.float32 if float32 else config.torch_dtype)
 
 
 def _place(model: torch.nn.Module, name: str, value: torch.Tensor, device: Any) -> None:
@@ -206,8 +212,8 @@ def _place(model: torch.nn.Module, name: str, value: torch.Tensor, device: Any) 
     old = owner._parameters.get(key)
     if type(old).__name__ in ("Int8Params", "Params4bit") and isinstance(old, torch.nn.Parameter):
         kind: Any = type(old)
-        fresh = kind(value, requires_grad=False, **old.__dict__)
-        owner._parameters[key] = fresh.to(device)  # this move quantizes
+        parameter = kind(value, requires_grad=False, **old.__dict__)
+        owner._parameters[key] = parameter.to(device)  # this move quantizes
     elif key in owner._parameters or key in owner._buffers:
         set_module_tensor_to_device(owner, key, device, value=value, dtype=value.dtype)
 
@@ -219,43 +225,42 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Any, Any] | None = None,
     no_split_module_classes: Any = None,
 ) -> dict[str, Any]:
-    """Make a device map for a model that is quantized, from the sizes that it will have.
+    """Make a device map for a model that will be quantized, from its sizes then.
 
     Args:
         model: The model.
-        bnb_quantization_config: What is quantized.
+        bnb_quantization_config: Which layers are quantized.
         device_map: "auto", "balanced", "balanced_low_0", "sequential", a map, or None: one device.
         max_memory: Bytes or "10GB" by device.
         no_split_module_classes: Names of classes that are not divided among devices.
 
     Raises:
-        ValueError: The string names no strategy.
+        ValueError: There is no strategy of that name.
     """
     if device_map is None:
         accelerator = torch.accelerator.current_accelerator()
         return {"": "cpu" if accelerator is None else torch.accelerator.current_device_index()}
     if not isinstance(device_map, str):
         return dict(device_map)
-    if device_map not in _MAPS:
-        raise ValueError(
-            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'."
-        )
     config = bnb_quantization_config
-    whole = set(config.skip_modules or []) | set(config.keep_in_fp32_modules or [])
+    unquantized = set(config.skip_modules or []) | set(config.keep_in_fp32_modules or [])
     special = {
         name: torch.float32 if set(name.split(".")) & set(config.keep_in_fp32_modules or []) else config.torch_dtype
         for name, _ in model.named_parameters()
-        if set(prefixes(name)) & whole or set(name.split(".")) & whole
+        if set(prefixes(name)) & unquantized or set(name.split(".")) & unquantized
     }
-    common = {"no_split_module_classes": no_split_module_classes, "dtype": config.target_dtype}
-    if device_map != "sequential":
-        low_zero = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, special_dtypes=special, low_zero=low_zero, **common)
-    return infer_auto_device_map(model, max_memory, special_dtypes=special, **common)
+    return make_device_map(
+        model,
+        device_map,
+        max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=config.target_dtype,
+        special_dtypes=special,
+    )
 
 
 def get_keys_to_not_convert(model: torch.nn.Module) -> list[str]:
-    """List the modules that are better not quantized: the last one (the head), and what is tied to another.
+    """List the modules that should not be quantized: the last one (the head), and those tied to another.
 
     Args:
         model: The model.
@@ -277,9 +282,9 @@ def replace_with_bnb_layers(
 
     Args:
         model: The model; changed in place.
-        bnb_quantization_config: Which kind.
-        modules_to_not_convert: Names of modules, or last parts of names, that stay.
-        current_key_name: Where the model is in a larger one.
+        bnb_quantization_config: 8 or 4 bits, and their options.
+        modules_to_not_convert: Names of modules, or parts of names, that are not replaced.
+        current_key_name: Name of the model in a larger one.
 
     Returns:
         The model.
@@ -321,7 +326,7 @@ def _quantized_like(linear: torch.nn.Linear, config: Any) -> torch.nn.Module:
 
 
 def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
-    """Tell whether a model has bitsandbytes' 4-bit layers.
+    """Return whether a model has bitsandbytes' 4-bit layers.
 
     Args:
         model: The model.
@@ -354,13 +359,13 @@ def quantize_and_offload_8bit(
     """Quantize one weight to 8 bits and write it, with its scales, to an offload folder.
 
     Args:
-        model: The model; the layer becomes one that takes its weight and scales from where they are kept.
+        model: The model; the layer is replaced by one whose weights can be offloaded.
         param: The weight.
         param_name: Its dotted name.
-        new_dtype: Dtype before it is quantized.
+        new_dtype: Dtype before quantization.
         offload_folder: The folder.
-        offload_index: Where dtype and shape are noted.
-        fp16_statistics: Scales, where `param` is quantized already.
+        offload_index: The folder's index; dtype and shape are added.
+        fp16_statistics: Scales, if `param` is quantized already.
     """
     weight = param.to(new_dtype) if fp16_statistics is None else param
     importlib.import_module(_EIGHT_BIT).offload_8bit(

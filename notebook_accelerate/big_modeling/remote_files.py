@@ -1,4 +1,4 @@
-"""Weights behind a URL, on the disk of a machine: downloaded once, for all its ranks, and kept."""
+"""Downloads weights from URLs, once per machine for all its ranks, and keeps them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,39 @@ from notebook_accelerate.errors import BrokenCheckpointError
 
 
 def weights_on_disk(file: AnyPath) -> Path:
-    """Return where a file of weights, or an index with its files, is on this machine's disk.
+    """Return the path of a file of weights, or an index with its files, on this machine's disk.
 
-    What is behind a URL goes to ``$HF_HOME/accelerate/remote`` (or ``~/.cache/huggingface/accelerate/remote``) and
-    stays there: models map it and read from it while they are in use. A file that has changed in its store is
-    downloaded anew.
+    Files from URLs are kept in ``$HF_HOME/accelerate/remote`` (or ``~/.cache/huggingface/accelerate/remote``), because
+    models in use map them and read from them. A file that changed in its store is downloaded again.
 
     Args:
-        file: The file; the other files of an ``.index.json`` are beside it.
+        file: The file; the files that an ``.index.json`` lists are in its folder.
 
     Raises:
-        CheckpointError: The store cannot be read, or the index names files outside its folder.
-        BrokenCheckpointError: It is no index.
+        CheckpointError: The store cannot be read, or the index lists files outside its folder.
+        BrokenCheckpointError: The index is broken.
     """
     if isinstance(file, Path):
         return file
     home = cache_folder() / "remote"
     home.mkdir(parents=True, exist_ok=True)
-    with _alone(home / f"{_short(str(file))}.lock"):
+    with _locked(home / f"{_digest(str(file))}.lock"):
         names = _names_with(file, home)
         versions = {name: _version(file.parent / name) for name in names}
-        folder = home / f"{file.parent.name or 'weights'}-{_short(str(file.parent), json.dumps(versions))}"
+        folder = home / f"{file.parent.name or 'weights'}-{_digest(str(file.parent), json.dumps(versions))}"
         if not folder.is_dir():
             partial = folder.with_name(f"{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             for name in names:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileNotFoundError):  # whoever reads the index says what is missing
+                with suppress(FileNotFoundError):  # `read_index` reports missing files
                     (file.parent / name).download(partial / name)
             partial.rename(folder)
     return folder / file.name
 
 
 def _names_with(file: RemotePath, home: Path) -> list[str]:
-    """Return the name of a file and, where it is an index, those of its files; all within its folder."""
+    """Return the name of a file and, for an index, of the files it lists; all within its folder."""
     if file.suffix != ".json":
         return [file.name]
     try:
@@ -58,7 +57,7 @@ def _names_with(file: RemotePath, home: Path) -> list[str]:
         for name in names:
             inside(home / "index", name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpointError(f"{file} is broken: it holds no weight_map ({error}).") from error
+        raise BrokenCheckpointError(f"{file} is broken: it contains no weight_map ({error}).") from error
     return [file.name, *names]
 
 
@@ -69,13 +68,13 @@ def _version(file: RemotePath) -> str:
         return ""
 
 
-def _short(*texts: str) -> str:
+def _digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Let one process of the machine at a time in; the others find what it has brought."""
+def _locked(lock: Path) -> Iterator[None]:
+    """Exclude the other processes of the machine, which wait for the lock and then find the files downloaded."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Files and folders behind the URLs that fsspec knows (s3://, gs://, ...), with the methods of pathlib in use here."""
+"""Files and folders at URLs that fsspec supports (s3://, gs://, ...), with the methods of pathlib used here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = {
     "oss": "ossfs",
     "oci": "ocifs",
 }
-"""What to install for a protocol. These stores have no folders; to "make" one may make a bucket."""
+"""The package of each protocol. These stores have no folders; creating one may create a bucket."""
 _AZURE = "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in ~/.aws",
@@ -48,10 +48,10 @@ _REFUSALS = (
 
 
 class RemotePath:
-    """A file or folder behind a URL; what is there is asked anew each time, other ranks change it.
+    """A file or folder at a URL; nothing is cached, because other ranks change the store.
 
     Args:
-        url: The URL, as fsspec takes it.
+        url: The URL, as fsspec accepts it.
     """
 
     def __init__(self, url: str) -> None:
@@ -78,7 +78,7 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last part of the path."""
         return self._parts[-1] if self._parts else ""
 
     @property
@@ -88,38 +88,38 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """The folder it is in."""
+        """The folder that contains it."""
         return RemotePath(self._scheme + "/".join(self._parts[:-1]))
 
     @property
     def protocol(self) -> str:
-        """What comes before ``://``, and before ``::`` where protocols are chained."""
+        """The part before ``://``, and before ``::`` if protocols are chained."""
         return re.split(r"::|:", self._scheme)[0].lower()
 
     def absolute(self) -> RemotePath:
         """Return the path itself."""
         return self
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def exists(self) -> bool:
-        """Tell whether there is a file of that name, or files below it."""
-        with self._asking("look for") as (fs, path):
+        """Return whether it is a file, or has files below it."""
+        with self._access("look for") as (fs, path):
             return bool(fs.exists(path))
 
     def is_file(self) -> bool:
-        """Tell whether it is a file."""
-        with self._asking("look for") as (fs, path):
+        """Return whether it is a file."""
+        with self._access("look for") as (fs, path):
             return bool(fs.isfile(path))
 
     def is_dir(self) -> bool:
-        """Tell whether it is a folder."""
-        with self._asking("look for") as (fs, path):
+        """Return whether it is a folder."""
+        with self._access("look for") as (fs, path):
             return bool(fs.isdir(path))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Iterate over what is in the folder; nothing where there is none."""
-        with self._asking("list") as (fs, path):
+        """Iterate over the folder's entries; none if it does not exist."""
+        with self._access("list") as (fs, path):
             try:
                 found = fs.ls(path, detail=False)
             except FileNotFoundError:
@@ -128,8 +128,8 @@ class RemotePath:
         yield from (self / name for name in sorted(names))
 
     def files(self) -> dict[str, int]:
-        """Return the sizes in bytes of all files below the folder, by path relative to it."""
-        with self._asking("list") as (fs, path):
+        """Return the sizes in bytes of all files below the folder, by relative path."""
+        with self._access("list") as (fs, path):
             try:
                 found = fs.find(path, detail=True)
             except FileNotFoundError:
@@ -138,12 +138,12 @@ class RemotePath:
         return {key[start:]: int(info.get("size") or 0) for key, info in found.items() if len(key) > start}
 
     def version(self) -> str:
-        """Return a text that is another one once the file is another one.
+        """Return a text that changes when the file changes.
 
         Raises:
-            FileNotFoundError: It is not there.
+            FileNotFoundError: The file does not exist.
         """
-        with self._asking("read") as (fs, path):
+        with self._access("read") as (fs, path):
             return str(fs.ukey(path))
 
     # -- reading and writing ------------------------------------------------------------------------------------------
@@ -152,42 +152,45 @@ class RemotePath:
         """Return the text of the file.
 
         Raises:
-            FileNotFoundError: It is not there.
+            FileNotFoundError: The file does not exist.
         """
-        with self._asking("read") as (fs, path):
+        with self._access("read") as (fs, path):
             return bytes(fs.cat_file(path)).decode(encoding)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
-        """Write a small file at once."""
-        with self._asking("write") as (fs, path):
+        """Write a small file in one request."""
+        with self._access("write") as (fs, path):
             self._make_parent(fs, path)
             fs.pipe_file(path, text.encode(encoding))
 
-    def download(self, place: Path) -> None:
+    def download(self, target: Path) -> None:
         """Copy the file to the disk.
 
         Args:
-            place: The file's path there; its folder exists.
+            target: The path on the disk; its folder exists.
 
         Raises:
-            FileNotFoundError: It is not there.
+            FileNotFoundError: The file does not exist.
         """
-        with self._asking("read") as (fs, path):
-            fs.get_file(path, str(place))
+        with self._access("read") as (fs, path):
+            fs.get_file(path, str(target))
 
-    def upload(self, place: Path) -> None:
-        """Copy a file from the disk; on an object store it is there once it is whole.
+    def upload(self, source: Path) -> None:
+        """Copy a file from the disk; on an object store it exists once it is complete.
 
         Args:
-            place: The file's path there.
+            source: The path on the disk.
+
+        Raises:
+            CheckpointError: The store does not have all bytes.
         """
-        with self._asking("write") as (fs, path):
+        with self._access("write") as (fs, path):
             self._make_parent(fs, path)
-            fs.put_file(str(place), path)
+            fs.put_file(str(source), path)
             fs.invalidate_cache()
-            found, want = fs.info(path)["size"], place.stat().st_size
-        if found != want:
-            raise CheckpointError(f"{self} has {found:,} bytes after {want:,} were written.")
+            found, written = fs.info(path)["size"], source.stat().st_size
+        if found != written:
+            raise CheckpointError(f"{self} has {found:,} bytes after {written:,} were written.")
 
     def copy_files(self, names: Sequence[str], target: RemotePath) -> None:
         """Copy files of this folder to another one in the same store.
@@ -197,7 +200,7 @@ class RemotePath:
             target: The other folder.
         """
         for name in names:
-            with (target / name)._asking("write") as (fs, path):
+            with (target / name)._access("write") as (fs, path):
                 self._make_parent(fs, path)
                 fs.cp_file((self / name)._in(fs), path)
 
@@ -205,9 +208,9 @@ class RemotePath:
         """Remove the file.
 
         Args:
-            missing_ok: Say nothing where it is not there.
+            missing_ok: Do not raise if it does not exist.
         """
-        with self._asking("remove") as (fs, path):
+        with self._access("remove") as (fs, path):
             try:
                 fs.rm_file(path)
             except FileNotFoundError:
@@ -215,19 +218,19 @@ class RemotePath:
                     raise
 
     def remove_files(self, names: Iterable[str]) -> None:
-        """Remove files below the folder, all at once; those that are not there are no matter.
+        """Remove files below the folder in one request; missing files are ignored.
 
         Args:
-            names: Their paths relative to it.
+            names: Their relative paths.
         """
-        doomed = sorted(self.files().keys() & set(names))
-        if doomed:
-            with self._asking("remove") as (fs, _):
-                fs.rm([(self / name)._in(fs) for name in doomed])
+        found = sorted(self.files().keys() & set(names))
+        if found:
+            with self._access("remove") as (fs, _):
+                fs.rm([(self / name)._in(fs) for name in found])
 
     def remove_tree(self) -> None:
-        """Remove the folder and all that is in it; nothing where there is none."""
-        with self._asking("remove") as (fs, path):
+        """Remove the folder and its contents, if it exists."""
+        with self._access("remove") as (fs, path):
             try:
                 fs.rm(path, recursive=True)
             except FileNotFoundError:
@@ -236,16 +239,16 @@ class RemotePath:
     # -- fsspec -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """See that the protocol is one that fsspec can use here.
+        """Check that fsspec can use the protocol.
 
         Raises:
             ImportError: It needs a package that is not installed.
-            ValueError: Nobody knows it.
+            ValueError: The protocol is unknown.
         """
         self._filesystem()
 
     def _filesystem(self) -> tuple[Any, str]:
-        """Return fsspec's file system and the path in it; asked each time, since a forked process needs its own."""
+        """Return fsspec's file system and the path in it; not cached, because a forked process needs its own."""
         try:
             with _same_randomness():
                 import fsspec.core
@@ -257,8 +260,8 @@ class RemotePath:
             raise ImportError(f"{self} needs a package that is not installed: {line}") from error
         except ValueError as error:
             raise ValueError(
-                f"{self}: {error}. Known are for instance s3://, gs://, abfs:// and file://, each by its package of "
-                "fsspec"
+                f"{self}: {error}; pass for instance s3://bucket/folder, gs://bucket/folder, abfs://container/folder "
+                "or file:///folder"
             ) from error
         return fs, str(path)
 
@@ -266,8 +269,8 @@ class RemotePath:
         return str(fs._strip_protocol(str(self)))
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[tuple[Any, str]]:
-        """Give the file system and the path, and say in one kind of error what the store's packages raise in many."""
+    def _access(self, what: str) -> Iterator[tuple[Any, str]]:
+        """Yield the file system and the path; convert the many exceptions of stores' packages to `CheckpointError`."""
         fs, path = self._filesystem()
         try:
             fs.invalidate_cache()
@@ -290,9 +293,9 @@ class RemotePath:
         refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
         if refused or any(word in raised for word in _REFUSALS):
             line = _CREDENTIALS.get(self.protocol, "its credentials")
-            text += f"the store does not let this process ({raised}). On every machine, set {line}."
+            text += f"the store denied access ({raised}). On every machine, set {line}."
         elif isinstance(error, FileNotFoundError):
-            text += f"there is no {self._scheme}{self._parts[0] if self._parts else ''} ({raised}). Make it first."
+            text += f"{self._scheme}{self._parts[0] if self._parts else ''} does not exist ({raised}). Create it first."
         elif isinstance(error, OSError) and error.errno == 28:
             text += f"the disk is full ({raised})."
         else:
@@ -302,12 +305,12 @@ class RemotePath:
 
 @contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Give Python's random numbers back to the training: packages of stores draw some, while imported and to wait.
+    """Restore the state of Python's random numbers: stores' packages draw some when imported and for retries.
 
-    In another thread than the training's it would take back what the training has drawn.
+    Only in the main thread: elsewhere it would undo draws of the training.
     """
-    here = threading.current_thread() is threading.main_thread()
-    state = random.getstate() if here else None
+    is_main = threading.current_thread() is threading.main_thread()
+    state = random.getstate() if is_main else None
     try:
         yield
     finally:
@@ -318,19 +321,19 @@ def _same_randomness() -> Iterator[None]:
 AnyPath = Path | RemotePath
 
 
-def path_of(place: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Return a path on the disk, or one behind a URL.
+def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
+    """Return the path on the disk, or at a URL.
 
     Args:
-        place: A path, or a URL; ``file://`` is the disk.
+        location: A path, or a URL; ``file://`` is the disk.
 
     Raises:
         ImportError: The URL's protocol needs a package that is not installed.
-        ValueError: Nobody knows the protocol.
+        ValueError: The protocol is unknown.
     """
-    if isinstance(place, RemotePath):
-        return place
-    text = os.fspath(place)
+    if isinstance(location, RemotePath):
+        return location
+    text = os.fspath(location)
     match = _URL.match(text)
     if match is None:
         return Path(text)

@@ -1,4 +1,4 @@
-"""Which part of a model each way to be parallel leaves to one rank."""
+"""Computes which part of a model one rank holds, by strategy and parallel degrees."""
 
 from __future__ import annotations
 
@@ -11,120 +11,123 @@ from typing import Any
 import torch
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
-"""Ways to arrange ranks, as in `ParallelismConfig`."""
-PLACES = ("cpu", "disk")
-"""Where parts can be that are not on the device."""
-OFFLOADED = ("weights", "gradients", "optimizer")
-"""The parts that can be elsewhere."""
+"""Parallel dimensions, as in `ParallelismConfig`."""
+OFFLOAD_TARGETS = ("cpu", "disk")
+PARTS = ("weights", "gradients", "optimizer")
+"""The parts of a training's memory that can be sharded and offloaded."""
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Which parts a strategy divides among ranks.
+class Sharding:
+    """Which parts a strategy shards over ranks.
 
     Attributes:
-        weights: Whether each rank has its share of the weights only.
-        gradients: The same for gradients.
-        optimizer: The same for optimizer states.
-        buckets: Whether gradients are copied once more for their reduction.
-        along: The degree that all ranks make where no degrees are given; "": none.
+        weights: Whether weights are sharded.
+        gradients: Whether gradients are sharded.
+        optimizer: Whether optimizer states are sharded.
+        buckets: Whether gradients are copied into buckets for their reduction.
+        dimension: The parallel dimension of all ranks if no degrees are given; "": none.
     """
 
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
     buckets: bool = False
-    along: str = ""
+    dimension: str = ""
 
 
-STRATEGIES: dict[str, Sharing] = {
-    "single": Sharing(),
-    "ddp": Sharing(buckets=True),
-    "zero1": Sharing(optimizer=True),
-    "zero2": Sharing(gradients=True, optimizer=True),
-    "shard_grad_op": Sharing(gradients=True, optimizer=True),
-    "zero3": Sharing(weights=True, gradients=True, optimizer=True),
-    "fsdp": Sharing(weights=True, gradients=True, optimizer=True),
-    "tp": Sharing(along="tp"),
-    "cp": Sharing(weights=True, gradients=True, optimizer=True, along="cp"),
-    "pp": Sharing(along="pp"),
-    "megatron": Sharing(),
-    "megatron_distributed_optimizer": Sharing(optimizer=True),
+STRATEGIES: dict[str, Sharding] = {
+    "single": Sharding(),
+    "ddp": Sharding(buckets=True),
+    "zero1": Sharding(optimizer=True),
+    "zero2": Sharding(gradients=True, optimizer=True),
+    "shard_grad_op": Sharding(gradients=True, optimizer=True),
+    "zero3": Sharding(weights=True, gradients=True, optimizer=True),
+    "fsdp": Sharding(weights=True, gradients=True, optimizer=True),
+    "tp": Sharding(dimension="tp"),
+    "cp": Sharding(weights=True, gradients=True, optimizer=True, dimension="cp"),
+    "pp": Sharding(dimension="pp"),
+    "megatron": Sharding(),
+    "megatron_distributed_optimizer": Sharding(optimizer=True),
 }
 
 
-class Layout:
-    """How the ranks are arranged.
+class RankLayout:
+    """The ranks' parallel dimensions.
 
     Args:
         strategy: One of `STRATEGIES`.
-        ranks: Their number.
-        degrees: Numbers by `DEGREES`; None: those of the strategy.
+        ranks: Number of ranks.
+        degrees: Size of each of `DEGREES`; None: those of the strategy.
 
     Raises:
-        ValueError: A degree is not known or not positive, or the degrees do not make the number of ranks.
+        ValueError: A degree is unknown or not positive, or their product does not match the number of ranks.
     """
 
     def __init__(self, strategy: str, ranks: int, degrees: Mapping[str, int] | None = None) -> None:
-        self.sharing, self.ranks = STRATEGIES[strategy], ranks
-        along = self.sharing.along
-        self.degrees = dict(degrees) if degrees is not None else ({along: ranks} if along else {})
+        self.sharding, self.ranks = STRATEGIES[strategy], ranks
+        dimension = self.sharding.dimension
+        self.degrees = dict(degrees) if degrees is not None else ({dimension: ranks} if dimension else {})
         for name, degree in self.degrees.items():
             if name not in DEGREES or degree < 1:
                 raise ValueError(
-                    f"degrees={{{name!r}: {degree}}} is not allowed; names are {', '.join(DEGREES)}, from 1"
+                    f"degrees={{{name!r}: {degree}}} is not allowed; pass sizes from 1 for {', '.join(DEGREES)}: "
+                    "degrees={'tp': 2}"
                 )
-        whole = math.prod(self.degrees.values())
-        if ranks % whole or ("dp_shard" in self.degrees and whole != ranks):
+        product = math.prod(self.degrees.values())
+        if ranks % product or ("dp_shard" in self.degrees and product != ranks):
             factors = " * ".join(f"{name}={degree}" for name, degree in self.degrees.items())
-            raise ValueError(f"degrees do not make num_processes={ranks}: {factors} = {whole}")
+            raise ValueError(
+                f"degrees do not make num_processes={ranks}: {factors} = {product}; pass num_processes={product} or "
+                "other degrees"
+            )
 
     def degree(self, name: str) -> int:
-        """Return a degree; 1 where it is not named."""
+        """Return the size of a dimension; 1 if it is not in `degrees`."""
         return self.degrees.get(name, 1)
 
     @property
     def shards(self) -> int:
-        """How many ranks divide what is sharded: replicas and ranks with other layers or halves of them do not."""
+        """Number of ranks that shards are divided over: not replicas, tensor parallel ranks and pipeline stages."""
         return self.ranks // (self.degree("dp_replicate") * self.degree("tp") * self.degree("pp"))
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are summed over ranks that have the same weights."""
+        """Whether gradients are reduced over ranks that hold the same weights."""
         return self.ranks > self.degree("tp") * self.degree("pp")
 
     def parts(self, model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, float]]:
-        """Return the parameters of the fullest pipeline stage, and which part of each a rank computes with.
+        """Return the parameters of the largest pipeline stage, and the fraction of each that a rank holds.
 
         Args:
             model: The model.
         """
         tp = self.degree("tp")
-        divided = _divided(model) if tp > 1 else set()
-        stage = _fullest(_units(model), self.degree("pp"))
+        divided = _tensor_parallel_names(model) if tp > 1 else set()
+        stage = _largest_stage(_blocks(model), self.degree("pp"))
         return [(parameter, 1 / tp if name in divided else 1.0) for name, parameter in stage]
 
 
 def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
-    """Return where parts are that are not on the device.
+    """Check which parts are offloaded, and where.
 
     Args:
-        offload: One of `PLACES` by part.
+        offload: One of `OFFLOAD_TARGETS` for each of `PARTS` that is offloaded.
 
     Raises:
-        ValueError: A part or a place is not known.
+        ValueError: A part or a target is unknown.
     """
-    for part, place in (offload or {}).items():
-        if part not in OFFLOADED or place not in PLACES:
+    for part, target in (offload or {}).items():
+        if part not in PARTS or target not in OFFLOAD_TARGETS:
             raise ValueError(
-                f"offload={{{part!r}: {place!r}}} is not allowed; parts are {', '.join(OFFLOADED)}, places "
-                f"{', '.join(PLACES)}"
+                f"offload={{{part!r}: {target!r}}} is not allowed; pass {' or '.join(map(repr, OFFLOAD_TARGETS))} for "
+                f"{', '.join(PARTS)}: offload={{'optimizer': 'cpu'}}"
             )
     return dict(offload or {})
 
 
-def _divided(model: torch.nn.Module) -> set[str]:
-    """Return the names of parameters that tensor parallelism divides: by the model's plan, or else every matrix."""
+def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
+    """Return the parameters that tensor parallelism divides: those of the model's plan, or every matrix without one."""
     plans = (getattr(model, name, None) for name in ("tp_plan", "_tp_plan"))
     plan: Any = next((found for found in plans if isinstance(found, Mapping) and found), None)
     named = dict(model.named_parameters())
@@ -138,37 +141,39 @@ def _divided(model: torch.nn.Module) -> set[str]:
     return {name for name in named if any(pattern.fullmatch(name) for pattern in patterns)}
 
 
-def _units(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    """Return the parameters in the model's order, those of one numbered block together."""
-    units: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+def _blocks(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]]:
+    """Return the parameters in the model's order, grouped by numbered block."""
+    blocks: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         block = re.match(r"(.*?\.)?\d+(?=\.)", name)
-        units.setdefault(block[0] if block else name.rpartition(".")[0], []).append((name, parameter))
-    return list(units.values())
+        blocks.setdefault(block[0] if block else name.rpartition(".")[0], []).append((name, parameter))
+    return list(blocks.values())
 
 
-def _fullest(units: list[list[tuple[str, torch.nn.Parameter]]], stages: int) -> list[tuple[str, torch.nn.Parameter]]:
-    """Cut units into stages whose largest is as small as can be; return the largest."""
-    sizes = [sum(parameter.nbytes for _, parameter in unit) for unit in units]
+def _largest_stage(
+    blocks: list[list[tuple[str, torch.nn.Parameter]]], stages: int
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Split blocks into stages with the smallest possible maximum size; return the largest stage."""
+    sizes = [sum(parameter.nbytes for _, parameter in block) for block in blocks]
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         limit = (low + high) // 2
-        low, high = (low, limit) if len(_filled(sizes, limit)) <= stages else (limit + 1, high)
-    cuts = _filled(sizes, low)
+        low, high = (low, limit) if len(_split(sizes, limit)) <= stages else (limit + 1, high)
+    cuts = _split(sizes, low)
     first, stop = max(cuts, key=lambda cut: sum(sizes[cut[0] : cut[1]]), default=(0, 0))
-    return [pair for unit in units[first:stop] for pair in unit]
+    return [pair for block in blocks[first:stop] for pair in block]
 
 
-def _filled(sizes: list[int], limit: int) -> list[tuple[int, int]]:
-    """Cut into runs of at most `limit`, each as long as can be."""
+def _split(sizes: list[int], limit: int) -> list[tuple[int, int]]:
+    """Split into ranges of at most `limit`, each as long as possible."""
     cuts: list[tuple[int, int]] = []
     first, filled = 0, 0
-    for place, size in enumerate(sizes):
-        if filled + size > limit and place > first:
-            cuts.append((first, place))
-            first, filled = place, 0
+    for index, size in enumerate(sizes):
+        if filled + size > limit and index > first:
+            cuts.append((first, index))
+            first, filled = index, 0
         filled += size
     return [*cuts, (first, len(sizes))] if sizes else cuts
 
 
-__all__ = ["DEGREES", "STRATEGIES", "Layout", "Sharing", "checked_offload"]
+__all__ = ["DEGREES", "STRATEGIES", "RankLayout", "Sharding", "checked_offload"]

@@ -1,6 +1,6 @@
-"""Folders in the temporary files of a machine, for what goes to a remote store or comes from there.
+"""Temporary folders for files on their way to and from remote stores.
 
-Each is locked by its process: what a killed one has left, gigabytes perhaps, is removed by the next.
+Each is locked by its process. The next process removes the folders, perhaps gigabytes, that a killed one left.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _locks: dict[Path, int] = {}
 
 
 def make() -> Path:
-    """Make an empty folder, and remove those of processes that have ended; see `remove`."""
-    _sweep()
+    """Make an empty folder, and remove those of ended processes; see `remove`."""
+    _remove_abandoned()
     while True:
         descriptor, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getuid()}-", suffix=_LOCK)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:  # otherwise another process has swept it away before it was locked
+        if os.fstat(descriptor).st_nlink:  # otherwise another process removed it before it was locked
             break
         os.close(descriptor)
     folder = Path(name.removesuffix(_LOCK))
@@ -35,10 +35,10 @@ def make() -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it.
+    """Remove a folder and its contents.
 
     Args:
-        folder: What `make` returned; one that has gone already is no matter.
+        folder: A folder from `make`; it may be missing.
     """
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _locks.pop(folder, None)
@@ -49,7 +49,7 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Give a folder for the time of a context."""
+    """Make a folder for the time of a context."""
     folder = make()
     try:
         yield folder
@@ -61,9 +61,9 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + _LOCK)
 
 
-def _sweep() -> None:
+def _remove_abandoned() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getuid()}-*{_LOCK}"):
-        with contextlib.suppress(OSError):  # another process sweeps too
+        with contextlib.suppress(OSError):  # in use, or another process removes it too
             descriptor = os.open(lock, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Parameters with several names."""
+"""Finds, checks and restores tied parameters: one parameter under several names."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.module_sizes import tied_in
-from notebook_accelerate.big_modeling.module_walk import prefixes, submodule, tree_of
+from notebook_accelerate.big_modeling.module_tree import build_tree, prefixes, submodule
 
 _LOG = logging.getLogger(__name__)
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:  # noqa: ARG001
-    """Find the parameters that have several names.
+    """Find tied parameters.
 
     Args:
         model: The model, before it is dispatched: hooks untie what they offload.
-        kwargs: Ignored; Accelerate takes them.
+        kwargs: Ignored; Accelerate accepts them.
 
     Returns:
         One sorted list of names per tied parameter.
     """
-    return [sorted(group) for group in tied_in(tree_of(model))]
+    return [sorted(group) for group in tied_in(build_tree(model))]
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Tie parameters again that came apart, for instance when they were loaded.
+    """Tie parameters again, for instance after they were loaded.
 
     Args:
         model: The model.
-        tied_params: What `find_tied_parameters` gave before. Of each group the first that is not on the meta device
-            is taken, or the first where all are.
+        tied_params: The earlier result of `find_tied_parameters`. Each group gets its first tensor that is not on the
+            meta device, or its first tensor if all are.
     """
     for group in tied_params:
-        places = [submodule(model, name) for name in group]
-        tensors = [getattr(module, name) for module, name in places]
-        whole = next((tensor for tensor in tensors if tensor.device.type != "meta"), tensors[0] if tensors else None)
-        for module, name in places:
-            setattr(module, name, whole)
+        owners = [submodule(model, name) for name in group]
+        tensors = [getattr(module, name) for module, name in owners]
+        shared = next((tensor for tensor in tensors if tensor.device.type != "meta"), tensors[0] if tensors else None)
+        for module, name in owners:
+            setattr(module, name, shared)
 
 
 def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
-    """Tell whether a model's configuration asks for tied weights (transformers' `tie_word_embeddings` and others).
+    """Return whether a model's configuration asks for tied weights (transformers' `tie_word_embeddings` and others).
 
     Args:
         model: The model.
@@ -53,10 +53,10 @@ def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
     if config is None:
         return False
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    words = getattr(text, "tie_word_embeddings", False) and _has_output_embeddings(model)
-    both = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
-    each = any(hasattr(module, "_tie_weights") for module in model.modules())
-    return bool(words or both or each)
+    embeddings = getattr(text, "tie_word_embeddings", False) and _has_output_embeddings(model)
+    encoders = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    modules = any(hasattr(module, "_tie_weights") for module in model.modules())
+    return bool(embeddings or encoders or modules)
 
 
 def _has_output_embeddings(model: Any) -> bool:
@@ -67,7 +67,7 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
     """Warn where a device map divides a tied parameter among devices.
 
     Args:
-        tied_params: What `find_tied_parameters` gives.
+        tied_params: The result of `find_tied_parameters`.
         device_map: Device by module name.
     """
     for group in tied_params:
@@ -81,7 +81,7 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device that a device map gives a name: that of the innermost module named there; None without one."""
+    """Return the device of a name in a device map: that of the innermost module listed there; None without one."""
     return next((device_map[outer] for outer in reversed(prefixes(name)) if outer in device_map), None)
 
 
@@ -91,16 +91,16 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, Any],
     modules_to_treat: Iterable[tuple[str, torch.nn.Module]],
 ) -> tuple[Any, list[str], list[torch.nn.Module]]:
-    """Add the modules that must come along because they share parameters.
+    """Add the modules that must be on the same device because they share parameters.
 
     Args:
         tied_params: Names of shared parameters elsewhere.
         module_size: Bytes of the module itself.
         module_sizes: Bytes by name.
-        modules_to_treat: Named modules among which those others are.
+        modules_to_treat: The named modules to choose from.
 
     Returns:
-        Bytes of all together, with the shared parameters once; names and modules of the others.
+        Total bytes, with shared parameters counted once; names and modules of the added modules.
     """
     treated = dict(modules_to_treat)
     total, names = module_size, []

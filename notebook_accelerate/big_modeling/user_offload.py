@@ -1,4 +1,4 @@
-"""Offloading of whole models under the user's hand."""
+"""Offloading of whole models, until the user or the next model moves them back."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from notebook_accelerate.state import PartialState
 
 
 class CpuOffload(ModelHook):
-    """Keeps a whole model on the CPU until it computes; it stays on the device afterwards, until `offload` is called.
+    """Keeps a model on the CPU until it computes, and on the device from then on, until `offload` is called.
 
     Args:
         execution_device: Where it computes; None: the process's device.
-        prev_module_hook: What puts the model before it in a pipeline away, when this one's turn comes.
+        prev_module_hook: The hook of the previous model in a pipeline, which is offloaded when this one computes.
     """
 
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
@@ -28,7 +28,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put the model before this one away, and move this one and its inputs to the device."""
+        """Offload the previous model, and move this one and its inputs to the device."""
         if self.prev_module_hook is not None and isinstance(self.prev_module_hook, UserCpuOffloadHook):
             previous = self.prev_module_hook
             first = next(previous.model.parameters(), None)
@@ -39,7 +39,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """What the user has in hand of a `CpuOffload`.
+    """The user's handle of a `CpuOffload`.
 
     Args:
         model: The model.
@@ -62,12 +62,12 @@ class UserCpuOffloadHook:
 def cpu_offload_with_hook(
     model: torch.nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[torch.nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until it computes, and on the device from then on: for loops and pipelines.
+    """Keep a model on the CPU until it computes, and on the device from then on: for loops and pipelines.
 
     Args:
         model: The model.
         execution_device: Where it computes; None: the process's device.
-        prev_module_hook: The hook of the model before it, which is put away when this one computes.
+        prev_module_hook: The hook of the previous model, which is offloaded when this one computes.
 
     Returns:
         The model, and a hook with `offload` and `remove`.

@@ -1,4 +1,4 @@
-"""Reading files of weights: safetensors and torch's format, indexes, and names that stay inside their folder."""
+"""Reads files of weights (safetensors and torch's format) and indexes, and keeps names inside their folder."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
 }
-_MOST_HEADER = 100_000_000
-"""Bytes: the limit that the format's own reader has."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors' own reader."""
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name that was read from an index or a manifest, and refuse to leave the folder.
+    """Resolve a file name from an index or a manifest; refuse names outside the folder.
 
     Args:
         folder: The checkpoint.
@@ -45,13 +45,13 @@ def inside(folder: Path, name: str) -> Path:
         The path of the file.
 
     Raises:
-        CheckpointError: The name is absolute, climbs out with "..", or reaches out through a link.
+        CheckpointError: The name is absolute, or leaves the folder by ".." or a link.
     """
     path = folder / name
     if Path(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointError(
-            f"Refused: {folder} lists the file {name!r}, which is outside the folder. A checkpoint may only name its "
-            "own files; take this one from a source you trust."
+            f"Refused: {folder} lists the file {name!r}, which is outside the folder. A checkpoint may only list its "
+            "own files; download it again, from a source you trust."
         )
     return path
 
@@ -66,28 +66,28 @@ def read_index(path: Path) -> dict[str, Path]:
         The file of each name.
 
     Raises:
-        CheckpointError: It names a file outside its folder.
-        BrokenCheckpointError: It is no index, or a file is missing.
+        CheckpointError: It lists a file outside its folder.
+        BrokenCheckpointError: It is not an index, or a file is missing.
     """
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {name: inside(path.parent, file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpointError(f"{path} is broken: it holds no weight_map ({error}).") from error
+        raise BrokenCheckpointError(f"{path} is broken: it contains no weight_map ({error}).") from error
     if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise BrokenCheckpointError(f"{path.parent} is incomplete: {', '.join(missing)} of {path.name} are not there.")
+        raise BrokenCheckpointError(f"{path.parent} is incomplete: {', '.join(missing)} of {path.name} are missing.")
     return files
 
 
 def open_safetensors(path: str | Path, device: Any = "cpu") -> Any:
-    """Open a safetensors file; use it as a context.
+    """Open a safetensors file; use the result as a context.
 
     Args:
         path: The file.
-        device: Where its tensors go.
+        device: The device of its tensors.
 
     Raises:
-        BrokenCheckpointError: It is broken or not there.
+        BrokenCheckpointError: It is broken or missing.
     """
     try:
         return safetensors.safe_open(path, framework="pt", device=_device_name(device))
@@ -101,7 +101,7 @@ def _device_name(device: Any) -> Any:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor is in a file.
+    """Location of a tensor in a file.
 
     Attributes:
         offset: First byte.
@@ -115,13 +115,13 @@ class TensorLocation:
 
 
 def safetensors_layout(path: Path) -> dict[str, TensorLocation]:
-    """Read where a safetensors file has its tensors.
+    """Read the locations of a safetensors file's tensors from its header.
 
     Args:
         path: The file.
 
     Raises:
-        BrokenCheckpointError: It is broken, truncated or not there.
+        BrokenCheckpointError: It is broken, truncated or missing.
     """
     try:
         stat = path.stat()
@@ -132,39 +132,39 @@ def safetensors_layout(path: Path) -> dict[str, TensorLocation]:
 
 @functools.lru_cache(maxsize=64)
 def _layout(path: Path, _modified: int, size: int) -> dict[str, TensorLocation]:
-    # Read here and not by the format's own reader, which maps the whole file, writable, for a look at its header.
+    # Not by safetensors' own reader, which maps the complete file, writable, to read the header.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(_MOST_HEADER, size - 8):
+        if length > min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    places, end = {}, 0
+    locations, end = {}, 0
     for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = info["data_offsets"]
         if info["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} has the dtype {info['dtype']}, which is not known; known: {', '.join(_DTYPES)}")
-        place = TensorLocation(8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
-        nbytes = place.dtype.itemsize * torch.Size(place.shape).numel()
+            raise ValueError(f"{name} has the dtype {info['dtype']}, which is unknown; known: {', '.join(_DTYPES)}")
+        location = TensorLocation(8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
+        nbytes = location.dtype.itemsize * torch.Size(location.shape).numel()
         if begin != end or stop - begin != nbytes:
-            raise ValueError(f"{name} has shape {place.shape} and the bytes {begin:,} to {stop:,}")
-        places[name], end = place, stop
+            raise ValueError(f"{name} has shape {location.shape} and the bytes {begin:,} to {stop:,}")
+        locations[name], end = location, stop
     if 8 + length + end != size:
         raise ValueError(f"it should have {8 + length + end:,} bytes and has {size:,}")
-    return places
+    return locations
 
 
 def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options: Any) -> Any:
-    """Read a file in torch's format with `weights_only=True`; numpy arrays and numbers count as data.
+    """Read a file in torch's format with `weights_only=True`, which here allows numpy arrays and numbers.
 
     Args:
-        file: The file, or what torch.load takes.
-        map_location: Where tensors go; the CPU by default.
-        options: More arguments of torch.load, for instance ``weights_only=False`` for a file you trust.
+        file: The file, as `torch.load` accepts it.
+        map_location: Device of the tensors; the CPU by default.
+        options: More arguments of `torch.load`, for instance ``weights_only=False`` for a file you trust.
 
     Raises:
         BrokenCheckpointError: The file cannot be read to its end.
-        CheckpointError: The file holds objects that `weights_only` loading refuses.
+        CheckpointError: The file contains objects that `weights_only` refuses.
     """
     options.setdefault("weights_only", True)
     try:
@@ -180,24 +180,24 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
 def _refusal(file: Any, error: Exception) -> str:
     detail = next(line.strip() for line in str(error).splitlines() if "GLOBAL" in line)
     return (
-        f"{file} holds more than data and was not loaded ({detail}) If you trust where it comes from, allow the class: "
+        f"{file} contains more than data and was not loaded ({detail}) If you trust its source, allow the class: "
         "torch.serialization.add_safe_globals([TheClass]), or everything: "
         'accelerator.load_state(folder, load_kwargs={"weights_only": False}).'
     )
 
 
 def numpy_globals() -> list[Any]:
-    """List what pickled numpy arrays and numbers need, under the names of numpy 1 and 2."""
+    """List the globals of pickled numpy arrays and numbers, under the names of numpy 1 and 2."""
     core = np._core if hasattr(np, "_core") else np.core
     multiarray: Any = core.multiarray
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFDUS"}
-    plain: list[Any] = [np.ndarray, np.dtype, *sorted(dtypes, key=str)]
+    found: list[Any] = [np.ndarray, np.dtype, *sorted(dtypes, key=str)]
     for function in (multiarray._reconstruct, multiarray.scalar):
-        plain += [(function, f"numpy.{package}.multiarray.{function.__name__}") for package in ("core", "_core")]
-    return [*plain, _encode()]
+        found += [(function, f"numpy.{package}.multiarray.{function.__name__}") for package in ("core", "_core")]
+    return [*found, _encode()]
 
 
 def _encode() -> Any:
-    import _codecs  # numpy numbers carry their bytes as encoded text
+    import _codecs  # numpy numbers are pickled with their bytes as encoded text
 
     return _codecs.encode

@@ -1,4 +1,4 @@
-"""One rank's share of a dataset that can only be iterated."""
+"""One rank's share of an iterable dataset."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.utils.data import IterableDataset
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's share of an iterable dataset.
 
-    All ranks iterate over the whole dataset, in windows of one global batch; each yields its own part of a window. The
-    last window is filled from the first one, so that all ranks yield the same number of samples.
+    All ranks iterate over the complete dataset, in windows of one global batch; each yields its own part of a window.
+    The last window is padded from the first one, so that all ranks yield the same number of samples.
 
     Args:
-        dataset: The dataset to divide. It must give the same samples in the same order on every rank.
-        batch_size: Samples per batch: of one rank without `split_batches`, of all ranks together with it.
-        drop_last: Leave out a last window that is not full.
-        num_processes: How many ranks share the dataset.
+        dataset: The dataset to divide. It must yield the same samples in the same order on every rank.
+        batch_size: Samples per batch of one rank, or of all ranks with `split_batches`.
+        drop_last: Drop a last window that is not full.
+        num_processes: Number of ranks that share the dataset.
         process_index: This rank.
-        split_batches: `batch_size` counts the samples of all ranks together.
+        split_batches: `batch_size` is that of all ranks together.
 
     Attributes:
-        last_round: After an iteration, how many samples its last window had before padding; 0 where it was full. None
-            before, and in the process that started a worker.
+        last_round: After an iteration, the samples of its last window without padding; 0 if it was full. None before,
+            and in the process that started a worker.
 
     Raises:
-        ValueError: `split_batches` and a batch size that the number of processes does not divide.
+        ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         if split_batches and batch_size % num_processes:
             raise ValueError(
                 f"split_batches cuts every batch into num_processes={num_processes} equal parts, but the batch size is "
-                f"{batch_size}. Take a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
+                f"{batch_size}. Use a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -56,11 +56,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def window(self) -> int:
-        """Number of samples that all ranks together take at a time."""
+        """Number of samples in a window, of all ranks together."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the dataset, if it takes one.
+        """Pass the epoch to the dataset, if it has `set_epoch`.
 
         Args:
             epoch: Number of the epoch, from 0.

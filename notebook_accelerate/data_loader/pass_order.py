@@ -1,4 +1,4 @@
-"""What the order of a pass was drawn from, so that an interrupted pass can be read in the same order."""
+"""Records the random numbers behind the order of a pass, so that an interrupted pass resumes in the same order."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_
 
 
 class PassOrder:
-    """The random numbers behind the order of the pass that a loader reads. A loader and those that skip share it.
+    """The random numbers behind the order of a loader's current pass; copies that skip batches share it.
 
     Attributes:
-        drawn_from: State of the random numbers before the pass drew its order; None between passes.
-        resumed: The same of an interrupted pass, which the next pass repeats; None for a new order.
+        rng_state: State of the random numbers before the pass drew its order; None between passes.
+        resumed: That of an interrupted pass, whose order the next pass repeats; None: a new order.
     """
 
     def __init__(self) -> None:
-        self.drawn_from: torch.Tensor | None = None
+        self.rng_state: torch.Tensor | None = None
         self.resumed: torch.Tensor | None = None
 
 
 def draws_order(dataloader: DataLoader[Any]) -> bool:
-    """Tell whether the order of a loader hangs on random numbers that nothing else remembers.
+    """Return whether a loader's order depends on random numbers that are not recorded elsewhere.
 
     Args:
         dataloader: A loader.
 
     Returns:
-        False for datasets without indices, and for orders that are fixed or follow from a seed and an epoch.
+        False for iterable datasets, and for orders that are fixed or determined by a seed and an epoch.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return False
@@ -40,14 +40,14 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
     return not isinstance(sampler, SequentialSampler | SeedableRandomSampler) and hasattr(sampler, "generator")
 
 
-class RememberedSource:
-    """The source of indices of a loader, which notes what an order is drawn from.
+class RecordedSource:
+    """A loader's source of indices, which records the random numbers that each order is drawn from.
 
-    It keeps no reference to the loader: workers that persist end as soon as nobody has the loader any more.
+    It keeps no reference to the loader: persistent workers end when the last reference to the loader goes.
 
     Args:
         source: A batch sampler or sampler.
-        order: Where it is noted.
+        order: The record.
     """
 
     def __init__(self, source: Any, order: PassOrder) -> None:
@@ -58,7 +58,7 @@ class RememberedSource:
         return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: torch makes this iterator, draws the seed of its workers, and then asks for the first item.
+        # A generator: torch creates this iterator, draws the seed of its workers, and then reads the first item.
         yield from self._items()
 
     def _items(self) -> Iterator[Any]:
@@ -67,9 +67,9 @@ class RememberedSource:
         generator = getattr(bottom, "sampler", bottom).generator
         resumed, self.order.resumed = self.order.resumed, None
         if resumed is None:
-            self.order.drawn_from = torch.get_rng_state() if generator is None else generator.get_state()
+            self.order.rng_state = torch.get_rng_state() if generator is None else generator.get_state()
             return iter(source)
-        self.order.drawn_from = resumed
+        self.order.rng_state = resumed
         if generator is not None:
             generator.set_state(resumed)
             return iter(source)

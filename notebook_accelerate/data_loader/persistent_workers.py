@@ -1,4 +1,4 @@
-"""Workers that persist: they are told the epoch, and started anew after a resume without drawing random numbers."""
+"""Persistent workers: they follow the loader's epoch, and restart after a resume without drawing random numbers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _READING = ("__iter__", "__getitem__", "__getitems__")
 
 
 class EpochFollower:
-    """A `worker_init_fn` that keeps the copy of the dataset in a worker in the epoch of the loader.
+    """A `worker_init_fn` that keeps a worker's copy of the dataset in the loader's epoch.
 
-    A worker that persists has copied the dataset once; what `set_epoch` changes in the loader's process does not reach
-    it. The number of the epoch is in shared memory, and read before samples are.
+    A persistent worker copies the dataset once, so a later `set_epoch` in the loader's process does not change the
+    copy. The epoch is in shared memory, and the worker reads it before it reads samples.
 
     Args:
         function: The user's `worker_init_fn`, called first.
 
     Attributes:
-        epoch: The shared number.
+        epoch: The epoch, in shared memory.
     """
 
     def __init__(self, function: Callable[[int], None] | None) -> None:
@@ -33,10 +33,10 @@ class EpochFollower:
         self.epoch: torch.Tensor = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __call__(self, worker: int) -> None:
-        """Start following, in a worker.
+        """Make the worker's dataset follow the epoch.
 
         Args:
-            worker: Its number.
+            worker: Number of the worker.
         """
         if self.function is not None:
             self.function(worker)
@@ -47,14 +47,14 @@ class EpochFollower:
             dataset.__class__ = _following(type(dataset), self.epoch)
         except TypeError as error:
             warnings.warn(
-                f"A {type(dataset).__name__} in workers that persist stays in the epoch they were started in: {error}. "
-                "Use persistent_workers=False.",
+                f"A {type(dataset).__name__} in persistent workers stays in the epoch in which they started: {error}. "
+                "Pass DataLoader(..., persistent_workers=False).",
                 stacklevel=1,
             )
 
 
 def _following(cls: type, epoch: torch.Tensor) -> type:
-    """Make a class whose objects go to the shared epoch before they are read."""
+    """Return a subclass whose objects set the shared epoch before they are read."""
 
     def reading(name: str) -> Any:
         read = getattr(cls, name)
@@ -71,7 +71,7 @@ def _following(cls: type, epoch: torch.Tensor) -> type:
 
 
 def follow_epochs(dataloader: DataLoader[Any]) -> None:
-    """Let workers of a loader that persist follow its epoch, where its dataset has one.
+    """Let a loader's persistent workers follow its epoch, if its dataset has `set_epoch`.
 
     Args:
         dataloader: A loader whose workers have not been started.
@@ -80,8 +80,8 @@ def follow_epochs(dataloader: DataLoader[Any]) -> None:
         vars(dataloader)["worker_init_fn"] = EpochFollower(dataloader.worker_init_fn)
 
 
-def tell_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
-    """Tell the workers of a loader the epoch of the next pass; no worker reads between two passes.
+def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
+    """Send the epoch of the next pass to a loader's workers; no worker reads between two passes.
 
     Args:
         dataloader: The loader.
@@ -92,19 +92,19 @@ def tell_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
 
 
 @contextmanager
-def seeding_apart(dataloader: DataLoader[Any]) -> Iterator[None]:
-    """Let the seed of the workers be drawn from numbers that nothing else uses.
+def separate_worker_seed(dataloader: DataLoader[Any]) -> Iterator[None]:
+    """Draw the seed of the workers from a separate generator.
 
-    torch draws it from the loader's generator, or from the global one; training and samplers then go on with other
-    numbers than before.
+    torch draws it from the loader's generator, or from the global one, which would change the random numbers of
+    training and samplers.
 
     Args:
-        dataloader: The loader that starts its workers inside the block.
+        dataloader: The loader that starts its workers inside the context.
     """
     own = dataloader.generator
-    apart = torch.Generator()
-    apart.set_state(torch.get_rng_state() if own is None else own.get_state())
-    vars(dataloader)["generator"] = apart
+    separate = torch.Generator()
+    separate.set_state(torch.get_rng_state() if own is None else own.get_state())
+    vars(dataloader)["generator"] = separate
     try:
         yield
     finally:

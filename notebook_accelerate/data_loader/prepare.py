@@ -1,4 +1,4 @@
-"""Turning a torch DataLoader into this rank's loader."""
+"""Creates this rank's loader from a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from notebook_accelerate.config.enums import RNGType
 from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
 from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
-from notebook_accelerate.data_loader.mesh_ranks import data_parallel_place
+from notebook_accelerate.data_loader.mesh_ranks import data_parallel_rank
 from notebook_accelerate.data_loader.prepared_loader import NOTHING
 from notebook_accelerate.data_loader.samplers import (
     BatchSamplerShard,
@@ -25,24 +25,24 @@ from notebook_accelerate.data_loader.samplers import (
 from notebook_accelerate.data_loader.shard_loader import DataLoaderShard
 from notebook_accelerate.state import PartialState
 
-# What a new loader takes over from the one it is made of, beside the dataset, the samplers and the batch size.
-CARRIED = (
+# Arguments that a new loader copies from the given one, in addition to dataset, samplers and batch size.
+COPIED_ARGUMENTS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "snapshot_every_n_steps",
 )  # fmt: skip
 
 
-def carried(dataloader: DataLoader[Any], stateful: bool) -> dict[str, Any]:
-    """Collect the arguments that make a loader like another one.
+def loader_arguments(dataloader: DataLoader[Any], stateful: bool) -> dict[str, Any]:
+    """Return the arguments to create a copy of a loader.
 
     Args:
-        dataloader: The loader to be like.
-        stateful: Whether the new loader takes those of torchdata's StatefulDataLoader, too.
+        dataloader: The loader.
+        stateful: Include arguments of torchdata's StatefulDataLoader.
 
     Returns:
-        Arguments of DataLoader; those that its version of torch does not know are left out.
+        Arguments of DataLoader that the installed torch supports.
     """
-    own = {name: getattr(dataloader, name) for name in CARRIED if hasattr(dataloader, name)}
+    own = {name: getattr(dataloader, name) for name in COPIED_ARGUMENTS if hasattr(dataloader, name)}
     if not stateful:
         own.pop("snapshot_every_n_steps", None)
     return own
@@ -65,23 +65,23 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
-    """Make the loader that gives one rank its share of another loader's batches.
+    """Create the loader of one rank's share of another loader's batches.
 
     Args:
         dataloader: The loader to divide.
-        device: Where batches go with `put_on_device`.
-        num_processes: How many ranks share the data; None asks the state.
-        process_index: This rank; None asks the state.
-        split_batches: Cut every batch into equal parts for the ranks; otherwise every rank gets whole batches, and the
-            global batch is `num_processes` times as large.
-        put_on_device: Put batches on `device`.
+        device: Device of the batches with `put_on_device`.
+        num_processes: Number of ranks that share the data; None: that of `PartialState`.
+        process_index: This rank; None: that of `PartialState`.
+        split_batches: Split every batch into equal parts for the ranks; otherwise every rank gets complete batches, and
+            the global batch is `num_processes` times as large.
+        put_on_device: Move batches to `device`.
         rng_types: Random number generators to synchronise over the ranks at the start of every pass.
-        dispatch_batches: Read on rank 0 only, and send every rank its part. None: so for iterable datasets with
+        dispatch_batches: Read only on rank 0, and send every rank its part. None: only for iterable datasets with
             `put_on_device`.
-        even_batches: Give all ranks equally many, equally large batches, by going on with the start of the epoch.
-        slice_fn_for_dispatch: Cuts a rank's part out of a dispatched batch, called as `slice_tensors`.
-        use_seedable_sampler: Shuffle by seed and epoch only (SeedableRandomSampler).
-        data_seed: The seed for it; None: torch's initial seed.
+        even_batches: Give all ranks the same number of equally large batches, padded from the start of the epoch.
+        slice_fn_for_dispatch: Returns a rank's part of a dispatched batch; called as `slice_tensors`.
+        use_seedable_sampler: Shuffle by seed and epoch (SeedableRandomSampler).
+        data_seed: Its seed; None: torch's initial seed.
         non_blocking: Copy to the device without waiting.
         use_stateful_dataloader: Build on torchdata's StatefulDataLoader, whose position can be saved and restored.
         torch_device_mesh: A device mesh; ranks that differ only in its model-parallel dimensions get the same data.
@@ -90,29 +90,35 @@ def prepare_data_loader(
         A DataLoaderShard or, for dispatched batches, a DataLoaderDispatcher.
 
     Raises:
-        ValueError: Not a DataLoader, `dispatch_batches` without `put_on_device`, or `split_batches` with a batch size
-            that the number of ranks does not divide.
+        ValueError: `dataloader` is not a DataLoader, `dispatch_batches` is used without `put_on_device`, or
+            `split_batches` with a batch size that is not a multiple of the number of ranks.
     """
     if not isinstance(dataloader, DataLoader):
-        raise ValueError(f"prepare_data_loader takes a torch DataLoader; got {type(dataloader).__name__}.")
+        raise ValueError(
+            f"dataloader is a {type(dataloader).__name__}; pass a torch DataLoader: "
+            "prepare_data_loader(DataLoader(dataset, batch_size=8))"
+        )
     iterable = isinstance(dataloader.dataset, IterableDataset)
     dispatch = iterable and put_on_device if dispatch_batches is None else dispatch_batches
     if dispatch and not put_on_device:
-        raise ValueError("dispatch_batches=True sends batches from device to device: it needs put_on_device=True.")
-    count = PartialState().num_processes if num_processes is None else num_processes
-    place = PartialState().process_index if process_index is None else process_index
-    count, place = data_parallel_place(torch_device_mesh, count, place)
-    share = Share(count, place, split_batches, even_batches)
+        raise ValueError(
+            "put_on_device=False is not allowed with dispatch_batches=True, which sends batches between devices; pass "
+            "put_on_device=True"
+        )
+    world_size = PartialState().num_processes if num_processes is None else num_processes
+    rank = PartialState().process_index if process_index is None else process_index
+    dp_size, dp_rank = data_parallel_rank(torch_device_mesh, world_size, rank)
+    share = DataShare(dp_size, dp_rank, split_batches, even_batches)
     share.check(dataloader)
     common = {
-        **carried(dataloader, use_stateful_dataloader),
+        **loader_arguments(dataloader, use_stateful_dataloader),
         "use_stateful_dataloader": use_stateful_dataloader,
         "_non_blocking": non_blocking,
         "_drop_last": drops_last(dataloader),
         "torch_device_mesh": torch_device_mesh,
     }
     if not iterable:
-        dataloader = _shuffled(dataloader, use_seedable_sampler, data_seed, synchronized=count > 1 and not dispatch)
+        dataloader = _shuffled(dataloader, use_seedable_sampler, data_seed, synchronized=dp_size > 1 and not dispatch)
     if dispatch:
         return DataLoaderDispatcher(
             dataloader.dataset,
@@ -121,104 +127,101 @@ def prepare_data_loader(
             **_batching(dataloader, index_source(dataloader)),
             **common,
         )
-    generator = _generator_of(dataloader) if count > 1 else None
+    generator = _generator_of(dataloader) if dp_size > 1 else None
     return DataLoaderShard(
         device=device if put_on_device else None,
         rng_types=_without_generator(rng_types) if generator is None else rng_types,
         synchronized_generator=generator,
-        **(share.of_iterable(dataloader) if iterable else share.of_indices(dataloader)),
+        **(share.iterable_arguments(dataloader) if iterable else share.indexed_arguments(dataloader)),
         **common,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """How the data is divided, and which share is this rank's.
+class DataShare:
+    """This rank's share of the data.
 
     Attributes:
-        count: How many ranks read different data.
-        place: This rank's number among them.
-        split_batches: Batches are cut into parts.
-        even_batches: The end is filled up.
+        dp_size: Number of ranks that read different data.
+        dp_rank: This rank's index among them.
+        split_batches: Whether batches are split into parts.
+        even_batches: Whether the last batches are padded.
     """
 
-    count: int
-    place: int
+    dp_size: int
+    dp_rank: int
     split_batches: bool
     even_batches: bool
 
     def check(self, dataloader: DataLoader[Any]) -> None:
-        """Refuse to cut batches into parts that cannot be equal.
+        """Check that batches can be split into equal parts.
 
         Args:
             dataloader: The loader to divide.
 
         Raises:
-            ValueError: `split_batches` and a batch size that the number of ranks does not divide.
+            ValueError: With `split_batches`, the batch size is not a multiple of the number of ranks.
         """
         size = dataloader.batch_size or getattr(index_source(dataloader), "batch_size", None)
-        if self.split_batches and self.count > 1 and (size is None or size % self.count):
+        if self.split_batches and self.dp_size > 1 and (size is None or size % self.dp_size):
             raise ValueError(
-                f"split_batches=True cuts every batch into {self.count} equal parts, one per process, but the batch "
-                f"size of the loader is {size}. Take a multiple of {self.count}, or "
+                f"split_batches=True cuts every batch into {self.dp_size} equal parts, one per process, but the batch "
+                f"size of the loader is {size}. Use a multiple of {self.dp_size}, or "
                 "DataLoaderConfiguration(split_batches=False)."
             )
 
-    def of_iterable(self, dataloader: DataLoader[Any]) -> dict[str, Any]:
+    def iterable_arguments(self, dataloader: DataLoader[Any]) -> dict[str, Any]:
         """Divide an iterable dataset.
 
         Args:
-            dataloader: A loader of one.
+            dataloader: Its loader.
 
         Returns:
             Arguments of DataLoader for this rank's share.
         """
-        if self.count == 1:
+        if self.dp_size == 1:
             return {"dataset": dataloader.dataset, **_batching(dataloader, None)}
         size, drop_last = dataloader.batch_size, dataloader.drop_last
-        # Without a batch size the dataset gives whole batches: they are handed out in turn.
+        # Without a batch size the dataset yields complete batches, which the ranks get in turn.
         shard = IterableDatasetShard(
             dataloader.dataset,  # type: ignore[arg-type]
             batch_size=size or 1,
             drop_last=drop_last,
-            num_processes=self.count,
-            process_index=self.place,
+            num_processes=self.dp_size,
+            process_index=self.dp_rank,
             split_batches=self.split_batches,
         )
         if size is None:
             return {"dataset": shard, "batch_size": None}
-        part = size // self.count if self.split_batches else size
+        part = size // self.dp_size if self.split_batches else size
         return {"dataset": shard, "batch_size": part, "drop_last": drop_last}
 
-    def of_indices(self, dataloader: DataLoader[Any]) -> dict[str, Any]:
-        """Divide the indices of a dataset.
+    def indexed_arguments(self, dataloader: DataLoader[Any]) -> dict[str, Any]:
+        """Divide the indices of a map-style dataset.
 
         Args:
-            dataloader: A loader of one.
+            dataloader: Its loader.
 
         Returns:
             Arguments of DataLoader for this rank's share.
         """
         source = index_source(dataloader)
-        if self.count > 1:
-            source = BatchSamplerShard(source, self.count, self.place, self.split_batches, self.even_batches)
+        if self.dp_size > 1:
+            source = BatchSamplerShard(source, self.dp_size, self.dp_rank, self.split_batches, self.even_batches)
         return {"dataset": dataloader.dataset, **_batching(dataloader, source)}
 
 
 def drops_last(dataloader: DataLoader[Any]) -> bool:
-    """Tell whether a loader drops its last incomplete batch, by itself or by a batch sampler of the user's.
+    """Return whether a loader, or its user's batch sampler, drops the last incomplete batch.
 
     Args:
         dataloader: A torch DataLoader.
-
-    Returns:
-        Whether it does.
     """
     return bool(dataloader.drop_last or getattr(innermost(index_source(dataloader)), "drop_last", False))
 
 
 def _batching(dataloader: DataLoader[Any], source: Any) -> dict[str, Any]:
-    """Say how a new loader groups samples: by a batch sampler, by a number, or not at all."""
+    """Return the arguments that group samples into batches: a batch sampler, a batch size, or None."""
     if isinstance(dataloader.dataset, IterableDataset):
         return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
     if dataloader.batch_sampler is None:
@@ -229,7 +232,7 @@ def _batching(dataloader: DataLoader[Any], source: Any) -> dict[str, Any]:
 def _shuffled(
     dataloader: DataLoader[Any], seedable: bool, data_seed: int | None, synchronized: bool
 ) -> DataLoader[Any]:
-    """Give a loader that shuffles a sampler whose order all ranks can agree on."""
+    """Replace the sampler of a loader that shuffles by one with the same order on all ranks."""
     sampler = get_sampler(dataloader)
     if isinstance(sampler, SeedableRandomSampler):
         return dataloader
@@ -242,7 +245,7 @@ def _shuffled(
             data_seed=data_seed,
         )
     elif synchronized and getattr(sampler, "generator", NOTHING) is None:
-        # Without a generator of its own a sampler draws from torch's, which is not in the same state on all ranks.
+        # Without its own generator a sampler draws from torch's, whose state differs between ranks.
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -252,27 +255,27 @@ def _shuffled(
 
 
 def _permutes(sampler: Any) -> bool:
-    """Whether a sampler is the one that `shuffle=True` makes, by torch or by torchdata."""
+    """Return whether a sampler is the one of `shuffle=True`, from torch or torchdata."""
     return isinstance(sampler, RandomSampler) or (
         type(sampler).__name__ == "RandomSampler" and type(sampler).__module__.startswith("torchdata.")
     )
 
 
 def _with_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Copy a loader with another sampler; the given one stays as it is, but for batch samplers of the user's class."""
-    twin = copy.copy(dataloader)
+    """Copy a loader with another sampler; a batch sampler of the user's class is changed in place."""
+    copied = copy.copy(dataloader)
     batches = innermost(index_source(dataloader))
     if batches is get_sampler(dataloader):
-        vars(twin)["sampler"] = sampler
+        vars(copied)["sampler"] = sampler
     elif batches is dataloader.batch_sampler and type(batches) is BatchSampler:
-        vars(twin)["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+        vars(copied)["batch_sampler"] = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     else:
         batches.sampler = sampler
-    return twin
+    return copied
 
 
 def _generator_of(dataloader: DataLoader[Any]) -> torch.Generator | None:
-    """Find the generator that must be in the same state on all ranks."""
+    """Return the generator whose state must be the same on all ranks."""
     if isinstance(dataloader.dataset, IterableDataset):
         generator = getattr(dataloader.dataset, "generator", None)
     else:

@@ -1,4 +1,4 @@
-"""What every prepared loader is: a torch loader that knows where in its epoch it is."""
+"""The base of prepared loaders: torch loaders that track their position in an epoch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from notebook_accelerate.collectives import send_to_device
 from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
-from notebook_accelerate.data_loader.pass_order import PassOrder, RememberedSource, draws_order
-from notebook_accelerate.data_loader.persistent_workers import follow_epochs, seeding_apart, tell_epoch
+from notebook_accelerate.data_loader.pass_order import PassOrder, RecordedSource, draws_order
+from notebook_accelerate.data_loader.persistent_workers import follow_epochs, send_epoch, separate_worker_seed
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, innermost
 from notebook_accelerate.data_loader.stream_skipping import advance
 from notebook_accelerate.state import GradientState
@@ -22,13 +22,13 @@ NOTHING: Any = object()
 
 
 class DataLoaderStateMixin:
-    """Tells the gradient state which loader is read, and whether its last batch is out.
+    """Reports to the gradient state which loader is read, and whether it has yielded its last batch.
 
     Attributes:
-        end_of_dataloader: Whether the last batch of this pass has been handed out.
-        remainder: How many samples of the last round (one batch of every rank) are real; 0: all of them; -1: not known,
-            or none of them is padding.
-        gradient_state: The state that is told.
+        end_of_dataloader: Whether the last batch of this pass was yielded.
+        remainder: Samples of the last round (one batch of every rank) without padding; 0: all of them; -1: unknown, or
+            there is no padding.
+        gradient_state: The gradient state.
     """
 
     end_of_dataloader = False
@@ -36,12 +36,12 @@ class DataLoaderStateMixin:
     gradient_state: GradientState
 
     def reset(self) -> None:
-        """Forget where the last pass ended."""
+        """Reset the attributes for a new pass."""
         self.end_of_dataloader = False
         self.remainder = -1
 
     def begin(self) -> None:
-        """Start a pass: from now on this is the loader that is read."""
+        """Start a pass: make this the active loader."""
         self.reset()
         if not getattr(self, "_drop_last", False):
             # Datasets and samplers may have no length; a batch sampler may have no batch size.
@@ -63,16 +63,16 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """A torch DataLoader, or torchdata's StatefulDataLoader under the same class.
+    """A torch DataLoader, or torchdata's StatefulDataLoader, under one class.
 
     Args:
         dataset: The dataset to load from.
-        use_stateful_dataloader: Build on torchdata's StatefulDataLoader, whose position can be saved and restored.
+        use_stateful_dataloader: Use torchdata's StatefulDataLoader, whose position can be saved and restored.
         batch_sampler: The batch sampler, or None.
-        **kwargs: What torch's DataLoader takes.
+        **kwargs: Arguments of torch's DataLoader.
 
     Raises:
-        ImportError: `use_stateful_dataloader` without torchdata.
+        ImportError: `use_stateful_dataloader` is used without torchdata.
     """
 
     use_stateful_dataloader: bool
@@ -97,37 +97,33 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self
 
     def batches(self) -> Iterator[Any]:
-        """Iterate as torch does, without any of the additions.
-
-        Returns:
-            torch's own iterator.
-        """
+        """Return torch's own iterator, without this package's additions."""
         return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where in its epoch this loader is.
+        """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader, after the batches handed out.
+            The state of torchdata's StatefulDataLoader, after the yielded batches.
 
         Raises:
-            ValueError: The loader is not built on torchdata's StatefulDataLoader.
+            ValueError: The loader is not based on torchdata's StatefulDataLoader.
         """
         raise ValueError(_NOT_STATEFUL)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, in the next pass, from where a state was saved.
+        """Continue, in the next pass, from a saved state.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: The result of `state_dict`.
 
         Raises:
-            ValueError: The loader is not built on torchdata's StatefulDataLoader.
+            ValueError: The loader is not based on torchdata's StatefulDataLoader.
         """
         raise ValueError(_NOT_STATEFUL)
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing: states are taken for the batches handed out, never for those read ahead."""
+        """Do nothing: states are those after the yielded batches, never after batches read ahead."""
 
 
 _NOT_STATEFUL = (
@@ -138,14 +134,14 @@ _NOT_STATEFUL = (
 
 
 class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """What the loaders made by `prepare` share: epochs, samplers, skipping.
+    """The common parts of loaders created by `prepare`: epochs, samplers, skipping.
 
     Attributes:
-        iteration: Number of the epoch that the next pass reads; a finished pass adds one.
-        device: Where batches go; None leaves them where they are.
-        between_batches: Called after each batch that went to the device was used; None: nothing.
-        skip_batches: How many batches at the start of every pass are read and left out. `skip_first_batches` uses it
-            only where the sampler cannot skip.
+        iteration: Number of the next pass's epoch; a finished pass adds one.
+        device: Device of the batches; None leaves them where they are.
+        between_batches: Called after each batch on the device was used, if not None.
+        skip_batches: Number of batches to read and drop at the start of every pass. `skip_first_batches` uses it only
+            if the sampler cannot skip.
     """
 
     iteration: int
@@ -156,8 +152,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     _order: PassOrder
     _original: PreparedDataLoader | None = None
     _workers_seeded = False
-    _reads = True  # whether this rank reads the dataset itself
-    _steps_back = True  # whether exactly one batch is read ahead
+    _reads_dataset = True  # whether this rank reads the dataset itself
+    _reads_one_ahead = True  # whether exactly one batch is read ahead
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -168,32 +164,32 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _index_sampler(self) -> Any:
-        """The source of indices (torch asks this property)."""
+        """The source of indices; torch reads this property."""
         source = index_source(self)
-        return RememberedSource(source, self._order) if draws_order(self) else source
+        return RecordedSource(source, self._order) if draws_order(self) else source
 
     def order_state(self) -> torch.Tensor | None:
-        """Say what the order of the unfinished pass was drawn from, for a checkpoint within an epoch.
+        """Return the random numbers behind the order of an unfinished pass, for a checkpoint within an epoch.
 
         Returns:
-            The state of the random numbers, for `load_order_state`; None between passes, and where the order hangs on
-            none, or on a seed and an epoch only.
+            The state of the random numbers, for `load_order_state`; None between passes, and if the order depends on
+            none, or only on a seed and an epoch.
         """
-        return self._order.drawn_from
+        return self._order.rng_state
 
     def load_order_state(self, state: torch.Tensor | None) -> None:
-        """Read the next pass, of this loader or of one made from it by `skip_first_batches`, in a saved order.
+        """Read the next pass of this loader, or of its copy by `skip_first_batches`, in a saved order.
 
         Args:
-            state: What `order_state` returned.
+            state: The result of `order_state`.
         """
         self._order.resumed = state
 
     @property
     def workers_seeded(self) -> bool:
-        """Whether there are workers that persist, here or in the run that goes on here: no pass draws their seed again.
+        """Whether persistent workers were seeded, here or in the resumed run: no pass draws their seed again.
 
-        A checkpoint keeps it.
+        Saved in checkpoints.
         """
         return self.persistent_workers and (self._workers_seeded or self._iterator is not None)
 
@@ -202,7 +198,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._workers_seeded = value
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next pass reads, for the sampler and the dataset.
+        """Set the epoch of the next pass, for the sampler, the dataset and the workers.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -211,13 +207,13 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         for part in (innermost(index_source(self)), get_sampler(self), self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-        tell_epoch(self, epoch)
+        send_epoch(self, epoch)
 
     def get_sampler(self) -> Any:
-        """Find the sampler that orders the indices.
+        """Return the sampler that orders the indices.
 
         Returns:
-            The sampler; None where a custom batch sampler has none.
+            The sampler; None for custom batch samplers without one.
         """
         return get_sampler(self)
 
@@ -233,50 +229,50 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if hasattr(source, "sampler") or self.batch_sampler is not None:
             source.sampler = sampler
         else:
-            vars(self)["sampler"] = sampler  # torch forbids the assignment; without batches nothing depends on it
+            vars(self)["sampler"] = sampler  # torch forbids the assignment, but nothing depends on it here
         if isinstance(sampler, SeedableRandomSampler):
             self.iteration = sampler.epoch
 
     @property
     def total_dataset_length(self) -> int:
-        """Number of samples of the whole dataset."""
+        """Number of samples of the complete dataset."""
         dataset: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         return int(dataset.total_length) if hasattr(dataset, "total_length") else len(dataset)
 
     def __len__(self) -> int:
         return max(super().__len__() - self.skip_batches, 0)
 
-    def _in_turn(self) -> Iterator[Any]:
-        """Read a pass on this rank alone, knowing one batch ahead that it ends."""
-        return self._moved() if _moves(self.device) else self._in_place()
+    def _local_batches(self) -> Iterator[Any]:
+        """Yield the batches that this rank reads, one behind reading, so that the last one is known."""
+        return self._device_batches() if _must_be_moved(self.device) else self._host_batches()
 
-    def _in_place(self) -> Iterator[Any]:
-        """Hand out batches one behind what is read. The loop is all that a batch costs: 0.1 microseconds."""
+    def _host_batches(self) -> Iterator[Any]:
+        """Yield batches one behind reading. Only the loop adds to the cost of a batch: 0.1 microseconds."""
         try:
-            batches = self._open()
+            batches = self._start_pass()
             reading = self.gradient_state.dataloader_references
             depth = len(reading)
             current = next(batches, NOTHING)
             for upcoming in batches:
-                # Another loader that is still open, such as one of which a single batch was taken, must not answer for
-                # this one (https://github.com/huggingface/accelerate/issues/1050). Comparing lengths takes half the
-                # time of reading[-1].
+                # Another loader that is still open, such as one after a single batch, must not stay the active one
+                # (https://github.com/huggingface/accelerate/issues/1050). Comparing lengths takes half the time of
+                # reading[-1].
                 if len(reading) != depth:
                     self.gradient_state._add_dataloader(self)
                     depth = len(reading)
                 yield current
                 current = upcoming
             if current is not NOTHING:
-                self._note_last()
+                self._mark_last_batch()
                 yield current
             self._finish_pass()
         finally:
             self.end()
 
-    def _moved(self) -> Iterator[Any]:
-        """Hand out batches on the device; a copy is started before the next batch is read."""
+    def _device_batches(self) -> Iterator[Any]:
+        """Yield batches on the device; each copy starts before the next batch is read."""
         try:
-            batches = self._open()
+            batches = self._start_pass()
             reading = self.gradient_state.dataloader_references
             depth = len(reading)
             upcoming = next(batches, NOTHING)
@@ -284,7 +280,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 current = send_to_device(upcoming, self.device, non_blocking=self._non_blocking)
                 upcoming = next(batches, NOTHING)
                 if upcoming is NOTHING:
-                    self._note_last()
+                    self._mark_last_batch()
                 elif len(reading) != depth:
                     self.gradient_state._add_dataloader(self)
                     depth = len(reading)
@@ -295,23 +291,23 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             self.end()
 
-    def _open(self) -> Iterator[Any]:
-        """Start a pass: tell the gradient state, and iterate as torch does."""
+    def _start_pass(self) -> Iterator[Any]:
+        """Start a pass, register it with the gradient state, and return its iterator."""
         self.begin()
         self.set_epoch(self.iteration)
-        batches = self._watched(self._read())
+        batches = self._track_position(self._read_batches())
         return advance(batches, self.skip_batches) if self.skip_batches else batches
 
-    def _note_last(self) -> None:
-        """Say that the batch handed out next is the last one."""
+    def _mark_last_batch(self) -> None:
+        """Record that the next batch is the last one."""
         self.gradient_state._add_dataloader(self)
         self.end_of_dataloader = True
 
-    def _read(self) -> Iterator[Any]:
-        """Iterate as torch does.
+    def _read_batches(self) -> Iterator[Any]:
+        """Return torch's iterator.
 
-        A pass that leaves out what an earlier one has read draws no random numbers at its start: the earlier one has
-        drawn them, and training goes on with the numbers it would have had. The same goes for the start of workers
+        A pass that skips what an earlier pass has read draws no random numbers at its start: the earlier pass drew
+        them, and training continues with the numbers of an uninterrupted run. The same holds for the start of workers
         whose seed was drawn before the run was interrupted.
         """
         if self._original is not None:
@@ -319,23 +315,23 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = self.batches()
             torch.set_rng_state(numbers)
             return batches
-        with seeding_apart(self) if self._iterator is None and self.workers_seeded else nullcontext():
+        with separate_worker_seed(self) if self._iterator is None and self.workers_seeded else nullcontext():
             return self.batches()
 
-    def _watched(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Let a stateful loader see when the next round is read."""
+    def _track_position(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Return the rounds; stateful loaders track their position here."""
         return rounds
 
-    def _more_state(self) -> dict[str, Any]:
-        """Return what resuming needs beside the position."""
+    def _extra_state(self) -> dict[str, Any]:
+        """Return the state that resuming needs in addition to the position."""
         return {}
 
-    def _load_more_state(self, state: dict[str, Any]) -> None:
-        """Take back what `_more_state` returned."""
+    def _load_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of `_extra_state`."""
 
     def _finish_pass(self) -> None:
-        """Go to the next epoch, together with the loader whose first batches this one skips."""
-        self._order.drawn_from = None
+        """Move to the next epoch, together with the loader whose first batches this one skips."""
+        self._order.rng_state = None
         loader: PreparedDataLoader | None = self
         epoch = self.iteration + 1
         while loader is not None:
@@ -343,8 +339,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             loader = loader._original
 
 
-def _moves(device: torch.device | None) -> bool:
-    """Whether batches may have to be moved: not to the CPU where there is nothing else they could be on."""
+def _must_be_moved(device: torch.device | None) -> bool:
+    """Return whether batches may have to be moved; on a machine without accelerators they are on the CPU already."""
     if device is None:
         return False
     return torch.device(device).type != "cpu" or torch.accelerator.is_available()

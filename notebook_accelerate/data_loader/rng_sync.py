@@ -1,4 +1,4 @@
-"""The same random numbers on every rank."""
+"""Synchronises random number generators over the ranks."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from notebook_accelerate.state import PartialState
 def synchronize_rng_state(
     rng_type: RNGType | str | None = None, generator: torch.Generator | None = None, num_processes: int | None = None
 ) -> None:
-    """Give every rank the state that one random number generator has on rank 0. Every rank must call this.
+    """Copy the state of one random number generator from rank 0 to every rank. Every rank must call this.
 
     Args:
-        rng_type: Which generator: a member of RNGType or its value. ``"torch"`` is the CPU's, ``"generator"`` the
-            one in `generator`, the name of a device that of the device.
-        generator: The generator that ``"generator"`` means.
-        num_processes: How many ranks there are; with 1 nothing is done. None asks the state.
+        rng_type: A member of RNGType or its value: ``"torch"`` for the CPU's generator, ``"generator"`` for
+            `generator`, the name of a device type for the device's.
+        generator: The generator for ``"generator"``.
+        num_processes: Number of ranks; with 1 nothing is done. None: that of `PartialState`.
 
     Raises:
         ValueError: An unknown `rng_type`, or ``"generator"`` without one.
     """
     if rng_type not in list(RNGType) and rng_type not in RNGType.list():
-        raise ValueError(f"rng_type is {rng_type!r}; it may be one of {', '.join(RNGType.list())}.")
+        raise ValueError(f"rng_type={rng_type!r} is not allowed; pass one of {', '.join(RNGType.list())}")
     kind = RNGType(rng_type)
     if kind is RNGType.GENERATOR and generator is None:
-        raise ValueError('rng_type "generator" needs the generator: synchronize_rng_state("generator", generator).')
+        raise ValueError('rng_type="generator" needs a generator: synchronize_rng_state("generator", generator)')
     if (PartialState().num_processes if num_processes is None else num_processes) <= 1:
         return
     if kind is RNGType.GENERATOR:
         assert generator is not None
-        generator.set_state(_of_rank_0(generator.get_state()))
+        generator.set_state(_from_rank_0(generator.get_state()))
     elif kind is RNGType.TORCH:
-        torch.set_rng_state(_of_rank_0(torch.get_rng_state()))
+        torch.set_rng_state(_from_rank_0(torch.get_rng_state()))
     elif kind is RNGType.XLA:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(int(_of_rank_0(torch.tensor(xm.get_rng_state())).item()))
+        xm.set_rng_state(int(_from_rank_0(torch.tensor(xm.get_rng_state())).item()))
     else:
         backend = getattr(torch, kind.value)
-        backend.set_rng_state(_of_rank_0(backend.get_rng_state()))
+        backend.set_rng_state(_from_rank_0(backend.get_rng_state()))
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """Give every rank the states that random number generators have on rank 0. Every rank must call this.
+    """Copy the states of random number generators from rank 0 to every rank. Every rank must call this.
 
     Args:
-        rng_types: Which generators: members of RNGType or their values.
-        generator: The generator that ``"generator"`` means.
+        rng_types: Members of RNGType or their values.
+        generator: The generator for ``"generator"``.
 
     Raises:
         ValueError: An unknown type, or ``"generator"`` without one.
@@ -59,7 +59,7 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
         synchronize_rng_state(rng_type, generator)
 
 
-def _of_rank_0(state: torch.Tensor) -> torch.Tensor:
+def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
     """Receive rank 0's copy of a small CPU tensor."""
     from notebook_accelerate.collectives import broadcast
 

@@ -1,4 +1,4 @@
-"""Samplers that order, divide and skip: which index goes to which rank."""
+"""Samplers that shuffle, divide and skip: they decide which rank gets which index."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from notebook_accelerate.data_loader.stream_skipping import iterate_from, open_f
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order depends on its seed and its epoch only.
+    """A random sampler whose order depends only on its seed and epoch.
 
-    The order of epoch `e` is the one a generator seeded with ``initial_seed + e`` gives, on every rank and after every
-    restart. Finishing an iteration moves the sampler to the next epoch.
+    The order of epoch `e` is drawn from a generator seeded with ``initial_seed + e``, on every rank and after every
+    restart. The end of an iteration moves the sampler to the next epoch.
 
     Args:
-        *args: What torch's RandomSampler takes.
-        **kwargs: What torch's RandomSampler takes, and `data_seed` (int or None): the seed of epoch 0; torch's initial
-            seed by default.
+        *args: Arguments of torch's RandomSampler.
+        **kwargs: Arguments of torch's RandomSampler, and `data_seed` (int or None): the seed of epoch 0; torch's
+            initial seed by default.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +38,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration gives.
+        """Set the epoch of the next iteration.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -53,21 +53,21 @@ class BatchSamplerShard(BatchSampler):
     `num_processes` equal parts. Batches are never changed in place.
 
     Args:
-        batch_sampler: The batch sampler to divide. Its `batch_size` (None where it has none) and `drop_last` (False
-            where it has none) decide how the end is treated.
-        num_processes: How many ranks share the batches.
+        batch_sampler: The batch sampler to divide. Its `batch_size` (default: None) and `drop_last` (default: False)
+            decide how the last batches are divided.
+        num_processes: Number of ranks that share the batches.
         process_index: This rank.
-        split_batches: Cut every batch instead of handing out whole batches.
-        even_batches: Where the end does not suffice for all ranks, go on with the indices from the start of the epoch,
-            so that all ranks get the same number of equally large batches. Otherwise some ranks get a smaller batch, or
-            one batch less.
+        split_batches: Split every batch, instead of giving each rank complete batches.
+        even_batches: If the last batches do not suffice for all ranks, pad them with indices from the start of the
+            epoch, so that all ranks get the same number of equally large batches. Otherwise some ranks get a smaller
+            batch, or one batch less.
 
     Attributes:
-        last_round: After an iteration, how many indices its last round (one batch of every rank) had before padding; 0
-            where nothing had to be padded. None before, and where items are no lists of indices.
+        last_round: After an iteration, the indices of its last round (one batch of every rank) without padding; 0 if
+            nothing was padded. None before, and if items are not lists of indices.
 
     Raises:
-        ValueError: `split_batches` and a batch size that the number of processes does not divide.
+        ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class BatchSamplerShard(BatchSampler):
         if split_batches and (batch_size is None or batch_size % num_processes):
             raise ValueError(
                 f"split_batches cuts every batch into num_processes={num_processes} equal parts, but the batch size is "
-                f"{batch_size}. Take a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
+                f"{batch_size}. Use a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
             )
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size: Any = batch_size  # None where the batches are of any size
+        self.batch_size: Any = batch_size  # None: batches of any size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.last_round: int | None = None
 
@@ -113,44 +113,44 @@ class BatchSamplerShard(BatchSampler):
         """Iterate over this rank's share without its first batches.
 
         Args:
-            skipped: How many of this rank's batches to leave out.
+            skipped: Number of this rank's batches to skip.
 
         Returns:
-            An iterator over the rest; its padding is the same as if nothing had been left out.
+            An iterator over the rest; its padding is the same as without skipping.
         """
-        return self._parts(skipped) if self.split_batches else self._turns(skipped)
+        return self._split_batches(skipped) if self.split_batches else self._whole_batches(skipped)
 
-    def _turns(self, skipped: int) -> Iterator[list[int]]:
-        """Hand out whole batches in turn."""
+    def _whole_batches(self, skipped: int) -> Iterator[list[int]]:
+        """Yield this rank's batch of every round."""
         self.last_round = None
         count, rank = self.num_processes, self.process_index
         opening, batches = open_from(self.batch_sampler, skipped * count, count if self._pads else 0)
-        turn = list(itertools.islice(batches, count))
-        while turn:
+        current = list(itertools.islice(batches, count))
+        while current:
             following = list(itertools.islice(batches, count))
-            full = len(turn) == count and (self.batch_size is None or len(turn[-1]) >= self.batch_size)
+            full = len(current) == count and (self.batch_size is None or len(current[-1]) >= self.batch_size)
             if following or full:
                 self.last_round = 0
-                yield turn[rank]
+                yield current[rank]
             elif not self.drop_last:
-                self.last_round = sum(len(batch) for batch in turn) if isinstance(turn[0], Sized) else None
-                yield from self._last_turn(turn, opening)
-            turn = following
+                self.last_round = sum(len(batch) for batch in current) if isinstance(current[0], Sized) else None
+                yield from self._last_round(current, opening)
+            current = following
 
-    def _last_turn(self, turn: list[list[int]], opening: list[list[int]]) -> Iterator[list[int]]:
-        """Hand out the last batches, which do not suffice for every rank."""
+    def _last_round(self, batches: list[list[int]], opening: list[list[int]]) -> Iterator[list[int]]:
+        """Yield this rank's part of the last batches, which do not suffice for every rank."""
         rank = self.process_index
         if not self._pads:
-            yield from turn[rank : rank + 1]
+            yield from batches[rank : rank + 1]
         elif self.batch_size is None:
-            yield [*turn, *itertools.islice(itertools.cycle(opening), self.num_processes)][rank]
+            yield [*batches, *itertools.islice(itertools.cycle(opening), self.num_processes)][rank]
         else:
-            batches = turn + [[]] * (self.num_processes - len(turn))
-            missing = [max(self.batch_size - len(batch), 0) for batch in batches]
-            yield [*batches[rank], *_cycle(opening, sum(missing[:rank]), missing[rank])]
+            every = batches + [[]] * (self.num_processes - len(batches))
+            missing = [max(self.batch_size - len(batch), 0) for batch in every]
+            yield [*every[rank], *_cycle(opening, sum(missing[:rank]), missing[rank])]
 
-    def _parts(self, skipped: int) -> Iterator[list[int]]:
-        """Cut every batch into equal parts."""
+    def _split_batches(self, skipped: int) -> Iterator[list[int]]:
+        """Yield this rank's part of every batch."""
         self.last_round = None
         opening, batches = open_from(self.batch_sampler, skipped, 1 if self._pads else 0)
         for batch in batches:
@@ -171,19 +171,17 @@ class BatchSamplerShard(BatchSampler):
 
 
 def _cycle(batches: list[list[int]], start: int, count: int) -> list[int]:
-    """Take `count` indices from the endless repetition of some batches, from position `start` on."""
+    """Return `count` indices of endlessly repeated batches, from position `start` on."""
     indices = list(itertools.chain.from_iterable(batches))
     return [indices[position % len(indices)] for position in range(start, start + count)]
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches.
-
-    Attributes that are not its own are those of the batch sampler it stands before.
+    """A batch sampler without its first batches; other attributes are those of the inner batch sampler.
 
     Args:
-        batch_sampler: The batch sampler whose first batches are left out.
-        skip_batches: How many.
+        batch_sampler: The inner batch sampler.
+        skip_batches: Number of batches to skip.
     """
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
@@ -191,7 +189,7 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not there yet, while unpickling
+        if name == "batch_sampler":  # not set yet, while unpickling
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -207,10 +205,10 @@ class SkipBatchSampler(BatchSampler):
         return self.iterate_from(0)
 
     def iterate_from(self, skipped: int) -> Iterator[list[int]]:
-        """Iterate over the batches after the skipped ones and some more.
+        """Iterate over the batches without the skipped ones.
 
         Args:
-            skipped: How many batches to leave out beside `skip_batches`.
+            skipped: Number of batches to skip in addition to `skip_batches`.
 
         Returns:
             An iterator over the rest.
@@ -219,7 +217,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 def innermost(batch_sampler: Any) -> Any:
-    """Find the batch sampler at the bottom of those that divide and skip.
+    """Return the batch sampler below those that divide and skip.
 
     Args:
         batch_sampler: A batch sampler, or a stack of BatchSamplerShard and SkipBatchSampler over one.
@@ -233,25 +231,25 @@ def innermost(batch_sampler: Any) -> Any:
 
 
 def index_source(dataloader: DataLoader[Any]) -> Any:
-    """Find what a loader asks for the indices of its next batch.
+    """Return the source of a loader's indices.
 
     Args:
         dataloader: A loader, prepared or not.
 
     Returns:
-        Its batch sampler, or its sampler where it makes no batches (`batch_size=None`).
+        Its batch sampler, or its sampler with `batch_size=None`.
     """
     return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Find the sampler that orders the indices of a loader.
+    """Return the sampler that orders a loader's indices.
 
     Args:
         dataloader: A loader, prepared or not.
 
     Returns:
-        The sampler; None where a custom batch sampler has none.
+        The sampler; None for custom batch samplers without one.
     """
     source = innermost(index_source(dataloader))
     return getattr(source, "sampler", source if dataloader.batch_sampler is None else None)

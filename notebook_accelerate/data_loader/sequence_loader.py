@@ -1,4 +1,4 @@
-"""Loaders whose ranks put their batches together and share out each sequence among themselves."""
+"""Loaders for sequence parallel ranks: the ranks combine their batches and divide each sequence."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Splitter = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class SequenceLoader(DataLoader[Any]):
-    """Hands out a piece of every sequence that some ranks have read.
+    """Yields this rank's piece of every sequence that the sequence parallel ranks read.
 
-    Each of the ranks reads batches of its own. When all have one, they go through them together: this rank gets its
-    piece of the first rank's batch, then of the second rank's, and so on. A pass has therefore as many more batches as
-    there are such ranks. Everything else that a loader has is the read loader's.
+    Each rank reads its own batches. When all have one, this rank gets its piece of the first rank's batch, then of the
+    second rank's, and so on. A pass therefore has `ranks` times as many batches. All other attributes are those of the
+    inner loader.
 
     Args:
         loader: The prepared loader of this rank's batches.
-        split: Makes the pieces: called with an iterable of this rank's batches, it returns an iterable of pieces.
-        ranks: How many ranks share sequences.
-        rows: How many sequences each batch must have; None: any number.
-        device: Where pieces go; None leaves them where they are.
-        skipped: How many pieces are left out at the start of a pass.
+        split: Called with an iterable of this rank's batches; returns an iterable of pieces.
+        ranks: Number of ranks that share sequences.
+        rows: Number of sequences in each batch; None: any.
+        device: Device of the pieces; None leaves them where they are.
+        skipped: Number of pieces to skip at the start of a pass.
 
     Attributes:
-        loader: The loader that is read.
+        loader: The inner loader.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class SequenceLoader(DataLoader[Any]):
         device: torch.device | None = None,
         skipped: int = 0,
     ) -> None:
-        # No DataLoader's __init__: this is a view of another loader, and has neither dataset nor workers of its own.
+        # Without DataLoader.__init__: this is a view of another loader, without a dataset or workers of its own.
         self.loader, self.ranks, self.rows, self.device = loader, ranks, rows, device
         self._split, self._skipped = split, skipped
         loader.hands_out_pieces = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not there yet, as while a copy is made
+        if name == "loader":  # not set yet, while a copy is made
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -60,11 +60,11 @@ class SequenceLoader(DataLoader[Any]):
         ended = False
         for number, piece in enumerate(self._split(self._checked())):
             ended = ended or self.loader.end_of_dataloader
-            # The pass ends with the last rank's batch; which of its samples are padding, a piece does not tell.
+            # The pass ends with the last rank's batch; a piece does not show which of its samples are padding.
             self.loader.end_of_dataloader = ended and number % self.ranks == self.ranks - 1
             self.loader.remainder = -1
             if number >= self._skipped:
-                yield send_to_device(_solid(piece), self.device) if self.device is not None else _solid(piece)
+                yield send_to_device(_contiguous(piece), self.device) if self.device is not None else _contiguous(piece)
 
     def _checked(self) -> Iterator[Any]:
         for batch in self.loader:
@@ -72,14 +72,14 @@ class SequenceLoader(DataLoader[Any]):
             yield batch
 
     def skipping(self, skip: Callable[[Any, int], Any], count: int) -> SequenceLoader:
-        """Return a loader like this one that leaves out more pieces at the start of every pass.
+        """Return a copy of this loader that skips more pieces at the start of every pass.
 
         Args:
-            skip: Returns a loader that leaves out batches of the one that is read.
-            count: How many pieces.
+            skip: Returns a copy of the inner loader that skips batches.
+            count: Number of pieces to skip.
         """
-        whole, rest = divmod(self._skipped + count, self.ranks)
-        return SequenceLoader(skip(self.loader, whole), self._split, self.ranks, self.rows, self.device, rest)
+        batches, pieces = divmod(self._skipped + count, self.ranks)
+        return SequenceLoader(skip(self.loader, batches), self._split, self.ranks, self.rows, self.device, pieces)
 
 
 def _check(batch: Any, rows: int | None) -> None:
@@ -87,26 +87,26 @@ def _check(batch: Any, rows: int | None) -> None:
     if missing:
         had = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
-            f"sequences are split by their batches' input_ids, position_ids and labels, each [batch, sequence]; a "
-            f"batch has {had}, and no {', '.join(missing)}: have the collate function add it (position_ids are "
-            "torch.arange(length) for each sequence)"
+            f"a batch has {had}, and no {', '.join(missing)}; sequences are split by input_ids, position_ids and labels "
+            "of shape [batch, sequence]. Add what is missing in collate_fn, for instance "
+            "batch['position_ids'] = torch.arange(length).expand(rows, -1)"
         )
     count = len(batch["input_ids"])
     if rows is not None and count != rows:
         raise ValueError(
-            f"a batch has {count} sequences, and DeepSpeed's attention was made for {rows} in every batch; write "
+            f"a batch has {count} sequences, and DeepSpeed's attention was created for {rows} in every batch; pass "
             "DataLoader(..., drop_last=True), or keep even_batches=True"
         )
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
         warn_once(
-            "attention_mask hides the beginning of sequences, and attention that is split over ranks knows no mask: "
+            "attention_mask masks the beginning of sequences, and attention that is split over ranks ignores masks: "
             "pad sequences at their end, with labels of -100"
         )
 
 
-def _solid(piece: Any) -> Any:
-    """Return a piece whose tensors are no views: models reshape them, and a view would keep the whole sequence."""
+def _contiguous(piece: Any) -> Any:
+    """Return a piece with contiguous tensors: models reshape them, and a view would keep the full sequence alive."""
     return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in piece.items()}
 
 

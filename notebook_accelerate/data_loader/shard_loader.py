@@ -16,20 +16,20 @@ from notebook_accelerate.telemetry import step_time
 
 
 class DataLoaderShard(PreparedDataLoader):
-    """A loader that puts batches on a device and knows one batch ahead that it ends.
+    """A loader that moves batches to a device and knows its last batch, because it reads one batch ahead.
 
     Args:
         dataset: The dataset to load from.
-        device: Where batches go; None leaves them where they are.
+        device: Device of the batches; None leaves them where they are.
         rng_types: Random number generators to synchronise over the ranks at the start of every pass.
-        synchronized_generator: The generator that ``"generator"`` in `rng_types` means.
-        skip_batches: Batches to leave out at the start.
-        use_stateful_dataloader: Build on torchdata's StatefulDataLoader.
-        _drop_last: The last incomplete round is dropped, so there is no padding to count.
+        synchronized_generator: The generator for ``"generator"`` in `rng_types`.
+        skip_batches: Batches to skip at the start of every pass.
+        use_stateful_dataloader: Use torchdata's StatefulDataLoader.
+        _drop_last: The last incomplete round is dropped, so there is no padding.
         _non_blocking: Copy to the device without waiting.
-        torch_device_mesh: Accepted for the interface; the share is decided by `prepare_data_loader`.
+        torch_device_mesh: Accepted for compatibility; `prepare_data_loader` decides the share.
         iteration: Epoch of the first pass.
-        **kwargs: What torch's DataLoader takes.
+        **kwargs: Arguments of torch's DataLoader.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class DataLoaderShard(PreparedDataLoader):
         self.iteration = iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return step_time.waiting(self._in_turn()) if step_time.running() else self._in_turn()
+        return step_time.waiting(self._local_batches()) if step_time.running() else self._local_batches()
 
-    def _open(self) -> Iterator[Any]:
-        """Start a pass, after the ranks have agreed on the random numbers."""
+    def _start_pass(self) -> Iterator[Any]:
+        """Synchronise the random numbers and start a pass."""
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        return super()._open()
+        return super()._start_pass()
 
-    def _note_last(self) -> None:
-        """Say that the batch handed out next is the last one, and how much of its round is real."""
-        super()._note_last()
+    def _mark_last_batch(self) -> None:
+        """Record that the next batch is the last one, and how many samples of its round are not padding."""
+        super()._mark_last_batch()
         shard = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batch_shard()
-        # A shard that is iterated in this process has met the end; one in a worker process cannot tell.
+        # A shard that is iterated in this process has reached its end; one in a worker process is not seen here.
         if isinstance(shard, IterableDatasetShard | BatchSamplerShard) and shard.last_round is not None:
             self.remainder = -1 if self._drop_last else shard.last_round
 
     def _batch_shard(self) -> Any:
-        """Find the batch sampler that divides the data, below those that skip."""
+        """Return the batch sampler that divides the data, below those that skip."""
         batch_sampler: Any = index_source(self)
         while isinstance(batch_sampler, SkipBatchSampler):
             batch_sampler = batch_sampler.batch_sampler
@@ -82,7 +82,7 @@ class DataLoaderShard(PreparedDataLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples that all ranks together read at a time."""
+        """Number of samples per round, of all ranks together."""
         if isinstance(self.dataset, IterableDatasetShard):
             return self.dataset.window
         shard = self._batch_shard()

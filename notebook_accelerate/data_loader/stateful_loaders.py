@@ -1,4 +1,4 @@
-"""Prepared loaders on torchdata's StatefulDataLoader: a position that can be saved within an epoch."""
+"""Prepared loaders on torchdata's StatefulDataLoader, whose position within an epoch can be saved."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _OWN = "_notebook_accelerate"
 
 @functools.cache
 def stateful_class(cls: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
-    """Put a loader class on top of torchdata's StatefulDataLoader.
+    """Return a loader class based on torchdata's StatefulDataLoader.
 
     Args:
-        cls: A class of this package that builds on torch's DataLoader.
+        cls: A class of this package that is based on torch's DataLoader.
 
     Returns:
-        A subclass of it and of StatefulDataLoader, of the same name.
+        A subclass of it and of StatefulDataLoader, with the same name.
 
     Raises:
         ImportError: torchdata is not installed.
@@ -40,20 +40,20 @@ def stateful_class(cls: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
 
 
 class _Stateful(PreparedDataLoader):
-    """What changes when a loader builds on StatefulDataLoader.
+    """The changes for a loader based on StatefulDataLoader.
 
-    torchdata counts the batches that were read, which while a loader is read are one more than were handed out. Where
-    the position is all there is to a state, one batch is taken back; elsewhere the state is taken before reading ahead.
+    torchdata counts the batches that were read; the loader reads one batch ahead of those it yields. If a state
+    consists only of a position, one batch is subtracted; otherwise the state is saved before reading ahead.
     """
 
     iteration: int = 0
     skip_batches: int = 0
     _state_before: dict[str, Any] | None = None
-    _read_ahead: int | None = None  # batches read and not handed out; None between passes
+    _read_ahead: int | None = None  # batches read and not yielded; None between passes
 
     @property
     def _index_sampler(self) -> Any:
-        """The source of indices, such that its position can be saved (torch asks this property)."""
+        """The source of indices, with a position that can be saved; torch reads this property."""
         source = index_source(self)
         if isinstance(self.dataset, IterableDataset) or hasattr(source, "state_dict"):
             return source
@@ -63,7 +63,7 @@ class _Stateful(PreparedDataLoader):
         """Iterate as torchdata does, from the loaded state if there is one.
 
         Returns:
-            torchdata's own iterator. Random numbers that the interrupted pass drew at its start are not drawn again.
+            torchdata's own iterator. Random numbers drawn at the start of the interrupted pass are not drawn again.
         """
         state = self.next_iter_state  # type: ignore[attr-defined]
         self._state_before = None
@@ -76,25 +76,25 @@ class _Stateful(PreparedDataLoader):
             torch.empty((), dtype=torch.int64).random_()  # the new pass draws its workers' seed, as every pass does
         return batches
 
-    def _watched(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Keep account of what is read ahead."""
+    def _track_position(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Track how many batches are read ahead."""
         simple = self.num_workers == 0 and not hasattr(self.dataset, "state_dict")
-        if self._steps_back and simple and isinstance(self._index_sampler, ResumableSampler):
+        if self._reads_one_ahead and simple and isinstance(self._index_sampler, ResumableSampler):
             self._read_ahead = 1
             return rounds
-        return self._remembered(rounds)
+        return self._save_state_before_each(rounds)
 
-    def _remembered(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Take the state before every round that is read."""
+    def _save_state_before_each(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Save the state before each round is read."""
         item: Any = None
         while item is not NOTHING:
-            self._state_before = self._state_as_read()
+            self._state_before = self._torchdata_state()
             item = next(rounds, NOTHING)
             if item is not NOTHING:
                 yield item
 
-    def _note_last(self) -> None:
-        super()._note_last()
+    def _mark_last_batch(self) -> None:
+        super()._mark_last_batch()
         if self._read_ahead is not None:
             self._read_ahead = 0
 
@@ -102,43 +102,43 @@ class _Stateful(PreparedDataLoader):
         super()._finish_pass()
         self._state_before = self._read_ahead = None
 
-    def _state_as_read(self) -> dict[str, Any]:
+    def _torchdata_state(self) -> dict[str, Any]:
         """Return torchdata's own state."""
         state: dict[str, Any] = super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc]
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where in its epoch this loader is.
+        """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader after the batches handed out, and the epoch. On a rank that does
-            not read the dataset, the epoch only.
+            The state of torchdata's StatefulDataLoader after the yielded batches, and the epoch. On a rank that does
+            not read the dataset, only the epoch.
         """
-        own = {_OWN: {"iteration": self.iteration, "workers_seeded": self.workers_seeded, **self._more_state()}}
-        if not self._reads:
+        own = {_OWN: {"iteration": self.iteration, "workers_seeded": self.workers_seeded, **self._extra_state()}}
+        if not self._reads_dataset:
             return own
         if self._state_before is not None:
             return {**self._state_before, **own}
-        state = self._state_as_read()
+        state = self._torchdata_state()
         if self._read_ahead is not None:
-            state = _stepped_back(state, self._read_ahead)
+            state = _rewound(state, self._read_ahead)
         return {**state, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, in the next pass, from where a state was saved.
+        """Continue, in the next pass, from a saved state.
 
         Args:
-            state_dict: What `state_dict` returned; states written by Accelerate are understood, too.
+            state_dict: What `state_dict` returned; states written by Accelerate are accepted, too.
         """
         state = dict(state_dict)
         own = state.pop(_OWN, {})
         self.iteration = own.get("iteration", self.iteration)
         self.workers_seeded = own.get("workers_seeded", False)
-        self._load_more_state(own)
+        self._load_extra_state(own)
         self._state_before = self._read_ahead = None
         if state.get(_FINISHED) and self.num_workers:
-            return  # no worker is left that could go on: the next pass is a new one
-        if self._reads:
+            return  # no worker is left to resume: the next pass is a new one
+        if self._reads_dataset:
             super(DataLoaderAdapter, self).load_state_dict(_with_position(state))  # type: ignore[misc]
 
 
@@ -148,8 +148,8 @@ _SAMPLER_COUNT = "_sampler_iter_yielded"
 _COUNT = "_num_yielded"
 
 
-def _stepped_back(state: dict[str, Any], batches: int) -> dict[str, Any]:
-    """Take back batches of a state of one process that consists of its position only."""
+def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
+    """Subtract batches from a state of one process that consists only of a position."""
     position = state[_SAMPLER]
     return {
         **state,
@@ -175,7 +175,7 @@ class ResumableSampler:
 
     Args:
         source: A batch sampler or sampler.
-        sampler: The sampler at its bottom, whose random numbers decide the order; None where it has none.
+        sampler: The innermost sampler, whose random numbers decide the order; None without one.
     """
 
     def __init__(self, source: Any, sampler: Any) -> None:
@@ -190,11 +190,11 @@ class ResumableSampler:
 
 
 class ResumableIterator(Iterator[Any]):
-    """An iterator over indices with a state: how many items it gave, and the random numbers it started from.
+    """An iterator over indices with a state: the number of yielded items, and the random numbers at its start.
 
     Args:
         source: A batch sampler or sampler.
-        sampler: The sampler at its bottom; None where it has none.
+        sampler: The innermost sampler; None without one.
     """
 
     def __init__(self, source: Any, sampler: Any) -> None:
@@ -206,21 +206,21 @@ class ResumableIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self.items is None:
-            self.numbers = self._numbers_now()
+            self.numbers = self._rng_state()
             self.items = iter(self.source)
         item = next(self.items)
         self.yielded += 1
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many items were given, and the state of the random numbers before the first one."""
-        return {"yielded": self.yielded, "numbers": self._numbers_now() if self.items is None else self.numbers}
+        """Return the number of yielded items, and the state of the random numbers before the first one."""
+        return {"yielded": self.yielded, "numbers": self._rng_state() if self.items is None else self.numbers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the items that were given when the state was saved; the order is the same.
+        """Continue after the items that were yielded when the state was saved, in the same order.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: The result of `state_dict`.
         """
         self.yielded, self.numbers = state_dict["yielded"], state_dict.get("numbers")
         generator = getattr(self.sampler, "generator", None)
@@ -229,24 +229,24 @@ class ResumableIterator(Iterator[Any]):
         if self.yielded == 0:
             return
         if self.numbers is None or generator is not None:
-            self.items = self._started()
+            self.items = self._items_after_start()
             return
         current = torch.get_rng_state()
         torch.set_rng_state(self.numbers)
-        self.items = self._started()
+        self.items = self._items_after_start()
         torch.set_rng_state(current)
 
-    def _started(self) -> Iterator[Any]:
-        """Start behind the items given before, and draw the order at once."""
+    def _items_after_start(self) -> Iterator[Any]:
+        """Start after the items that were yielded before, and draw the order now."""
         epoch = getattr(self.sampler, "epoch", 0)
         items = iterate_from(self.source, self.yielded)
         first = list(itertools.islice(items, 1))
         if isinstance(self.sampler, SeedableRandomSampler):
-            self.sampler.set_epoch(epoch)  # behind the last item the sampler has gone to the next epoch
+            self.sampler.set_epoch(epoch)  # at its end the sampler moved to the next epoch
         return itertools.chain(first, items)
 
-    def _numbers_now(self) -> torch.Tensor | None:
-        """Return the state of the generator that the sampler draws from; None where it depends on its epoch only."""
+    def _rng_state(self) -> torch.Tensor | None:
+        """Return the state of the sampler's generator; None if the order depends only on the epoch."""
         if self.sampler is None or isinstance(self.sampler, SequentialSampler | SeedableRandomSampler):
             return None
         generator = getattr(self.sampler, "generator", None)

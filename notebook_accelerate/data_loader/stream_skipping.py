@@ -1,4 +1,4 @@
-"""Starting an index stream in the middle, at a cost that does not grow with what is skipped."""
+"""Skips the first items of an index stream, at a cost that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _JUMPING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0)
 
 @runtime_checkable
 class Skippable(Protocol):
-    """A batch sampler that can start at a later batch by itself."""
+    """A batch sampler that implements skipping itself."""
 
     def iterate_from(self, skipped: int) -> Iterator[Any]:
         """Iterate over the batches that follow the first `skipped` ones."""
 
 
 def iterate_from(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
-    """Iterate over a batch sampler (or any iterable) as if its first batches were not there.
+    """Iterate over a batch sampler, or any iterable, without its first batches.
 
-    torch's own BatchSampler is not asked for the skipped batches: its sampler's indices are moved instead.
+    For torch's own BatchSampler, the sampler's indices are skipped instead of the batches.
 
     Args:
         batches: A batch sampler, a sampler, or any other iterable.
-        skipped: How many batches to leave out, 0 or more.
+        skipped: Number of batches to skip, 0 or more.
 
     Returns:
-        An iterator over the batches that remain.
+        An iterator over the remaining batches.
     """
     if isinstance(batches, Skippable):
         return batches.iterate_from(skipped)
@@ -46,12 +46,12 @@ def iterate_from(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
 def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any], Iterator[Any]]:
     """Read the first batches of an epoch, then iterate from a later batch of the same epoch.
 
-    The sampler is iterated once only: a second iteration would draw another permutation.
+    The sampler is iterated only once: a second iteration would draw another permutation.
 
     Args:
         batches: A batch sampler, or any iterable of batches.
-        skipped: How many batches to leave out of the iterator, 0 or more.
-        kept: How many of the epoch's first batches to return in the list; fewer if there are fewer.
+        skipped: Number of batches to skip in the iterator, 0 or more.
+        kept: Number of the epoch's first batches to return in the list, if there are as many.
 
     Returns:
         The epoch's first `kept` batches, and an iterator over the batches after the first `skipped`.
@@ -73,15 +73,15 @@ def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any
 def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
     """Move an iterator forward by a number of items.
 
-    Iterators over lists, tuples and ranges jump. A generator that hands on such an iterator (``yield from
-    torch.randperm(n).tolist()``, as torch's RandomSampler does) jumps inside it. Everything else is read.
+    Iterators over lists, tuples and ranges jump. A generator that delegates to such an iterator (``yield from
+    torch.randperm(n).tolist()``, as torch's RandomSampler does) jumps inside it. All other iterators are read.
 
     Args:
-        iterator: The iterator to move; it may have been started.
-        count: How many items to leave out, 0 or more.
+        iterator: The iterator; it may have been started.
+        count: Number of items to skip, 0 or more.
 
     Returns:
-        The same iterator, `count` items further or at its end.
+        The same iterator, moved by `count` items or to its end.
     """
     count -= _jump(iterator, count)
     if count and isinstance(iterator, GeneratorType) and next(iterator, _END) is not _END:
@@ -94,7 +94,7 @@ def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def _jump(iterator: Any, count: int) -> int:
-    """Move an iterator over a stored sequence by up to `count` items and say by how many."""
+    """Move an iterator over a stored sequence by up to `count` items; return by how many."""
     if type(iterator) not in _JUMPING:
         return 0
     stride: int = min(count, iterator.__length_hint__())

@@ -111,7 +111,7 @@ def load_parts(folder: str, whole: str) -> list[Any]:
     same = [torch.equal(_whole(value), expected[name]) for name, value in model.state_dict().items()]
     alone = net()
     load_checkpoint_in_model(alone, whole, full_state_dict=False, broadcast_from_rank0=False)
-    with pytest.raises(ValueError, match=r"0\.weight is whole there; pass full_state_dict=True"):
+    with pytest.raises(ValueError, match=r"0\.weight is a full tensor there; pass full_state_dict=True"):
         load_checkpoint_in_model(model, whole, full_state_dict=False)
     unchanged = [torch.equal(_whole(value), expected[name]) for name, value in model.state_dict().items()]
     return [*same, *unchanged, alone.state_dict()["0.weight"].tolist()]
@@ -140,7 +140,7 @@ def dispatch(folder: str, device_map: Any) -> list[Any]:
 def test_dispatch_to_one_device_of_each_rank(tmp_path: Path) -> None:
     weight = write(tmp_path)["0.weight"].double().tolist()
     assert run_ranks(dispatch, str(tmp_path), {"": "cpu"}) == [["torch.float64", weight]] * 2
-    with pytest.raises(RankError, match="is on one device of each rank"):
+    with pytest.raises(RankError, match="must be on one device of each rank"):
         run_ranks(dispatch, str(tmp_path), {"0": "cpu", "1": "meta", "2": "cpu"})
 
 

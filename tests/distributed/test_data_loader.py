@@ -231,7 +231,7 @@ def _unjoinable() -> None:
 
 
 def test_batches_that_cannot_be_joined_are_named() -> None:
-    with pytest.raises(RankError, match=r"cannot be joined.*dispatch_batches=False"):
+    with pytest.raises(RankError, match=r"cannot be concatenated.*dispatch_batches=False"):
         run_ranks(_unjoinable)
 
 
@@ -296,9 +296,9 @@ def test_random_numbers_are_those_of_rank_0() -> None:
 
 
 def test_unknown_random_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="rng_type is 'dice'; it may be one of"):
+    with pytest.raises(ValueError, match="rng_type='dice' is not allowed; pass one of"):
         synchronize_rng_state("dice")
-    with pytest.raises(ValueError, match="needs the generator"):
+    with pytest.raises(ValueError, match="needs a generator"):
         synchronize_rng_state("generator")
 
 

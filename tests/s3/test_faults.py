@@ -41,7 +41,7 @@ def test_refused_credentials_are_said_and_lose_nothing(server: S3Server, bucket:
     server.check_credentials(True)
     try:
         for call in calls:
-            with pytest.raises(CheckpointError, match=r"does not let this process .*AWS_ACCESS_KEY_ID"):
+            with pytest.raises(CheckpointError, match=r"denied access .*AWS_ACCESS_KEY_ID"):
                 call()
     finally:
         server.check_credentials(False)
@@ -56,7 +56,7 @@ def test_a_missing_bucket_is_said_and_not_made(bucket: str) -> None:
         lambda: training.accelerator.save_state(f"{missing}/out"),
         lambda: save_model(training.accelerator, training.raw, f"{missing}/model"),
     ):
-        with pytest.raises(CheckpointError, match=rf"there is no {missing} .*Make it first"):
+        with pytest.raises(CheckpointError, match=rf"{missing} does not exist .*Create it first"):
             call()
     with pytest.raises(ValueError, match="folder does not exist"):
         training.accelerator.load_state(f"{missing}/out")

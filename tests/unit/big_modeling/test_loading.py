@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from notebook_accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from notebook_accelerate.big_modeling.checkpoint_loading import _made_map
+from notebook_accelerate.big_modeling.device_map import make_device_map
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.utils import load_state_dict, shard_checkpoint
 from tests.unit.big_modeling.models import Deep, ThreeLayers, devices
@@ -72,13 +72,16 @@ def test_maps_that_are_made(tmp_path: Path, strategy: str) -> None:
 
 def test_low_0_keeps_the_first_accelerator_free() -> None:
     limits = {0: 3000, 1: 3000, 2: 3000, "cpu": 9000}
-    usual, low = (_made_map(_empty(), kind, limits, ["Block"], None, False) for kind in ("balanced", "balanced_low_0"))
+    usual, low = (
+        make_device_map(_empty(), strategy, limits, no_split_module_classes=["Block"])
+        for strategy in ("balanced", "balanced_low_0")
+    )
     assert 0 in usual.values()
     assert 0 not in low.values()
     assert {1, 2} <= set(low.values())
 
 
-def test_strategies_that_are_none(tmp_path: Path) -> None:
+def test_unknown_strategies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="please choose 'auto'"):
         load_checkpoint_and_dispatch(_empty(), tmp_path, "foo")
 
@@ -214,7 +217,7 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(BrokenCheckpointError, match="is broken"):
         load_checkpoint_in_model(_empty(), folder)
     shard.unlink()
-    with pytest.raises(BrokenCheckpointError, match=f"{shard.name} of model.safetensors.index.json are not there"):
+    with pytest.raises(BrokenCheckpointError, match=f"{shard.name} of model.safetensors.index.json are missing"):
         load_checkpoint_in_model(_empty(), folder)
 
 
@@ -266,7 +269,7 @@ class _Evil:
 
 def test_pickles_hold_weights_only(tmp_path: Path) -> None:
     torch.save({"emb.weight": _Evil()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="holds more than data"):
+    with pytest.raises(CheckpointError, match="contains more than data"):
         load_checkpoint_in_model(_empty(), tmp_path)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from notebook_accelerate import cpu_offload, dispatch_model, init_empty_weights
 from notebook_accelerate.big_modeling import estimate_memory
-from notebook_accelerate.big_modeling.estimate import placed
+from notebook_accelerate.big_modeling.estimate import measure_device_map
 from notebook_accelerate.big_modeling.module_tensors import name_of_scales
 from notebook_accelerate.big_modeling.quantization import keep_8bit, make_offloadable_below, offloaded_modules
 from notebook_accelerate.hardware.feature_checks import is_bnb_available
@@ -104,7 +104,7 @@ def test_modules_on_disk_are_not_quantized_to_4_bits_the_others_are(
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("empty", [False, True])
-def test_modules_on_disk_are_kept_in_8_bits(tmp_path: Path, empty: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_modules_on_disk_are_kept_quantize_8bit(tmp_path: Path, empty: bool, caplog: pytest.LogCaptureFixture) -> None:
     x, plain, hollow = _saved(tmp_path)
     model, weights = (hollow, tmp_path) if empty else (_network().eval(), None)
     away = tmp_path / "away"
@@ -157,12 +157,12 @@ def test_layers_of_8_bits_come_from_main_memory(tmp_path: Path) -> None:
 
 
 @needs_bitsandbytes
-def test_a_checkpoint_in_8_bits_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
+def test_a_checkpoint_quantize_8bit_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
     x, plain, empty = _saved(tmp_path)
-    from notebook_accelerate.big_modeling.eight_bit import in_8_bits  # needs bitsandbytes
+    from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # needs bitsandbytes
 
     state = load_file(tmp_path / "model.safetensors")
-    state["3.weight"], state["3.SCB"] = in_8_bits(state["3.weight"])
+    state["3.weight"], state["3.SCB"] = quantize_8bit(state["3.weight"])
     (tmp_path / "eight").mkdir()
     save_file(state, tmp_path / "eight" / "model.safetensors")
     replace_with_bnb_layers(empty, BnbQuantizationConfig(**EIGHT), modules_to_not_convert=["0", "4"])
@@ -174,7 +174,7 @@ def test_a_checkpoint_in_8_bits_is_loaded_into_offloaded_layers(tmp_path: Path) 
 
 
 @needs_bitsandbytes
-def test_weights_in_8_bits_are_written_with_their_scales(tmp_path: Path) -> None:
+def test_weights_quantize_8bit_are_written_with_their_scales(tmp_path: Path) -> None:
     model, index = _network(), {}  # type: ignore[var-annotated]
     weight = model[0].weight.detach().clone()
     config = BnbQuantizationConfig(**EIGHT)
@@ -300,7 +300,7 @@ def test_estimated_activations_are_what_autograd_keeps() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"), [({"optimizer": "adma"}, "adamw"), ({"strategy": "x"}, "fsdp"), ({"num_processes": 0}, "1"),
      ({"degrees": {"dp": 2}}, "dp_replicate"), ({"degrees": {"tp": 3}, "num_processes": 4}, "tp=3 = 3"),
-     ({"offload": {"buffers": "cpu"}}, "weights, gradients"), ({"offload": {"weights": "tape"}}, "cpu, disk")]
+     ({"offload": {"buffers": "cpu"}}, "weights, gradients"), ({"offload": {"weights": "tape"}}, "'cpu' or 'disk'")]
 )  # fmt: skip
 def test_estimates_of_unknown_things(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -310,14 +310,14 @@ def test_estimates_of_unknown_things(wrong: Any, message: str) -> None:
 def test_the_panel_shows_parts_devices_and_what_moves() -> None:
     with init_empty_weights():
         model = Deep()
-    drawing = placed(model, {"emb": 0, "h": "cpu", "ln": 0, "head": "disk"}, max_memory={0: 500})
+    drawing = measure_device_map(model, {"emb": 0, "h": "cpu", "ln": 0, "head": "disk"}, max_memory={0: 500})
     assert drawing.moves == 4 * 880 + 800
     assert drawing.overfull() == ["0"]
     panel = MemoryPanel(estimate_memory(model, sequence_length=4), drawing, available=10_000)
     assert "does not fit" in panel.html()
     assert "more than it holds" in panel.html()
     assert "4.32 KB move" in panel.html()
-    assert "device 0 holds more than its limit" in panel.text()
+    assert "device 0 exceeds its limit" in panel.text()
     assert panel.widget.value == panel.html()
 
 

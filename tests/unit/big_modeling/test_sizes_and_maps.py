@@ -280,11 +280,11 @@ def test_fallback_fills_a_device_that_would_stay_empty() -> None:
     assert 0 in infer_auto_device_map(model, {0: 1300, 1: 5000}, fallback_allocation=True).values()
 
 
-def test_verbose_tells_every_decision(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_every_decision(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(ThreeLayers(), {0: 200, 1: 200}, verbose=True)
     said = capsys.readouterr().out
     assert "batchnorm (72 B): 36 B left on 0" in said
-    assert "linear2 goes to 1" in said
+    assert "linear2 is placed on 1" in said
 
 
 def test_check_device_map() -> None:

@@ -80,7 +80,7 @@ def test_numpy_is_data(tmp_path: Path, value: Any) -> None:
 
 def test_code_is_not_data(tmp_path: Path) -> None:
     torch.save({"x": Path("a")}, tmp_path / "x.bin")
-    with pytest.raises(CheckpointError, match=r"(?s)x\.bin holds more than data.*add_safe_globals"):
+    with pytest.raises(CheckpointError, match=r"(?s)x\.bin contains more than data.*add_safe_globals"):
         checkpointing.load(tmp_path / "x.bin")
     assert checkpointing.load(tmp_path / "x.bin", weights_only=False) == {"x": Path("a")}
 

@@ -140,7 +140,7 @@ def test_an_iterable_dataset_loses_nothing_and_doubles_only_the_padding(
     shares = [IterableDatasetShard(Numbers(length), size, drop_last, ranks, rank, split) for rank in range(ranks)]
     got = [list(share) for share in shares]
     part = size // ranks if split else size
-    samples = list(itertools.chain.from_iterable(_rounds(got, part)))
+    samples = list(itertools.chain.from_iterable(_join_rounds(got, part)))
     whole = part * ranks
     kept = length // whole * whole if drop_last else length
     assert samples[:kept] == list(range(kept))
@@ -149,7 +149,7 @@ def test_an_iterable_dataset_loses_nothing_and_doubles_only_the_padding(
     assert all(share.last_round == length % whole for share in shares)
 
 
-def _rounds(shares: list[list[int]], part: int) -> list[list[int]]:
+def _join_rounds(shares: list[list[int]], part: int) -> list[list[int]]:
     count = len(shares[0]) // part
     return [[i for share in shares for i in share[r * part : (r + 1) * part]] for r in range(count)]
 

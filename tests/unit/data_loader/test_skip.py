@@ -223,12 +223,12 @@ def test_a_pass_that_is_resumed_draws_no_random_numbers() -> None:
 
 @pytest.mark.parametrize("number", [-1, -100])
 def test_a_negative_number_is_refused(number: int) -> None:
-    with pytest.raises(ValueError, match=f"num_batches is {number}"):
+    with pytest.raises(ValueError, match=f"num_batches={number}"):
         skip_first_batches(DataLoader(range(4)), number)
 
 
 def test_what_is_no_loader_is_refused() -> None:
-    with pytest.raises(ValueError, match="got list"):
+    with pytest.raises(ValueError, match="dataloader is a list"):
         skip_first_batches([1], 1)
 
 

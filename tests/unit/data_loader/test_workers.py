@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from notebook_accelerate.data_loader import prepare_data_loader
-from notebook_accelerate.data_loader.persistent_workers import EpochFollower, seeding_apart
+from notebook_accelerate.data_loader.persistent_workers import EpochFollower, separate_worker_seed
 
 
 class Several(Dataset[int]):
@@ -100,7 +100,7 @@ def test_a_seed_drawn_apart_moves_no_random_numbers() -> None:
     own = torch.Generator().manual_seed(1)
     loader = DataLoader(range(4), generator=own)
     before = own.get_state(), torch.get_rng_state()
-    with seeding_apart(loader):
+    with separate_worker_seed(loader):
         iter(loader)
     assert loader.generator is own
     assert torch.equal(own.get_state(), before[0])

@@ -1,4 +1,4 @@
-"""One walk over a model's modules, in the order of `named_modules`, without its cost."""
+"""Lists a model's modules in the order of `named_modules`, in linear time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 @dataclass
-class Tree:
-    """A model's modules in depth-first order; a module that is reached twice is there twice.
+class ModuleTree:
+    """A model's modules in depth-first order; a shared module is listed once per name.
 
     Attributes:
         names: Dotted names; the model's own is "".
         modules: The modules.
-        parents: Positions of their parents; -1 for the model.
-        ends: Position after the last module inside each: ``names[i + 1:ends[i]]`` are inside ``names[i]``.
+        parents: Indices of their parents; -1 for the model.
+        ends: Index after the last descendant of each: ``names[i + 1:ends[i]]`` are the descendants of ``names[i]``.
     """
 
     names: list[str] = field(default_factory=list)
@@ -25,18 +25,18 @@ class Tree:
     ends: list[int] = field(default_factory=list)
 
 
-def tree_of(model: torch.nn.Module) -> Tree:
-    """Walk over a model.
+def build_tree(model: torch.nn.Module) -> ModuleTree:
+    """List the modules of a model.
 
     Args:
         model: The model, on any device.
 
     Returns:
-        Its modules; made in time linear in their number (`named_modules` takes a step per module and level).
+        Its modules, in time linear in their number (`named_modules` takes a step per module and level).
     """
-    tree = Tree([""], [model], [-1], [1])
+    tree = ModuleTree([""], [model], [-1], [1])
     names, modules, parents, ends = tree.names, tree.modules, tree.parents, tree.ends
-    # One iterator per level, so that a module without children is four appends, and no call.
+    # One iterator per level: a module without children costs four appends, and no call.
     levels = [("", 0, iter(model._modules.items()))]
     while levels:
         prefix, parent, children = levels[-1]
@@ -58,12 +58,12 @@ def tree_of(model: torch.nn.Module) -> Tree:
 
 
 def full_name(prefix: str, name: str) -> str:
-    """Join a module's dotted name and a name inside it."""
+    """Join a module's dotted name and the name of a member."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def prefixes(name: str) -> list[str]:
-    """List the names of everything a dotted name is in, and itself, from the outside: "", "a", "a.b"."""
+    """List a dotted name's prefixes, the shortest first, and the name itself: "", "a", "a.b"."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
@@ -72,11 +72,11 @@ def submodule(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]
     """Resolve a tensor's dotted name.
 
     Args:
-        module: Where the name starts.
+        module: The module that the name is relative to.
         name: For instance ``layers.0.weight``.
 
     Returns:
-        The module that has the tensor, and the last part of the name.
+        The module that contains the tensor, and the last part of the name.
 
     Raises:
         AttributeError: There is no such module.
