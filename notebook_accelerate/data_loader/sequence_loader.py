@@ -87,8 +87,8 @@ def _check(batch: Any, rows: int | None) -> None:
     if missing:
         had = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
-            f"a batch has {had}, and no {', '.join(missing)}; sequences are split by input_ids, position_ids and labels "
-            "of shape [batch, sequence]. Add what is missing in collate_fn, for instance "
+            f"a batch has {had}, and no {', '.join(missing)}; sequences are split by input_ids, position_ids and "
+            "labels of shape [batch, sequence]. Add the missing ones in collate_fn, for instance "
             "batch['position_ids'] = torch.arange(length).expand(rows, -1)"
         )
     count = len(batch["input_ids"])

@@ -1,4 +1,4 @@
-"""Counts devices without creating a context, and knows Jupyter, Colab, Kaggle and VS Code."""
+"""Detects devices, without creating a context, and notebook hosts: Jupyter, Colab, Kaggle and VS Code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first configuration file, made from what this machine has."""
+"""Writes a first configuration file for this machine's devices."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from notebook_accelerate.hardware.detection import HardwareInfo, detect
 def write_basic_config(
     mixed_precision: str = "no", save_location: str = default_config_file, use_xpu: bool | None = None
 ) -> Path | Literal[False]:
-    """Write a configuration file for all devices of this machine, without a question asked.
+    """Write a configuration file for all devices of this machine, without asking questions.
 
     Args:
         mixed_precision: no, fp16, bf16 or fp8.
-        save_location: Its path; written as JSON where it ends in .json, else as YAML.
-        use_xpu: Deprecated and without effect: Intel GPUs are used where there are some.
+        save_location: Its path; JSON if it ends in .json, otherwise YAML.
+        use_xpu: Deprecated and without effect: Intel GPUs are used if there are any.
 
     Returns:
-        The path; False where a file is there already, which stays.
+        The path; False if the file exists already, which is not changed.
 
     Raises:
         ValueError: The precision is not allowed.
     """
     if use_xpu is not None:
-        warnings.warn("use_xpu is deprecated: leave it out; Intel GPUs are used where there are some", FutureWarning, 2)
+        warnings.warn("use_xpu is deprecated: omit it; Intel GPUs are used if there are any", FutureWarning, 2)
     if str(mixed_precision).lower() not in PrecisionType:
         allowed = ", ".join(PrecisionType.list())
         raise ValueError(f"`mixed_precision` should be one of {allowed}; received {mixed_precision!r}")
     path = Path(save_location)
     if path.exists():
-        sys.stdout.write(f"{path} exists and stays as it is; pass another save_location, or remove it\n")
+        sys.stdout.write(f"{path} exists and was not changed; pass another save_location, or remove it\n")
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     config = _basic_config(str(mixed_precision).lower(), detect())

@@ -1,4 +1,4 @@
-"""What this machine is: accelerators, cores, memory, and the kind of notebook it is used from."""
+"""Detects this machine's accelerators, cores, memory and notebook host."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from notebook_accelerate.hardware.devices import ROWS
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareInfo:
-    """What a launch needs to know about this machine."""
+    """Properties of this machine that a launch needs."""
 
     accelerator: str
-    """Type of the devices a training would use here: cpu, cuda, mps, xpu, npu, mlu, musa, sdaa, hpu, neuron or xla."""
+    """Type of device that training uses here: cpu, cuda, mps, xpu, npu, mlu, musa, sdaa, hpu, neuron or xla."""
     count: int
-    """How many of them this process may use; 0 for cpu."""
+    """Number of these devices that this process may use; 0 for cpu."""
     cpu_count: int
     """Cores this process may use (affinity and container limits applied)."""
     memory_bytes: int
     """Main memory in bytes (container limit applied)."""
     host: str
-    """Where the code is typed: terminal, jupyter, colab, kaggle or vscode."""
+    """Where the user types code: terminal, jupyter, colab, kaggle or vscode."""
     loopback: str | None
-    """Name of the network interface that is this machine itself; None where it is not known."""
+    """Name of the loopback network interface; None if it is unknown."""
 
 
 def detect() -> HardwareInfo:
-    """Look at this machine; creates no context on a device and imports no torch."""
+    """Detect this machine's properties; creates no context on a device and does not import torch."""
     accelerator, number = _accelerators()
     return HardwareInfo(
         accelerator=accelerator,
@@ -44,7 +44,7 @@ def detect() -> HardwareInfo:
 
 
 def _accelerators() -> tuple[str, int]:
-    """Return the preferred type that is there, and how many."""
+    """Return the preferred type of the devices here, and their number."""
     for row in ROWS:
         if row.is_accelerator and (number := device_counts.count(row.type)):
             return row.type, number
@@ -58,7 +58,7 @@ def cpu_count() -> int:
 
 
 def _container_cores() -> int | None:
-    """Return the whole cores of the control group's time quota; None without one."""
+    """Return the control group's CPU time quota in cores, rounded up; None without one."""
     for file in _control_group_files("cpu.max"):
         quota, _, period = file.read_text(encoding="ascii").strip().partition(" ")
         if quota != "max":
@@ -79,7 +79,7 @@ def memory_bytes() -> int:
 
 
 def _control_group_files(name: str) -> Iterable[Path]:
-    """Return the files with a limit of this process's control group and those above it (cgroup v2), nearest first."""
+    """Return the limit files of this process's control group and its parents (cgroup v2), nearest first."""
     own = Path("/proc/self/cgroup")
     if not own.exists():
         return []
@@ -90,7 +90,7 @@ def _control_group_files(name: str) -> Iterable[Path]:
 
 
 def host() -> str:
-    """Return where the code is typed: terminal, jupyter, colab, kaggle or vscode."""
+    """Return where the user types code: terminal, jupyter, colab, kaggle or vscode."""
     if any(name.startswith("COLAB_") for name in os.environ) or "google.colab" in sys.modules:
         return "colab"
     if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
@@ -101,7 +101,7 @@ def host() -> str:
 
 
 def in_kernel() -> bool:
-    """Tell whether this process is a notebook's kernel."""
+    """Return whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     return shell is not None and getattr(shell, "kernel", None) is not None

@@ -1,7 +1,7 @@
-"""How many devices of each type this process may use, found out without creating a context on any.
+"""Counts the devices of each type that this process may use, without creating a context.
 
-A notebook's kernel is forked from: a driver that was initialised in it does not work in the children. Everything
-here therefore reads device files, management libraries and environment variables, or asks a child process.
+Ranks are forked from a notebook's kernel, and a driver that was initialised in the kernel does not work in its
+children. All counts therefore come from device files, management libraries, environment variables or a child process.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from notebook_accelerate.hardware.devices import ROWS
 _PROBE_SECONDS = 60
 
 
-# Variables beyond the rows' own that change what is counted.
+# Variables that change a count, in addition to those of the rows.
 _OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
 
 
 def count(device_type: str) -> int:
-    """Return how many devices of ``device_type`` this process can use; 0 without the software that drives them.
+    """Return how many devices of a type this process can use; 0 without their software.
 
     Args:
         device_type: Name of the type, as in ``torch.device(...).type``; a machine has one "cpu".
 
     Returns:
-        The number, found out once per setting of the variables that restrict it.
+        The number; it is cached until one of the variables that restrict it changes.
     """
     names = [*(name for row in ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
-    return 1 if device_type == "cpu" else _counted(device_type, tuple(os.environ.get(name) for name in names))
+    return 1 if device_type == "cpu" else _cached_count(device_type, tuple(os.environ.get(name) for name in names))
 
 
 @lru_cache(maxsize=64)
-def _counted(device_type: str, _variables: tuple[str | None, ...]) -> int:
+def _cached_count(device_type: str, _variables: tuple[str | None, ...]) -> int:
     return COUNTERS[device_type]()
 
 
@@ -62,7 +62,7 @@ def _nvidia_driver() -> bool:
 
 
 def _visible_cuda(variable: str | None, physical: int) -> int:
-    """Apply CUDA_VISIBLE_DEVICES as the CUDA driver does: the list ends at the first entry that is no device.
+    """Apply CUDA_VISIBLE_DEVICES as the CUDA driver does: the list ends at the first invalid entry.
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
@@ -96,12 +96,12 @@ def _visible_uuids(entries: list[str]) -> int:
 
 
 def _rocm() -> int:
-    """Count the nodes of AMD's kernel driver that have a GPU; CPUs are nodes with gpu_id 0."""
-    ids = [_line(path) for path in _paths("/sys/class/kfd/kfd/topology/nodes/*/gpu_id")]
+    """Count the nodes of AMD's kernel driver with a GPU; CPUs are nodes with gpu_id 0."""
+    ids = [_read_line(path) for path in _paths("/sys/class/kfd/kfd/topology/nodes/*/gpu_id")]
     physical = sum(identifier not in {"", "0"} for identifier in ids)
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         if (value := os.environ.get(name)) is not None:
-            physical = _listed(value, physical)
+            physical = _count_listed(value, physical)
     return physical
 
 
@@ -112,7 +112,7 @@ def _xpu() -> int:
 
 
 def _pci_vendor(vendor: str, pattern: str) -> bool:
-    return any(_line(path) == vendor for path in _paths(pattern))
+    return any(_read_line(path) == vendor for path in _paths(pattern))
 
 
 def _mps() -> int:
@@ -134,14 +134,14 @@ def _xla() -> int:
 
 def _tpu_chips() -> int:
     google = _paths("/sys/class/accel/accel*/device/vendor")
-    chips = sum(_line(path) == "0x1ae0" for path in google)
+    chips = sum(_read_line(path) == "0x1ae0" for path in google)
     if not chips and Path("/dev/vfio/vfio").exists() and os.environ.get("TPU_ACCELERATOR_TYPE"):
         chips = len(_paths("/dev/vfio/[0-9]*"))
-    # In a container the devices may be out of sight; the type that Colab and Kaggle name is not.
+    # In a container the devices may be hidden; the type that Colab and Kaggle set is visible.
     chips = chips or xla_environment.chips_of_host(os.environ)
     for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
         if (value := os.environ.get(name)) is not None:
-            chips = _listed(value, chips)
+            chips = _count_listed(value, chips)
     return chips
 
 
@@ -172,21 +172,21 @@ def _neuron() -> int:
     if number := _number(os.environ.get("NEURON_RT_NUM_CORES")):
         return number
     sysfs = _paths("/sys/devices/virtual/neuron_device/neuron*/core_count")
-    cores = sum(_number(_line(path)) for path in sysfs)
-    return _listed(os.environ.get("NEURON_RT_VISIBLE_CORES"), cores or 2 * len(devices))
+    cores = sum(_number(_read_line(path)) for path in sysfs)
+    return _count_listed(os.environ.get("NEURON_RT_VISIBLE_CORES"), cores or 2 * len(devices))
 
 
 def _device_files(device_type: str, extension: str, pattern: str, variable: str) -> int:
-    """Count a vendor's device files; where it has none of that name, a child process asks its library."""
+    """Count a vendor's device files; without any, a child process asks its library."""
     if not _installed(extension.partition(".")[0]):
         return 0
     if pattern and (files := _paths(pattern)):
-        return _listed(os.environ.get(variable), len(files))
+        return _count_listed(os.environ.get(variable), len(files))
     return _probe(f"import torch, {extension}; print(torch.{device_type}.device_count())")
 
 
-def _listed(value: str | None, physical: int) -> int:
-    """Return how many devices a list such as "0,2" or "0-3" leaves of ``physical``; None restricts nothing."""
+def _count_listed(value: str | None, physical: int) -> int:
+    """Return how many of ``physical`` devices a list such as "0,2" or "0-3" selects; None selects all."""
     if value is None or value.strip().lower() == "all":
         return physical
     seen: set[int] = set()
@@ -206,7 +206,7 @@ def _paths(pattern: str) -> list[Path]:
     return list(Path("/").glob(pattern.lstrip("/")))
 
 
-def _line(path: Path) -> str:
+def _read_line(path: Path) -> str:
     return path.read_text(encoding="ascii").strip()
 
 
@@ -215,7 +215,7 @@ def _installed(module: str) -> bool:
 
 
 def _probe(code: str) -> int:
-    """Run ``code`` in a child, where initialising a driver does no harm, and return the number it prints."""
+    """Run ``code`` in a child process, which may initialise a driver, and return the number it prints."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True

@@ -1,6 +1,6 @@
-"""One row per type of device: how to address it, which back end connects it, where its random numbers live.
+"""The table of device types: how to address them, their back ends and random number generators.
 
-The rows are data; what needs torch imports it when called.
+The rows are data; methods that need torch import it when called.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class DeviceRow:
     backend: str
     """Back end of the process group that connects such devices."""
     distributed_type: DistributedType
-    """What a world of several ranks on such devices is called; NO where one process is all there can be."""
+    """Distributed type of several ranks on such devices; NO if only one process can use them."""
     communicator: str = "torch"
-    """Which implementation of collectives serves it: torch (process groups), xla, or none."""
+    """Implementation of collectives: torch (process groups), xla, or none."""
     extension: str = ""
-    """Module to import before torch knows the type; empty where torch brings it along."""
+    """Module to import before torch knows the type; empty if torch itself does."""
     visible_variables: tuple[str, ...] = ()
-    """Environment variables that restrict which devices a process sees."""
+    """Environment variables that restrict the devices of a process."""
     rng: str = ""
-    """Name in ``RNGType`` of the device's own generator; empty where torch's is all there is."""
+    """Name in ``RNGType`` of the device's generator; empty if it has none of its own."""
     autocast_dtypes: tuple[str, ...] = ("bfloat16",)
-    """Dtypes that ``torch.autocast`` takes on it."""
+    """Dtypes that ``torch.autocast`` supports on it."""
 
     def load(self) -> Any:
-        """Import what makes torch know this type, and return ``torch.<type>``.
+        """Import the extension of this type, and return ``torch.<type>``.
 
         Returns:
-            The module (``torch.cuda``, ``torch.npu``, ...), or None for types that have none (xla).
+            The module (``torch.cuda``, ``torch.npu``, ...), or None for types without one (xla).
 
         Raises:
             ImportError: The extension is not installed.
@@ -52,7 +52,7 @@ class DeviceRow:
         return getattr(torch, self.type, None)
 
     def device(self, index: int = 0) -> torch.device:
-        """Return the device of this type with ``index`` (types that have only one ignore it)."""
+        """Return the device of this type with ``index``, which types with one device per process ignore."""
         torch = importlib.import_module("torch")
         self.load()
         if self.type == "xla":
@@ -70,31 +70,31 @@ class DeviceRow:
         return device
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call ``torch.<type>.<name>(*args)`` where the type has it.
+        """Call ``torch.<type>.<name>(*args)``, if the function exists.
 
         Args:
             name: Function of the module: empty_cache, synchronize, device_count, get_rng_state_all, ...
-            args: What it is called with.
+            args: Its arguments.
 
         Returns:
-            Its result; None where the type has no such function.
+            Its result; None if the type has no such function.
         """
         function = getattr(self.load(), name, None)
         return None if function is None else function(*args)
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether it is something other than the CPU."""
+        """Whether the type is not the CPU."""
         return self.type != "cpu"
 
 
 def xla_device() -> torch.device:
-    """Return this process's XLA device; the first call decides how the machine's devices are shared out.
+    """Return this process's XLA device; the first call decides how the machine's devices are divided.
 
-    With several ranks on this machine each has one. A process that is alone has all of them, as one virtual device
-    (SPMD): torch_xla takes that decision before it starts its runtime only.
+    With several ranks on this machine each has one. A single rank has all of them, as one virtual device (SPMD);
+    torch_xla allows this decision only before it starts its runtime.
     """
-    from notebook_accelerate.hardware import device_counts  # it counts what the rows of this module name
+    from notebook_accelerate.hardware import device_counts  # it imports this module
 
     torch_xla: Any = importlib.import_module("torch_xla")
     runtime: Any = importlib.import_module("torch_xla.runtime")
@@ -110,22 +110,22 @@ def xla_device() -> torch.device:
 
 
 def _check_world(found: int) -> None:
-    """Refuse ranks that torch_xla has not joined: each would train alone, and its collectives do nothing."""
+    """Check that torch_xla has connected the ranks: otherwise each would train alone, and collectives do nothing."""
     world = environ.integer("WORLD_SIZE", 1) or 1
     if found != world:
         kind = environ.text("PJRT_DEVICE") or "XLA"
         raise RuntimeError(
-            f"{world} ranks were started, and torch_xla's runtime (PJRT_DEVICE={kind}) knows of {found}: it joins one "
-            "process for each chip of a TPU, and no processes on the CPU. Start one rank, which has all devices of "
-            "this machine (SPMD): num_processes=1"
+            f"{world} ranks were started, and torch_xla's runtime (PJRT_DEVICE={kind}) has connected {found}. It "
+            "connects one process for each chip of a TPU, and none on the CPU. Start one rank, which has all devices "
+            "of this machine (SPMD): num_processes=1"
         )
 
 
-# Types of which a process uses exactly one device, without an index.
+# Types with exactly one device per process, without an index.
 _ONE_PER_PROCESS = frozenset(("cpu", "mps", "xla", "hpu", "neuron"))
 _HALF = ("float16", "bfloat16")
 
-# In order of preference on a machine that has several: specialised devices first, the CPU last.
+# In order of preference on a machine with several types: specialised devices first, the CPU last.
 ROWS: tuple[DeviceRow, ...] = (
     DeviceRow(
         type="xla",
@@ -227,10 +227,10 @@ def row(device_type: str) -> DeviceRow:
         The row.
 
     Raises:
-        ValueError: No such type; the message lists those there are.
+        ValueError: There is no such type; the message lists all types.
     """
     if device_type not in _BY_TYPE:
-        raise ValueError(f"device type {device_type!r} is not known; known: {', '.join(_BY_TYPE)}")
+        raise ValueError(f"device type {device_type!r} is not known; pass one of {', '.join(_BY_TYPE)}")
     return _BY_TYPE[device_type]
 
 

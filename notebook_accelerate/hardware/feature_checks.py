@@ -1,4 +1,4 @@
-"""What is installed and what it can do: answers without importing anything heavy."""
+"""Checks which packages, devices and precisions are available, without importing large packages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def is_package(name: str, distribution: str | None = None, minimum: str | None = None) -> bool:
-    """Tell whether a package can be imported, without importing it.
+    """Return whether a package can be imported, without importing it.
 
     Args:
         name: Its import name.
-        distribution: The name it is installed under; None: the import name. A folder that merely has the package's
-            name (as the logs of wandb) is not it.
-        minimum: The lowest version that counts.
+        distribution: Name of its distribution; None: the import name. A folder with the package's name (such as the
+            logs of wandb) does not count.
+        minimum: The minimum version.
 
     Returns:
-        Whether it is there, new enough.
+        Whether it is installed, in the minimum version or later.
     """
     spec = _spec(name)
     if spec is None or (spec.origin is None and distribution is None and not _version(name)):
@@ -42,7 +42,7 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
 
 def _spec(name: str) -> Any:
     if name in sys.modules:
-        return getattr(sys.modules[name], "__spec__", None)  # None in place of a module hides it
+        return getattr(sys.modules[name], "__spec__", None)  # None instead of a module hides it
     try:
         return importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
@@ -60,222 +60,222 @@ def _version(distribution: str) -> str | None:
 
 
 def is_import_timer_available() -> bool:
-    """Tell whether import_timer is installed."""
+    """Return whether import_timer is installed."""
     return is_package("import_timer")
 
 
 def is_pynvml_available() -> bool:
-    """Tell whether NVIDIA's management library for Python is installed."""
+    """Return whether NVIDIA's management library for Python is installed."""
     return is_package("pynvml")
 
 
 def is_amdsmi_available() -> bool:
-    """Tell whether AMD's management library for Python is installed."""
+    """Return whether AMD's management library for Python is installed."""
     return is_package("amdsmi")
 
 
 def is_pytest_available() -> bool:
-    """Tell whether pytest is installed."""
+    """Return whether pytest is installed."""
     return is_package("pytest")
 
 
 def is_msamp_available() -> bool:
-    """Tell whether MS-AMP is installed."""
+    """Return whether MS-AMP is installed."""
     return is_package("msamp", "ms-amp")
 
 
 def is_schedulefree_available() -> bool:
-    """Tell whether schedulefree is installed."""
+    """Return whether schedulefree is installed."""
     return is_package("schedulefree")
 
 
 def is_transformer_engine_available() -> bool:
-    """Tell whether Transformer Engine is installed (on Gaudi: Intel's)."""
+    """Return whether Transformer Engine is installed (on Gaudi: Intel's)."""
     return is_package("intel_transformer_engine" if is_hpu_available() else "transformer_engine")
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Tell whether Transformer Engine is installed and the GPU computes in MXFP8 (compute capability 10.0)."""
+    """Return whether Transformer Engine is installed and the GPU supports MXFP8 (compute capability 10.0)."""
     return is_transformer_engine_available() and any(gpu.capability >= (10, 0) for gpu in nvml.gpus())
 
 
 def is_lomo_available() -> bool:
-    """Tell whether lomo-optim is installed."""
+    """Return whether lomo-optim is installed."""
     return is_package("lomo_optim")
 
 
 def is_torchao_available() -> bool:
-    """Tell whether torchao is installed, in a version with float8 training."""
+    """Return whether torchao is installed, in a version with float8 training."""
     return is_package("torchao", minimum="0.6.1")
 
 
 def is_deepspeed_available() -> bool:
-    """Tell whether DeepSpeed is installed."""
+    """Return whether DeepSpeed is installed."""
     return is_package("deepspeed")
 
 
 def is_pippy_available() -> bool:
-    """Tell whether torch has pipeline parallelism (2.4)."""
+    """Return whether torch has pipeline parallelism (2.4)."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Tell whether bitsandbytes is installed.
+    """Return whether bitsandbytes is installed.
 
     Args:
-        min_version: The lowest version that counts.
+        min_version: The minimum version.
     """
     return is_package("bitsandbytes", minimum=min_version)
 
 
 def is_4bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes is installed, in a version with 4-bit weights."""
+    """Return whether bitsandbytes is installed, in a version with 4-bit weights."""
     return is_bnb_available("0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes is installed, in a version with 8-bit weights on disk."""
+    """Return whether bitsandbytes is installed, in a version with 8-bit weights on disk."""
     return is_bnb_available("0.37.2")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Tell whether bitsandbytes runs on more than NVIDIA GPUs here."""
+    """Return whether bitsandbytes supports other devices than NVIDIA GPUs."""
     if not is_bnb_available():
         return False
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
 
 
 def is_torchvision_available() -> bool:
-    """Tell whether torchvision is installed."""
+    """Return whether torchvision is installed."""
     return is_package("torchvision")
 
 
 def is_megatron_lm_available() -> bool:
-    """Tell whether Megatron-LM is installed and asked for (ACCELERATE_USE_MEGATRON_LM)."""
+    """Return whether Megatron-LM is installed and requested (ACCELERATE_USE_MEGATRON_LM)."""
     return environ.flag("ACCELERATE_USE_MEGATRON_LM") and is_package("megatron", "megatron-core")
 
 
 def is_transformers_available() -> bool:
-    """Tell whether transformers is installed."""
+    """Return whether transformers is installed."""
     return is_package("transformers")
 
 
 def is_datasets_available() -> bool:
-    """Tell whether datasets is installed."""
+    """Return whether datasets is installed."""
     return is_package("datasets")
 
 
 def is_peft_available() -> bool:
-    """Tell whether peft is installed."""
+    """Return whether peft is installed."""
     return is_package("peft")
 
 
 def is_timm_available() -> bool:
-    """Tell whether timm is installed."""
+    """Return whether timm is installed."""
     return is_package("timm")
 
 
 def is_triton_available() -> bool:
-    """Tell whether triton is installed."""
+    """Return whether triton is installed."""
     return is_package("triton")
 
 
 def is_aim_available() -> bool:
-    """Tell whether aim is installed."""
+    """Return whether aim is installed."""
     return is_package("aim")
 
 
 def is_tensorboard_available() -> bool:
-    """Tell whether TensorBoard or tensorboardX is installed."""
+    """Return whether TensorBoard or tensorboardX is installed."""
     return is_package("tensorboard") or is_package("tensorboardX")
 
 
 def is_wandb_available() -> bool:
-    """Tell whether wandb is installed."""
+    """Return whether wandb is installed."""
     return is_package("wandb")
 
 
 def is_comet_ml_available() -> bool:
-    """Tell whether comet_ml is installed."""
+    """Return whether comet_ml is installed."""
     return is_package("comet_ml")
 
 
 def is_swanlab_available() -> bool:
-    """Tell whether swanlab is installed."""
+    """Return whether swanlab is installed."""
     return is_package("swanlab")
 
 
 def is_trackio_available() -> bool:
-    """Tell whether trackio is installed (it needs Python 3.10)."""
+    """Return whether trackio is installed (it needs Python 3.10)."""
     return is_package("trackio")
 
 
 def is_boto3_available() -> bool:
-    """Tell whether boto3 is installed."""
+    """Return whether boto3 is installed."""
     return is_package("boto3")
 
 
 def is_rich_available() -> bool:
-    """Tell whether rich is installed and asked for (ACCELERATE_ENABLE_RICH)."""
+    """Return whether rich is installed and requested (ACCELERATE_ENABLE_RICH)."""
     return is_package("rich") and environ.flag("ACCELERATE_ENABLE_RICH")
 
 
 def is_sagemaker_available() -> bool:
-    """Tell whether sagemaker is installed."""
+    """Return whether sagemaker is installed."""
     return is_package("sagemaker")
 
 
 def is_tqdm_available() -> bool:
-    """Tell whether tqdm is installed."""
+    """Return whether tqdm is installed."""
     return is_package("tqdm")
 
 
 def is_clearml_available() -> bool:
-    """Tell whether clearml is installed."""
+    """Return whether clearml is installed."""
     return is_package("clearml")
 
 
 def is_pandas_available() -> bool:
-    """Tell whether pandas is installed."""
+    """Return whether pandas is installed."""
     return is_package("pandas")
 
 
 def is_matplotlib_available() -> bool:
-    """Tell whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return is_package("matplotlib")
 
 
 def is_mlflow_available() -> bool:
-    """Tell whether mlflow, or mlflow-skinny, is installed."""
+    """Return whether mlflow, or mlflow-skinny, is installed."""
     return is_package("mlflow")
 
 
 def is_dvclive_available() -> bool:
-    """Tell whether dvclive is installed."""
+    """Return whether dvclive is installed."""
     return is_package("dvclive")
 
 
 def is_torchdata_available() -> bool:
-    """Tell whether torchdata is installed."""
+    """Return whether torchdata is installed."""
     return is_package("torchdata")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Tell whether torchdata is installed, in a version with StatefulDataLoader."""
+    """Return whether torchdata is installed, in a version with StatefulDataLoader."""
     return is_package("torchdata", minimum="0.8.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Tell whether numpy is installed.
+    """Return whether numpy is installed.
 
     Args:
-        min_version: The lowest version that counts.
+        min_version: The minimum version.
     """
     return is_package("numpy", minimum=min_version)
 
 
 def is_weights_only_available() -> bool:
-    """Tell whether ``torch.load(weights_only=True)`` takes a list of safe classes (torch 2.4)."""
+    """Return whether ``torch.load(weights_only=True)`` accepts a list of safe classes (torch 2.4)."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -283,78 +283,78 @@ def is_weights_only_available() -> bool:
 
 
 def _usable(device_type: str, check_device: bool = False) -> bool:
-    """Tell whether there is a device of this type; ``check_device`` also asks torch, which may initialise it."""
+    """Return whether there is a device of this type; ``check_device`` also calls torch, which may initialise it."""
     if not device_counts.count(device_type):
         return False
     return not check_device or bool(devices.row(device_type).call("is_available"))
 
 
 def is_cuda_available() -> bool:
-    """Tell whether there is a CUDA (or ROCm) GPU; CUDA stays uninitialised."""
+    """Return whether there is a CUDA (or ROCm) GPU; CUDA stays uninitialised."""
     return _usable("cuda")
 
 
 def is_rocm_available() -> bool:
-    """Tell whether torch is built for ROCm and there is an AMD GPU."""
+    """Return whether torch is built for ROCm and there is an AMD GPU."""
     return bool(torch_build.read().hip) and _usable("cuda")
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Tell whether there is an Apple GPU.
+    """Return whether there is an Apple GPU.
 
     Args:
-        min_version: The lowest version of torch that counts.
+        min_version: The minimum version of torch.
     """
     return is_torch_version(">=", min_version) and _usable("mps")
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Tell whether torch_mlu is installed and there is an MLU.
+    """Return whether torch_mlu is installed and there is an MLU.
 
     Args:
-        check_device: Also ask torch, which may initialise the device.
+        check_device: Also call torch, which may initialise the device.
     """
     return _usable("mlu", check_device)
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Tell whether torch_musa is installed and there is a MUSA GPU.
+    """Return whether torch_musa is installed and there is a MUSA GPU.
 
     Args:
-        check_device: Also ask torch, which may initialise the device.
+        check_device: Also call torch, which may initialise the device.
     """
     return _usable("musa", check_device)
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Tell whether torch_npu is installed and there is an NPU.
+    """Return whether torch_npu is installed and there is an NPU.
 
     Args:
-        check_device: Also ask torch, which may initialise the device.
+        check_device: Also call torch, which may initialise the device.
     """
     return _usable("npu", check_device)
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Tell whether torch_sdaa is installed and there is an SDAA device.
+    """Return whether torch_sdaa is installed and there is an SDAA device.
 
     Args:
-        check_device: Also ask torch, which may initialise the device.
+        check_device: Also call torch, which may initialise the device.
     """
     return _usable("sdaa", check_device)
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Tell whether torch_neuronx is installed and there is a Neuron core.
+    """Return whether torch_neuronx is installed and there is a Neuron core.
 
     Args:
-        check_device: Also ask torch, which may initialise the device.
+        check_device: Also call torch, which may initialise the device.
     """
     return _usable("neuron", check_device)
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Tell whether Habana's torch bridge is installed and there is an HPU.
+    """Return whether Habana's torch bridge is installed and there is an HPU.
 
     Args:
         init_hccl: Also import its back end for process groups.
@@ -367,7 +367,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Tell whether the HPU is a first-generation Gaudi."""
+    """Return whether the HPU is a first-generation Gaudi."""
     if not is_hpu_available():
         return False
     device_type: Any = importlib.import_module("habana_frameworks.torch.utils.experimental")
@@ -375,38 +375,35 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Tell whether torch is built for Intel GPUs and there is one.
+    """Return whether torch is built for Intel GPUs and there is one.
 
     Args:
-        check_device: Also ask torch, which may initialise the device.
+        check_device: Also call torch, which may initialise the device.
     """
     return _usable("xpu", check_device)
 
 
 def is_xccl_available() -> bool:
-    """Tell whether torch has the back end for process groups of Intel GPUs."""
+    """Return whether torch has the back end for process groups of Intel GPUs."""
     if not torch_build.read().xpu or is_torch_version("<", "2.7.0"):
         return False
     return bool(importlib.import_module("torch.distributed").is_xccl_available())
 
 
 def is_torch_distributed_available() -> bool:
-    """Tell whether torch has process groups."""
+    """Return whether torch has process groups."""
     return bool(importlib.import_module("torch.distributed").is_available())
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Tell whether torch_xla is installed and not refused (USE_TORCH_XLA=false), and what it runs on.
+    """Return whether torch_xla is installed and not disabled (USE_TORCH_XLA=false).
 
     Args:
-        check_is_tpu: Only a TPU counts.
-        check_is_gpu: Only a GPU counts.
-
-    Returns:
-        Whether it is there.
+        check_is_tpu: Also require a TPU.
+        check_is_gpu: Also require a GPU.
 
     Raises:
-        ValueError: Both are asked for.
+        ValueError: Both are True.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu and check_is_gpu cannot both be True; pass one of them")
@@ -424,13 +421,10 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Tell whether bf16 works on this machine's device.
+    """Return whether this machine's device supports bf16; NVIDIA GPUs before Ampere compute it in fp32.
 
     Args:
-        ignore_tpu: Answer for the machine without its TPU.
-
-    Returns:
-        Whether it does; NVIDIA GPUs before Ampere compute it through fp32.
+        ignore_tpu: Ignore the machine's TPU.
     """
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
@@ -440,12 +434,12 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Tell whether fp16 works on this machine's device."""
+    """Return whether this machine's device supports fp16."""
     return not is_habana_gaudi1()
 
 
 def is_fp8_available() -> bool:
-    """Tell whether a library that computes in fp8 is installed."""
+    """Return whether a library for fp8 is installed."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
@@ -453,7 +447,7 @@ def is_fp8_available() -> bool:
 
 
 def is_ipex_available() -> bool:
-    """Deprecated: tell whether Intel's extension for PyTorch is installed, in the version torch needs."""
+    """Deprecated: return whether Intel's extension for PyTorch is installed, in the version torch needs."""
     _deprecated("is_ipex_available", "is_xpu_available(): torch itself drives Intel GPUs")
     installed, torch_version = _version("intel_extension_for_pytorch"), torch_build.read().version
     if installed is None or torch_version is None:
@@ -462,10 +456,10 @@ def is_ipex_available() -> bool:
 
 
 def is_tpu_available(check_device: bool = True) -> bool:
-    """Deprecated: tell whether torch_xla is installed and there is a TPU.
+    """Deprecated: return whether torch_xla is installed and there is a TPU.
 
     Args:
-        check_device: Whether there must be a TPU; otherwise torch_xla alone counts.
+        check_device: Require a TPU; otherwise torch_xla suffices.
     """
     _deprecated("is_tpu_available", "is_torch_xla_available(check_is_tpu=True)")
     return is_torch_xla_available(check_is_tpu=check_device)
@@ -479,7 +473,7 @@ def _deprecated(name: str, instead: str) -> None:
 
 
 def torchao_required(func: _F) -> _F:
-    """Make a function raise ImportError where torchao is not installed.
+    """Make a function raise ImportError if torchao is not installed.
 
     Args:
         func: The function.
@@ -488,7 +482,7 @@ def torchao_required(func: _F) -> _F:
 
 
 def deepspeed_required(func: _F) -> _F:
-    """Make a function raise ImportError where DeepSpeed is not installed.
+    """Make a function raise ImportError if DeepSpeed is not installed.
 
     Args:
         func: The function.

@@ -1,4 +1,4 @@
-"""What the GPUs of this machine are, asked without creating a CUDA context."""
+"""Properties of this machine's GPUs, read without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_counts, devices, nvml, torch_build
 from notebook_accelerate.hardware.detection import detect
 
-# GeForce 40 cards cannot reach each other directly; drivers before this one claim they can and then hang.
+# GeForce 40 cards have no peer-to-peer access; drivers before this one report that they have, and hang.
 # Source: NVIDIA driver 550.40.07, release highlights.
 _PEER_TO_PEER_DRIVER = "550.40.07"
 
@@ -22,15 +22,15 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str | None:
-    """Return the version of NVIDIA's driver; None without one."""
+    """Return the version of NVIDIA's driver; None without a driver."""
     return nvml.driver_version()
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Tell whether the GPUs can reach each other directly (peer to peer) and over InfiniBand.
+    """Return whether the GPUs support peer-to-peer access and InfiniBand.
 
     Returns:
-        False for several GeForce RTX 40 cards on a driver before 550.40.07; True for all else, also without GPUs.
+        False for several GeForce RTX 40 cards with a driver before 550.40.07, otherwise True, also without GPUs.
     """
     names, count = get_gpu_info()
     if count < 2 or not any("RTX 40" in name for name in names):
@@ -40,7 +40,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Tell whether the GPU this process uses first computes in fp8 (compute capability 8.9, or AMD's gfx94, gfx95)."""
+    """Return whether this process's first GPU supports fp8 (compute capability 8.9, or AMD's gfx94, gfx95, gfx12)."""
     if not device_counts.count("cuda"):
         return False
     if torch_build.read().hip:
@@ -51,10 +51,10 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def visible_gpu(local_index: int) -> nvml.Gpu | None:
-    """Return the physical GPU behind ``cuda:local_index``; None where it is not known.
+    """Return the physical GPU of ``cuda:local_index``; None if it is unknown.
 
     Args:
-        local_index: Index among the GPUs that CUDA_VISIBLE_DEVICES leaves.
+        local_index: Index among the GPUs of CUDA_VISIBLE_DEVICES.
     """
     physical = nvml.gpus()
     entries = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -68,7 +68,7 @@ def visible_gpu(local_index: int) -> nvml.Gpu | None:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the type of device a training would use here, and what a world of such devices is called."""
+    """Return the type of device that training uses on this machine, and its distributed type."""
     row = devices.row(detect().accelerator)
     name = row.distributed_type if row.distributed_type != DistributedType.NO else DistributedType.MULTI_CPU
     return row.type, name.value

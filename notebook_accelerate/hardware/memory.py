@@ -1,4 +1,4 @@
-"""Batch sizes that fit, and memory given back."""
+"""Finds batch sizes that fit in memory, and releases cached memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the memory that torch caches back to the device; does nothing on devices this process has not used.
+    """Release the memory that torch caches on devices this process has used.
 
     Args:
-        garbage_collection: Run Python's collector first, which costs milliseconds to seconds.
+        garbage_collection: Run Python's garbage collector first, which takes milliseconds to seconds.
     """
     if garbage_collection:
         gc.collect()
@@ -40,7 +40,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def _is_in_use(device_type: str, module: Any) -> bool:
-    """Tell whether this process has used such devices: emptying a cache must not create a context."""
+    """Return whether this process has used such devices: emptying the cache must not create a context."""
     if module is None:
         return False
     if hasattr(module, "is_initialized"):
@@ -51,7 +51,7 @@ def _is_in_use(device_type: str, module: Any) -> bool:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Forget objects and give their memory back.
+    """Delete objects and release their memory.
 
     Args:
         objects: The objects; assign the result to their names: ``a, b = release_memory(a, b)``.
@@ -66,7 +66,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Tell whether an exception says that memory has run out (or that cuDNN has no plan that fits).
+    """Return whether an exception means that memory was exhausted (or that no cuDNN plan fits).
 
     Args:
         exception: The exception.
@@ -80,7 +80,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 class _SizeFinder:
-    """A function that is called again with a smaller batch size while memory runs out."""
+    """Calls a function with smaller batch sizes until memory suffices."""
 
     def __init__(self, function: Callable[..., Any], start: int, reduce: Callable[[], int] | None) -> None:
         functools.update_wrapper(self, function)
@@ -98,21 +98,23 @@ class _SizeFinder:
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Outside the handler: the traceback that kept the function's tensors alive is gone.
+            # Outside the handler: no traceback keeps the function's tensors alive any more.
             clear_device_cache(garbage_collection=True)
-            self.batch_size = self._smaller()
+            self.batch_size = self._next_size()
         self.batch_size = self.start
-        raise RuntimeError(f"No executable batch size found, reached zero: {self._name}() does not fit in memory")
+        raise RuntimeError(
+            f"No executable batch size found, reached zero: {self._name}() exhausts the memory with a batch size of 1"
+        )
 
     @property
     def _name(self) -> str:
         return str(getattr(self.function, "__name__", self.function))
 
-    def _smaller(self) -> int:
+    def _next_size(self) -> int:
         return int(self.batch_size * 0.9) if self.reduce is None else int(self.reduce())
 
     def _check(self, args: tuple[Any, ...]) -> None:
-        """Refuse a batch size in the call: there is then one argument more than parameters."""
+        """Refuse a batch size in the call, which is one argument more than the parameters."""
         parameters = list(inspect.signature(self.function).parameters.values())
         names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -150,11 +152,11 @@ def find_executable_batch_size(
 
     Args:
         function: Takes ``batch_size`` as its first parameter; None to decorate with arguments.
-        starting_batch_size: The size of the first attempt.
+        starting_batch_size: Size of the first attempt.
         reduce_batch_size_fn: Returns the next size; None: nine tenths of the last.
 
     Returns:
-        The function, without its first parameter; the size that fitted is kept for the next call.
+        The function without its first parameter; the next call starts with the size that fitted.
 
     Raises:
         RuntimeError: No size above 0 fits (raised by the call).
@@ -172,7 +174,9 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int) or starting_batch_size < 1:
-        raise ValueError(f"starting_batch_size={starting_batch_size!r} is not allowed; pass a whole number above 0")
+        raise ValueError(
+            f"starting_batch_size={starting_batch_size!r} is not allowed; pass a whole number of at least 1"
+        )
     return _SizeFinder(function, starting_batch_size, reduce_batch_size_fn)
 
 

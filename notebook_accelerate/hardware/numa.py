@@ -1,4 +1,4 @@
-"""Ranks on CPUs: where torchrun and MPI say they are, and which cores are near their device."""
+"""Ranks on CPUs: rank and world size from torchrun or MPI, and affinity to the cores near a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VARIABLES = {
 
 @dataclass
 class CPUInformation:
-    """This process's place among ranks on CPUs."""
+    """Rank and world size of a process on a CPU."""
 
     rank: int = 0
     """Index among all ranks."""
@@ -41,7 +41,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return what the variables of torchrun or MPI say about this process."""
+    """Read this process's ranks from the variables of torchrun or MPI."""
     defaults = CPUInformation()
     return CPUInformation(
         **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in _VARIABLES.items()}
@@ -49,11 +49,11 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Keep this process on the cores that are near its GPU.
+    """Bind this process to the cores near its GPU.
 
     Args:
         local_process_index: Index of this rank on its machine.
-        verbose: Whether to print the cores; None: under ACCELERATE_DEBUG_MODE.
+        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
     """
     cores = _near_cores(local_process_index)
     if not cores or not hasattr(os, "sched_setaffinity"):
@@ -65,17 +65,17 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Keep this process on the cores that are near its GPU; done once per process (`override_numa_affinity` repeats).
+    """Bind this process to the cores near its GPU, once per process (`override_numa_affinity` repeats it).
 
     Args:
         local_process_index: Index of this rank on its machine.
-        verbose: Whether to print the cores; None: under ACCELERATE_DEBUG_MODE.
+        verbose: Whether to print the cores; None: only with ACCELERATE_DEBUG_MODE.
     """
     override_numa_affinity(local_process_index, verbose)
 
 
 def _near_cores(local_process_index: int) -> set[int]:
-    """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty where that is not known."""
+    """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty if there is no list."""
     if not device_counts.count("cuda"):
         return set()
     gpu = visible_gpu(local_process_index)
@@ -89,7 +89,7 @@ def _near_cores(local_process_index: int) -> set[int]:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """Return the cores in a list such as ``0-3,8,10-11``.
+    """Parse a list of cores such as ``0-3,8,10-11``.
 
     Args:
         text: The list, as Linux writes it.

@@ -1,4 +1,4 @@
-"""Ports, the operating system's kernel, and what this process has loaded."""
+"""Ports, the version of the operating system's kernel, and loaded libraries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from packaging.version import parse
 
 from notebook_accelerate.config import environ
 
-# Older kernels hang in the wait for a child of several ranks: https://github.com/huggingface/accelerate/issues/1929
-_LEAST_KERNEL = "5.5.0"
+# With older kernels, waiting for the child of several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
+_MIN_KERNEL = "5.5.0"
 _DEFAULT_PORT = 29500
 
 
@@ -27,19 +27,19 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def check_os_kernel() -> None:
-    """Warn where this is a Linux kernel older than 5.5, on which several ranks were seen to hang."""
+    """Warn if the Linux kernel is older than 5.5, with which several ranks may hang."""
     if platform.system() != "Linux":
         return
     found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
-    if found is not None and parse(found[0]) < parse(_LEAST_KERNEL):
+    if found is not None and parse(found[0]) < parse(_MIN_KERNEL):
         warnings.warn(
-            f"this Linux kernel is {found[0]}; before {_LEAST_KERNEL} a process of several ranks may hang: update it",
+            f"this Linux kernel is {found[0]}, and several ranks may hang with kernels before {_MIN_KERNEL}: update it",
             stacklevel=2,
         )
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Tell whether something listens on a port of this machine.
+    """Return whether a process listens on a port of this machine.
 
     Args:
         port: The port; None: MASTER_PORT, or 29500.
@@ -50,7 +50,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """Return a port of this machine that was free a moment ago."""
+    """Return a port of this machine that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read from its version file: importing torch takes a second."""
+"""Reads what the installed torch was built for from its version file: importing torch takes a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.version import Version
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """Version of torch and of the platforms it was built for; None where it was not."""
+    """Versions of torch and of the platforms it was built for; None for others."""
 
     version: str | None = None
     cuda: str | None = None
@@ -23,7 +23,7 @@ class TorchBuild:
 
     @property
     def installed(self) -> bool:
-        """Whether there is a torch at all."""
+        """Whether torch is installed."""
         return self.version is not None
 
 
@@ -54,11 +54,11 @@ def _read_file() -> TorchBuild:
 
 
 FLIGHT_RECORDER_ENTRIES = "100"
-"""Operations torch's flight recorder keeps; only the open ones and the last one are ever read."""
+"""Operations that torch's flight recorder keeps; only the open ones and the last one are read."""
 
 
 def flight_recorder_variables() -> dict[str, str]:
-    """Return the variable that turns on torch's flight recorder in a rank; torch 2.9 gave it its present name."""
+    """Return the variable that turns on torch's flight recorder in a rank; torch 2.9 renamed it."""
     version = read().version
     if version is None:
         return {}

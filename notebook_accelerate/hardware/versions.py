@@ -1,4 +1,4 @@
-"""Versions of packages, read from their metadata: nothing is imported."""
+"""Compares versions of packages, read from their metadata without importing them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         Whether the comparison holds.
 
     Raises:
-        ValueError: The operation is none of those.
+        ValueError: The operation is not allowed.
         importlib.metadata.PackageNotFoundError: The package is not installed.
     """
     if operation not in STR_OPERATION_TO_FUNC:
-        raise ValueError(f"operation={operation!r} is not allowed; allowed: {', '.join(STR_OPERATION_TO_FUNC)}")
+        raise ValueError(f"operation={operation!r} is not allowed; pass one of {', '.join(STR_OPERATION_TO_FUNC)}")
     version = library_or_version
     if isinstance(version, str):
         version = parse(importlib.metadata.version(version))
@@ -34,7 +34,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the installed torch's version, without its build's suffix (+cu128), with another.
+    """Compare the installed torch's version, without its build suffix (+cu128), with another.
 
     Args:
         operation: >, >=, ==, !=, <= or <.

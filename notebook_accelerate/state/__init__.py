@@ -1,6 +1,6 @@
-"""What a process knows about itself: its place in the world, the precision it trains in, where it is in a window.
+"""The state of a process: rank and device, precision and plugins, gradient accumulation.
 
-Each class is a view on one dictionary per process, as in Accelerate: every instance sees what the first one found out.
+All instances of a class share one dictionary per process, as in Accelerate: the first one fills it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`AcceleratorState`: the place in the world, plus the precision and the plugins of the current `Accelerator`."""
+"""`AcceleratorState`: `PartialState` plus the precision and plugins of the current `Accelerator`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType, PrecisionType
-from notebook_accelerate.state.parallel_layout import arrange, offloads_gradients, plugins_from_environ
+from notebook_accelerate.state.parallel_layout import arrange_ranks, offloads_gradients, plugins_from_environ
 from notebook_accelerate.state.partial_state import PartialState
 from notebook_accelerate.state.shared_dict import SharedDict, Slots
 from notebook_accelerate.state.warn_once import warn_once
 
 _PLUGINS = ("dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
-# Which kind of world a plugin makes of one with (or without) a process group.
+# The distributed type that a plugin implies.
 _TYPE_OF_PLUGIN = {
     "deepspeed_plugins": DistributedType.DEEPSPEED,
     "fsdp_plugin": DistributedType.FSDP,
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 class AcceleratorState(PartialState):
     """`PartialState` plus precision and plugins. All instances share one dictionary per process.
 
-    A later instance that asks for other settings gets them, with one warning that says what changed; what it does not
-    mention stays, and objects prepared before keep working as they were prepared.
+    A later instance with other settings changes them, with one warning that lists the changes. Other settings stay, and
+    objects prepared before keep working as they were prepared.
 
     Args:
         mixed_precision: no, fp16, bf16 or fp8; None means ACCELERATE_MIXED_PRECISION, or no.
-        cpu: Leave accelerators alone.
+        cpu: Use the CPU.
         dynamo_plugin: How models are compiled (`TorchDynamoPlugin`).
         deepspeed_plugin: A `DeepSpeedPlugin`, or several by name; the first one is active.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
         parallelism_config: A `ParallelismConfig`.
-        _from_accelerator: Whether an `Accelerator` makes it.
+        _from_accelerator: Whether an `Accelerator` creates it.
         kwargs: Arguments of `torch.distributed.init_process_group`.
 
     Attributes:
-        dynamo_plugin: How models are compiled; None: not.
-        fsdp_plugin: The active plugin of that kind; None: not used.
+        dynamo_plugin: How models are compiled; None: they are not.
+        fsdp_plugin: The active FSDP plugin; None: not used.
         parallelism_config: The parallel layout; None: data parallel only.
         device_mesh: The mesh of ranks of the parallel layout; None without one.
     """
@@ -89,7 +89,7 @@ class AcceleratorState(PartialState):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        asked = {
+        requested = {
             "_mixed_precision": check_precision(mixed_precision),
             "dynamo_plugin": dynamo_plugin,
             "fsdp_plugin": fsdp_plugin,
@@ -99,51 +99,51 @@ class AcceleratorState(PartialState):
             "deepspeed_plugins": _by_name(deepspeed_plugin),
         }
         if not self._shared_state:
-            asked |= plugins_from_environ(asked)
-        if offloads_gradients(asked):
+            requested |= plugins_from_environ(requested)
+        if offloads_gradients(requested):
             kwargs["with_cpu"] = True
         if not self._shared_state:
-            self._fill(PartialState(cpu, **kwargs), asked)
-        elif cpu or kwargs or any(value is not None for value in asked.values()):
-            self._change(PartialState(cpu, **kwargs), asked)
+            self._fill(PartialState(cpu, **kwargs), requested)
+        elif cpu or kwargs or any(value is not None for value in requested.values()):
+            self._apply_settings(PartialState(cpu, **kwargs), requested)
 
     def __repr__(self) -> str:
         plugins = f"DeepSpeed plugins: {self.deepspeed_plugins}\n" if self.deepspeed_plugins else ""
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n{plugins}"
 
-    def _fill(self, place: PartialState, asked: Slots) -> None:
-        if asked["_mixed_precision"] is None:
-            asked = {**asked, "_mixed_precision": precision_from_environ()}
-        _only_kind(asked)
-        settings = {**place.__dict__, "device_mesh": None, "use_ipex": False, **asked}
-        settings |= arrange(settings)
-        kind = _only_kind(settings)
+    def _fill(self, partial: PartialState, requested: Slots) -> None:
+        if requested["_mixed_precision"] is None:
+            requested = {**requested, "_mixed_precision": precision_from_environ()}
+        _deciding_plugin(requested)
+        settings = {**partial.__dict__, "device_mesh": None, "use_ipex": False, **requested}
+        settings |= arrange_ranks(settings)
+        kind = _deciding_plugin(settings)
         self.__dict__.update(settings)
-        self._choose_type(kind)
+        self._set_distributed_type(kind)
 
-    def _change(self, place: PartialState, asked: Slots) -> None:
-        new = {name: value for name, value in asked.items() if value is not None}
-        if kind := _only_kind(new):
+    def _apply_settings(self, partial: PartialState, requested: Slots) -> None:
+        new = {name: value for name, value in requested.items() if value is not None}
+        if kind := _deciding_plugin(new):
             new |= {name: None for name in _TYPE_OF_PLUGIN if name != kind and self.__dict__.get(name) is not None}
         before = {name: self.__dict__.get(name) for name in ("device", *new)}
-        settings = {**self.__dict__, **place.__dict__, **new}
-        settings |= arrange(settings)
-        kind = _only_kind(settings)
+        settings = {**self.__dict__, **partial.__dict__, **new}
+        settings |= arrange_ranks(settings)
+        kind = _deciding_plugin(settings)
         self.__dict__.update(settings)
-        self._choose_type(kind)
-        changes = [_change_in_words(name, old, self.__dict__[name]) for name, old in before.items()]
+        self._set_distributed_type(kind)
+        changes = [_describe_change(name, old, self.__dict__[name]) for name, old in before.items()]
         if any(changes):
             warn_once(
                 f"this Accelerator changes the shared state: {', '.join(filter(None, changes))}; "
                 "objects prepared by an earlier Accelerator stay as they were prepared"
             )
 
-    def _choose_type(self, kind: str) -> None:
+    def _set_distributed_type(self, kind: str) -> None:
         self.distributed_type = _TYPE_OF_PLUGIN.get(kind) or PartialState().distributed_type
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget everything; the next instance reads the environment again.
+        """Clear the shared dictionary; the next instance reads the environment again.
 
         Args:
             reset_partial_state: Also reset `PartialState`.
@@ -154,7 +154,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: no, fp16, bf16 or fp8; where a DeepSpeed configuration has enabled one, that one."""
+        """The precision: no, fp16, bf16 or fp8; that of a DeepSpeed configuration takes precedence."""
         enabled = None if self.deepspeed_plugin is None else self.deepspeed_plugin.precision
         return self._mixed_precision if enabled is None or self._mixed_precision == "fp8" else str(enabled)
 
@@ -173,27 +173,28 @@ class AcceleratorState(PartialState):
         """Return the DeepSpeed plugin of that name.
 
         Args:
-            name: Its key in the dict that the `Accelerator` was given.
+            name: Its key in the dict that was passed to the `Accelerator`.
 
         Returns:
             The plugin.
 
         Raises:
-            ValueError: There is none of that name.
+            ValueError: No plugin has that name.
         """
         plugins = self.deepspeed_plugins or {}
         if name not in plugins:
-            raise ValueError(f"no DeepSpeed plugin is named {name!r}; there are {sorted(plugins) or 'none'}")
+            known = ", ".join(map(repr, plugins)) or "none"
+            raise ValueError(f"no DeepSpeed plugin is named {name!r}; known: {known}")
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Make the DeepSpeed plugin of that name the active one.
 
         Args:
-            name: Its key in the dict that the `Accelerator` was given.
+            name: Its key in the dict that was passed to the `Accelerator`.
 
         Raises:
-            ValueError: There is none of that name.
+            ValueError: No plugin has that name.
         """
         chosen = self.get_deepspeed_plugin(name or "")
         for plugin in (self.deepspeed_plugins or {}).values():
@@ -202,13 +203,13 @@ class AcceleratorState(PartialState):
 
 
 def check_precision(name: Any) -> str | None:
-    """Return a precision's name as text.
+    """Check and normalise the name of a precision.
 
     Args:
-        name: A name or a `PrecisionType`; None stays None.
+        name: A name or a `PrecisionType`, or None.
 
     Returns:
-        The name in lower case.
+        The name in lower case, or None.
 
     Raises:
         ValueError: There is no such precision.
@@ -223,26 +224,26 @@ def check_precision(name: Any) -> str | None:
 
 
 def precision_from_environ() -> str:
-    """Return the precision that the launch asked for (ACCELERATE_MIXED_PRECISION), or no."""
+    """Return the launch's precision (ACCELERATE_MIXED_PRECISION), or no."""
     return check_precision(environ.text("ACCELERATE_MIXED_PRECISION")) or "no"
 
 
 def _by_name(plugin: Any) -> dict[str, Any] | None:
-    """Return DeepSpeed plugins by name, one of them selected."""
+    """Return DeepSpeed plugins by name, with one selected."""
     if plugin is None:
         return None
     plugins: dict[str, Any] = plugin if isinstance(plugin, dict) else {"default": plugin}
     if wrong := [type(item).__name__ for item in plugins.values() if not hasattr(item, "deepspeed_config")]:
         raise ValueError(f"deepspeed_plugin is a {wrong[0]}; pass a DeepSpeedPlugin, or a dict of them by name")
     if not plugins:
-        raise ValueError("deepspeed_plugin={} has no plugin; pass a DeepSpeedPlugin, or a dict of them by name")
+        raise ValueError("deepspeed_plugin={} contains no plugin; pass a DeepSpeedPlugin, or a dict of them by name")
     if not any(item.selected for item in plugins.values()):
         next(iter(plugins.values())).select(_from_accelerator_state=True)
     return plugins
 
 
-def _only_kind(slots: Slots) -> str:
-    """Return the name of the plugin among some settings that decides the kind of world; "" where there is none.
+def _deciding_plugin(slots: Slots) -> str:
+    """Return the name of the plugin that decides the distributed type; "" without one.
 
     Raises:
         ValueError: There are several, which contradict each other.
@@ -251,13 +252,13 @@ def _only_kind(slots: Slots) -> str:
     if len(given) > 1:
         shown = " and ".join(name.removesuffix("s") for name in given)
         raise ValueError(
-            f"{shown} contradict each other: a model is trained by one of them; leave the others out (variables such "
-            "as ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP ask for a plugin too)"
+            f"{shown} contradict each other: a model is trained by one of them; omit the others (variables such as "
+            "ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP request a plugin too)"
         )
     return given[0] if given else ""
 
 
-def _change_in_words(name: str, old: Any, new: Any) -> str:
+def _describe_change(name: str, old: Any, new: Any) -> str:
     if old is new or old == new:
         return ""
     kinds = (str, torch.device, type(None))

@@ -1,4 +1,4 @@
-"""gloo's own threads: they finish with the interpreter before it ends, or before their process group does."""
+"""Waits for gloo's threads before the interpreter or their process group ends."""
 
 from __future__ import annotations
 
@@ -7,47 +7,47 @@ import time
 from pathlib import Path
 
 _NAME = "pt_gloo_runloop"
-"""What torch calls the threads (2.6 and later)."""
+"""Name of the threads in torch 2.6 and later."""
 _TASKS = Path("/proc/self/task")
-_LOOK = 0.001
-"""Seconds between two looks at the threads, during which they may have the interpreter."""
-_LOOKS = 2
-"""So many looks have to find them asleep."""
+_CHECK_PERIOD = 0.001
+"""Seconds between two checks of the threads, during which they may take the interpreter's lock."""
+_IDLE_CHECKS = 2
+"""Number of consecutive checks that must find all threads asleep."""
 LIMIT = 5.0
-"""Seconds after which a thread that still works is left alone: nobody waits for what it does."""
-_UNKNOWN = 0.02
-"""Seconds given to the threads where none can be told by its name: another system, an older torch, no gloo."""
+"""Seconds after which threads that are still busy are ignored."""
+_GRACE = 0.02
+"""Seconds to wait if no thread has the name: another system, an older torch, or no gloo."""
 
 _registered = False
 
 
-def settle_at_exit() -> None:
-    """Have this process end only after gloo's threads have settled."""
-    global _registered  # noqa: PLW0603 - one interpreter, one end
+def wait_for_idle_at_exit() -> None:
+    """Wait at the end of this process until gloo's threads are idle."""
+    global _registered  # noqa: PLW0603 - one registration per process
     if not _registered:
         _registered = True
-        atexit.register(settle)
+        atexit.register(wait_for_idle)
 
 
-def settle(limit: float = LIMIT) -> None:
-    """Wait until gloo's threads hold nothing of the interpreter any more; a millisecond or two where they rest.
+def wait_for_idle(limit: float = LIMIT) -> None:
+    """Wait until gloo's threads are idle; takes one to two milliseconds if they are.
 
-    A thread that ran a collective gives the collective's tensors back after `wait` has returned, and needs the
-    interpreter for it. Where that is ending, Python ends the thread and with it the process ("terminate called without
-    an active exception"); where the group's destructor joins the thread and holds the interpreter, both wait for ever.
+    A thread that ran a collective frees the collective's tensors after `wait` has returned, which needs the
+    interpreter's lock. If the interpreter is ending, Python ends the thread and with it the process ("terminate called
+    without an active exception"); if the group's destructor joins the thread and holds the lock, both wait forever.
     See https://github.com/pytorch/pytorch/issues/190489 (torch 2.13 and before).
 
     Args:
-        limit: Seconds to wait at most.
+        limit: Maximum seconds to wait.
     """
     end = time.monotonic() + limit
     threads = _threads()
     asleep = 0
-    while threads and asleep < _LOOKS and time.monotonic() < end:
-        time.sleep(_LOOK)  # which lets go of the interpreter: a thread that waits for it has it now, and runs
+    while threads and asleep < _IDLE_CHECKS and time.monotonic() < end:
+        time.sleep(_CHECK_PERIOD)  # releases the interpreter's lock: a thread that waits for it runs now
         asleep = asleep + 1 if all(_is_asleep(thread) for thread in threads) else 0
     if not threads:
-        time.sleep(_UNKNOWN)
+        time.sleep(_GRACE)
 
 
 def _threads() -> list[Path]:
@@ -56,7 +56,7 @@ def _threads() -> list[Path]:
 
 
 def _is_asleep(thread: Path) -> bool:
-    # "tid (name) state ...", and the name may hold anything; a thread that has ended has no such file.
+    # "tid (name) state ..."; the name may contain any character. A thread that ended has no such file.
     return _read(thread / "stat").rpartition(")")[2].split()[:1] in ([], ["S"])
 
 

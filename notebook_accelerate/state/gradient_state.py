@@ -1,4 +1,4 @@
-"""`GradientState`: where training is inside a window of gradient accumulation."""
+"""`GradientState`: the position in a window of gradient accumulation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from notebook_accelerate.state.shared_dict import SharedDict, Slots
 class GradientState:
     """Whether gradients are complete, and which data loaders are being read.
 
-    Instances share one dictionary. An `Accelerator` that accumulates in another way than the one before starts a new
-    dictionary: objects prepared by the earlier one keep theirs, `GradientState()` is the latest.
+    Instances share one dictionary. An `Accelerator` with other accumulation settings than the previous one starts a new
+    dictionary: objects prepared by the earlier one keep theirs, `GradientState()` uses the latest.
 
     Args:
-        gradient_accumulation_plugin: How to accumulate (`GradientAccumulationPlugin`); None keeps what is there.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin`; None keeps the current settings.
 
     Attributes:
-        sync_gradients: Whether this step completes a window: gradients are exchanged and the optimizer steps.
-        active_dataloader: The loader that is being read, the innermost one; None outside of loops.
+        sync_gradients: Whether this step completes a window: gradients are reduced and the optimizer steps.
+        active_dataloader: The innermost loader that is being read; None outside of loops.
         dataloader_references: All loaders that are being read, outermost first, after a leading None.
         plugin_kwargs: The accumulation settings that differ from the defaults.
     """
@@ -32,11 +32,11 @@ class GradientState:
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         cls = type(self)
-        asked = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_kwargs()
+        requested = None if gradient_accumulation_plugin is None else gradient_accumulation_plugin.to_kwargs()
         if not cls._shared_state:
-            cls._shared_state.update(_fresh(asked or {}))
-        elif asked is not None and asked != cls._shared_state["plugin_kwargs"]:
-            cls._shared_state = _fresh(asked)
+            cls._shared_state.update(_initial(requested or {}))
+        elif requested is not None and requested != cls._shared_state["plugin_kwargs"]:
+            cls._shared_state = _initial(requested)
         self.__dict__ = cls._shared_state
 
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget everything."""
+        """Clear the shared dictionary."""
         GradientState._shared_state.clear()
 
     @property
@@ -72,12 +72,12 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes the window, however short it is."""
+        """Whether the last batch of a loader completes the window, even a shorter one."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def active_dataloader(self) -> Any:
-        """The loader that is being read, the innermost one; None outside of loops."""
+        """The innermost loader that is being read; None outside of loops."""
         return self.dataloader_references[-1]
 
     @property
@@ -87,13 +87,13 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the active loader has handed out its last batch."""
+        """Whether the active loader has yielded its last batch."""
         loader = self.dataloader_references[-1]
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """How many samples of the active loader's last round are real; 0: all; -1: unknown or no loader."""
+        """Samples of the active loader's last round without padding; 0: all; -1: unknown, or no loader."""
         loader = self.dataloader_references[-1]
         return -1 if loader is None else loader.remainder
 
@@ -107,21 +107,21 @@ class GradientState:
         self._is_xla_gradients_synced = value
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether this step completes a window."""
+        """Set whether this step completes a window."""
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """Note that `dataloader` is being read."""
-        # A loader that is read again without having been finished is noted once.
+        """Register a loader that is being read."""
+        # A loader that is read again before its end is registered once.
         self._remove_dataloader(dataloader)
         self.dataloader_references.append(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
-        """Note that `dataloader` is no longer read."""
+        """Unregister a loader."""
         self.dataloader_references[:] = [kept for kept in self.dataloader_references if kept is not dataloader]
 
 
-def _fresh(plugin_kwargs: dict[str, Any]) -> Slots:
+def _initial(plugin_kwargs: dict[str, Any]) -> Slots:
     return {
         "sync_gradients": True,
         "dataloader_references": [None],

@@ -1,4 +1,4 @@
-"""The parallel layout of a state: plugins that the launch asked for, and the mesh of ranks."""
+"""The parallel layout of a state: plugins requested by the launch, and the device mesh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.state.shared_dict import Slots
 
-# The plugins' modules take milliseconds to import: only who asks for one waits.
+# Imported on use: the plugins' modules take milliseconds to import.
 
 
 def _deepspeed() -> dict[str, Any]:
@@ -40,58 +40,58 @@ _FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-def plugins_from_environ(asked: Slots) -> Slots:
-    """Make the plugins that the launch asked for and the user did not give.
+def plugins_from_environ(requested: Slots) -> Slots:
+    """Create the plugins that the launch requested by variables and the user did not pass.
 
     Args:
-        asked: What the user gave, by name.
+        requested: The user's plugins by name.
 
     Returns:
         The new plugins by name.
     """
     return {
-        name: kind()
-        for name, (variable, kind) in _FROM_ENVIRON.items()
-        if asked.get(name) is None and environ.flag(variable)
+        name: create()
+        for name, (variable, create) in _FROM_ENVIRON.items()
+        if requested.get(name) is None and environ.flag(variable)
     }
 
 
-def offloads_gradients(asked: Slots) -> bool:
-    """Tell whether gradients are clipped in main memory, by collectives of the CPU (pytorch#148532): FSDP 2 offloads.
+def offloads_gradients(requested: Slots) -> bool:
+    """Return whether FSDP 2 offloads gradients, which are clipped by collectives on the CPU (pytorch#148532).
 
     Args:
-        asked: The plugins by name.
+        requested: The plugins by name.
     """
-    plugin = asked.get("fsdp_plugin")
+    plugin = requested.get("fsdp_plugin")
     if plugin is None:  # a layout may imply one, with the settings of the environment
-        return asked.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
+        return requested.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
     return plugin.fsdp_version == 2 and bool(getattr(plugin, "offloads", False))
 
 
-def arrange(slots: Slots) -> Slots:
-    """Check the parallel layout against the world, and arrange the ranks in its mesh; every rank must call this.
+def arrange_ranks(slots: Slots) -> Slots:
+    """Check the parallel layout against the world size and create its mesh; every rank must call this.
 
     Args:
         slots: The state's settings.
 
     Returns:
-        The layout, the mesh, and the FSDP plugin that the layout implies where the user gave none.
+        The layout, the mesh, and the FSDP plugin, which the layout implies if the user passed none.
 
     Raises:
-        ValueError: The degrees do not make the world, or need another plugin.
+        ValueError: The degrees do not match the world size, or need another plugin.
     """
-    layout, split = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
-    if layout is None and split is not None and split.tp_size > 1:
-        layout = ParallelismConfig(tp_size=split.tp_size)
-        layout._mesh = split.torch_device_mesh
+    layout, tp_plugin = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
+    if layout is None and tp_plugin is not None and tp_plugin.tp_size > 1:
+        layout = ParallelismConfig(tp_size=tp_plugin.tp_size)
+        layout._mesh = tp_plugin.torch_device_mesh
     if not isinstance(layout, ParallelismConfig):
         return {}
     layout.check_world_size(slots["num_processes"])
     if layout.sp_enabled:
-        return _share_sequences(layout, slots)
+        return _arrange_sequence_ranks(layout, slots)
     if layout.pp_enabled:
-        return _share_layers(layout, slots)
-    _refuse_engines(layout, slots)
+        return _arrange_pipeline_ranks(layout, slots)
+    _check_no_engine(layout, slots)
     fsdp = slots.get("fsdp_plugin")
     shards = layout.dp_shard_enabled or layout.cp_enabled
     if shards and fsdp is None:
@@ -99,57 +99,55 @@ def arrange(slots: Slots) -> Slots:
     if fsdp is not None and layout.total_size > 1:
         if fsdp.fsdp_version != 2:
             raise ValueError(
-                f"a ParallelismConfig arranges FSDP 2, and fsdp_plugin has fsdp_version={fsdp.fsdp_version}; write "
-                "FullyShardedDataParallelPlugin(fsdp_version=2), or leave parallelism_config out (FSDP 1 has "
+                f"fsdp_plugin has fsdp_version={fsdp.fsdp_version}, and parallelism_config needs FSDP 2; pass "
+                "FullyShardedDataParallelPlugin(fsdp_version=2), or omit parallelism_config (FSDP 1 has "
                 "sharding_strategy='HYBRID_SHARD' for replicas of shards)"
             )
         if not shards:
             raise ValueError(
-                f"fsdp_plugin shards, but {layout!r} shards over nothing; set dp_shard_size above 1, or leave "
-                "fsdp_plugin out"
+                f"fsdp_plugin shards, but {layout!r} has no dimension to shard over; pass dp_shard_size above 1, or "
+                "omit fsdp_plugin"
             )
     mesh = layout.get_device_mesh(slots["device"].type)
     return {"parallelism_config": layout, "device_mesh": mesh, "fsdp_plugin": fsdp}
 
 
-def _refuse_engines(layout: ParallelismConfig, slots: Slots) -> None:
-    """Refuse degrees beside a plugin whose engine arranges the ranks itself."""
+def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
+    """Check that no plugin's engine arranges the ranks in addition to the layout."""
     given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given and layout.total_size > 1:
         name = given[0].removesuffix("s")
         instead = {
             "deepspeed_plugin": "DeepSpeedPlugin(zero_stage=3) shards over all ranks",
-            "megatron_lm_plugin": "MegatronLMPlugin(tp_degree=..., pp_degree=...) has degrees of its own",
+            "megatron_lm_plugin": "MegatronLMPlugin(tp_degree=..., pp_degree=...) has its own degrees",
         }[name]
-        raise ValueError(
-            f"{layout!r} and {name} contradict each other: {instead}; leave {name} or parallelism_config out"
-        )
+        raise ValueError(f"{layout!r} and {name} contradict each other: {instead}; omit {name} or parallelism_config")
 
 
-def _share_sequences(layout: ParallelismConfig, slots: Slots) -> Slots:
-    """Arrange ranks of which some share sequences; the others, as many as there are sequences, are DeepSpeed's."""
+def _arrange_sequence_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
+    """Create the mesh of sequence parallel ranks, for DeepSpeed's attention."""
     if layout.tp_enabled:
         raise ValueError(
-            f"sp_size={layout.sp_size} with tp_size={layout.tp_size}: DeepSpeed's sequence parallelism takes models "
-            "whose tensors are whole; set tp_size=1"
+            f"sp_size={layout.sp_size} with tp_size={layout.tp_size} is not allowed: DeepSpeed's sequence parallelism "
+            "needs full tensors; pass tp_size=1"
         )
     given = [name for name in ("fsdp_plugin", "megatron_lm_plugin") if slots.get(name) is not None]
     if given:
         raise ValueError(
-            f"sp_size={layout.sp_size} is computed by DeepSpeed, and {given[0]} contradicts it; leave {given[0]} out, "
-            f"or split sequences by ParallelismConfig(cp_size={layout.sp_size}), which FSDP 2 computes"
+            f"sp_size={layout.sp_size} is computed by DeepSpeed, and {given[0]} contradicts it; omit {given[0]}, or "
+            f"pass ParallelismConfig(cp_size={layout.sp_size}), which FSDP 2 computes"
         )
     mesh = layout.get_device_mesh(slots["device"].type)
     plugins = slots.get("deepspeed_plugins") or _deepspeed()
     return {"parallelism_config": layout, "device_mesh": mesh, "deepspeed_plugins": plugins}
 
 
-def _share_layers(layout: ParallelismConfig, slots: Slots) -> Slots:
-    """Arrange ranks of which some have a model's layers between them, for inference."""
+def _arrange_pipeline_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
+    """Create the mesh of pipeline ranks, for inference."""
     given = [name for name in ("fsdp_plugin", "deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given:
         raise ValueError(
-            f"pp_size={layout.pp_size} shares layers out by prepare_pippy, and {given[0].removesuffix('s')} is against "
-            f"that; leave one out, or train a pipeline by MegatronLMPlugin(pp_degree={layout.pp_size}) alone"
+            f"pp_size={layout.pp_size} divides layers by prepare_pippy, and {given[0].removesuffix('s')} contradicts "
+            f"it; omit one of them, or train a pipeline by MegatronLMPlugin(pp_degree={layout.pp_size}) alone"
         )
     return {"parallelism_config": layout, "device_mesh": layout.get_device_mesh(slots["device"].type)}

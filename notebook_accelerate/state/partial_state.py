@@ -1,4 +1,4 @@
-"""`PartialState`: this process's place in the world, its device, and the process group."""
+"""`PartialState`: rank, world size, device and process group of this process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.state import device_placement, process_group
-from notebook_accelerate.state.gloo_threads import settle_at_exit
-from notebook_accelerate.state.process_control import ProcessControl
+from notebook_accelerate.state.gloo_threads import wait_for_idle_at_exit
+from notebook_accelerate.state.rank_execution import RankExecution
 from notebook_accelerate.state.shared_dict import SharedDict, Slots
 from notebook_accelerate.state.split_inputs import split_share
 from notebook_accelerate.state.warn_once import warn_once
@@ -22,24 +22,24 @@ from notebook_accelerate.state.world import World, world_from_environ
 _Inputs = TypeVar("_Inputs")
 
 
-class PartialState(ProcessControl):
-    """Where this process stands: rank, world size, device. All instances share one dictionary per process.
+class PartialState(RankExecution):
+    """Rank, world size and device. All instances share one dictionary per process.
 
-    The first instance reads the environment (RANK, WORLD_SIZE, ... as torchrun and this package's launchers set it)
-    and, in a world of several ranks, starts the process group; then every rank must make one.
+    The first instance reads the environment (RANK, WORLD_SIZE, ... as torchrun and this package's launchers set them).
+    With several ranks it starts the process group; every rank must create one.
 
     Args:
-        cpu: Leave accelerators alone.
+        cpu: Use the CPU.
         kwargs: Arguments of `torch.distributed.init_process_group`, as from `InitProcessGroupKwargs(...).to_kwargs()`.
 
     Attributes:
         device: The `torch.device` of this rank.
-        distributed_type: The kind of world (`DistributedType`).
+        distributed_type: The `DistributedType`.
         num_processes: Number of ranks.
         process_index: This rank, from 0.
         local_process_index: This rank's index on its machine.
         backend: Name of the process group's back end; None without a group.
-        communicator: Which row of collectives serves this world: none, torch or xla.
+        communicator: Name of the implementation of collectives: none, torch or xla.
         debug: Whether collectives are checked over ranks before they run (ACCELERATE_DEBUG_MODE).
         fork_launched: Whether a notebook launch forked this process.
     """
@@ -71,7 +71,7 @@ class PartialState(ProcessControl):
         if not self._shared_state:
             _initialize(self, cpu, kwargs)
         elif (cpu and not self._cpu) or kwargs:
-            _change(self, cpu, kwargs)
+            _apply_settings(self, cpu, kwargs)
 
     def __repr__(self) -> str:
         return (
@@ -84,21 +84,21 @@ class PartialState(ProcessControl):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A state that travels to another process becomes that process's own.
+        # Unpickled in another process, it is that process's state.
         return type(self), ()
 
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attrs:
             kind = type(self).__name__
             raise AttributeError(
-                f"{kind} has no {name!r}: the state was reset after this object was made (a launch resets it in every "
-                f"rank); make a new one where it is used: {kind}() or Accelerator()"
+                f"{kind} has no {name!r}: the state was reset after this object was created (a launch resets it in "
+                f"every rank); create a new one where it is used: {kind}() or Accelerator()"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget everything; the next instance reads the environment again. A process group stays as it is."""
+        """Clear the shared dictionary; the next instance reads the environment again. A process group is kept."""
         PartialState._shared_state.clear()
 
     @property
@@ -113,18 +113,18 @@ class PartialState(ProcessControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The device this machine would use by default: its accelerator, or the CPU."""
-        return torch.device(device_placement.row_of(cpu=False).type)
+        """This machine's default device: its accelerator, or the CPU."""
+        return torch.device(device_placement.device_row(cpu=False).type)
 
     def set_device(self) -> None:
-        """Choose this rank's device again, and make it current where its library has a current device."""
+        """Select this rank's device again, and make it current where the library has a current device."""
         world = World(
             rank=self.process_index, size=self.num_processes, local_rank=self.local_process_index, local_size=1
         )
-        self.device = device_placement.device_of(device_placement.row_of(cpu=self._cpu, world=world), world)
+        self.device = device_placement.select_device(device_placement.device_row(cpu=self._cpu, world=world), world)
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have come here; every rank must call this."""
+        """Wait until all ranks reach this call; every rank must call this."""
         process_group.BARRIERS[self.communicator](self.device)
 
     @contextmanager
@@ -137,7 +137,7 @@ class PartialState(ProcessControl):
                 drop the repeated ones afterwards. Without it a rank may get an empty share.
 
         Yields:
-            The share of this rank; `inputs` itself in a world of one.
+            The share of this rank; `inputs` itself with one rank.
 
         Raises:
             ValueError: The values of a dict differ in length, or `inputs` cannot be split.
@@ -155,14 +155,14 @@ class PartialState(ProcessControl):
             kwargs: As for the built-in print.
         """
         if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201 - what it is for
+            print(*args, **kwargs)  # noqa: T201 - the purpose of this method
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy a process group; every rank of it must call this.
 
         Args:
-            group: The group; None means the default one (left alone where a notebook launch forked this process,
-                which ends it itself).
+            group: The group; None means the default one (kept if a notebook launch forked this process, because the
+                launch ends it).
         """
         if self.fork_launched and group is None:
             return
@@ -170,7 +170,7 @@ class PartialState(ProcessControl):
 
 
 def is_initialized() -> bool:
-    """Tell whether an `AcceleratorState` has been made in this process."""
+    """Return whether this process has created an `AcceleratorState`."""
     from notebook_accelerate.state.accelerator_state import AcceleratorState
 
     return bool(AcceleratorState._shared_state)
@@ -179,13 +179,13 @@ def is_initialized() -> bool:
 def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     cpu = cpu or environ.flag("ACCELERATE_USE_CPU")
     world = _world_of_group() or world_from_environ()
-    row = device_placement.row_of(cpu=cpu, world=world)
-    device = device_placement.device_of(row, world)
-    backend = _join(world, row, device, kwargs) if world.size > 1 else None
+    row = device_placement.device_row(cpu=cpu, world=world)
+    device = device_placement.select_device(row, world)
+    backend = _start_group(world, row, device, kwargs) if world.size > 1 else None
     state.__dict__.update(
         _cpu=cpu,
         device=device,
-        # XLA is a way of computing as well: alone, a rank still has steps to mark.
+        # Even a single rank on XLA must mark its steps.
         distributed_type=row.distributed_type if world.size > 1 or row.type == "xla" else DistributedType.NO,
         num_processes=world.size,
         process_index=world.rank,
@@ -198,25 +198,25 @@ def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
 
 
 def _world_of_group() -> World | None:
-    """Return the place in a process group that exists already (a script may start its own)."""
+    """Return rank and world size of an existing process group, which a script may have started."""
     if not process_group.group_exists():
         return None
-    told = world_from_environ()
+    environment = world_from_environ()
     rank, size = dist.get_rank(), dist.get_world_size()
-    same = (told.rank, told.size) == (rank, size)
-    return World(rank=rank, size=size, local_rank=told.local_rank if same else rank, local_size=told.local_size)
+    local_rank = environment.local_rank if (environment.rank, environment.size) == (rank, size) else rank
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=environment.local_size)
 
 
-def _join(world: World, row: device_placement.Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
-    """Start the process group where this kind of device has one and none exists; return the back end's name."""
+def _start_group(world: World, row: device_placement.Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
+    """Start the process group, unless one exists or the device needs none; return the back end's name."""
     if row.communicator != "torch":
         return row.backend
-    settle_at_exit()
+    wait_for_idle_at_exit()
     settings = {key: value for key, value in kwargs.items() if value is not None}
     with_cpu = settings.pop("with_cpu", False)
     if process_group.group_exists():
         return _existing_backend(str(dist.get_backend()), row, with_cpu)
-    backend = device_placement.backend_of(row, settings.pop("backend", None), with_cpu)
+    backend = device_placement.choose_backend(row, settings.pop("backend", None), with_cpu)
     process_group.forget_group()
     process_group.start_group(backend, world, device, **settings)
     return backend
@@ -225,7 +225,7 @@ def _join(world: World, row: device_placement.Row, device: torch.device, kwargs:
 def _existing_backend(backend: str, row: device_placement.Row, with_cpu: bool) -> str:
     """Return the back end of the process group that exists, after a warning if it lacks a back end for the CPU."""
     if with_cpu and "gloo" not in backend:
-        wanted = device_placement.backend_of(row, None, with_cpu)
+        wanted = device_placement.choose_backend(row, None, with_cpu)
         warn_once(
             f"the process group was started with back end {backend!r} before the Accelerator, and FSDP 2 with "
             "cpu_offload=True clips gradients in main memory: create the Accelerator first, or write "
@@ -234,21 +234,21 @@ def _existing_backend(backend: str, row: device_placement.Row, with_cpu: bool) -
     return backend
 
 
-def _change(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
-    """Give a second instance the settings it asks for, where they differ from the first's."""
-    asked = kwargs.get("backend")
-    row = device_placement.row_of(cpu=cpu or state._cpu)
-    usable = device_placement.backend_of(row, asked) if asked and state.backend else state.backend
+def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
+    """Apply a later instance's settings, if they differ from the first's."""
+    requested = kwargs.get("backend")
+    row = device_placement.device_row(cpu=cpu or state._cpu)
+    usable = device_placement.choose_backend(row, requested) if requested and state.backend else state.backend
     connected = {state.backend, *(part.rpartition(":")[2] for part in (state.backend or "").split(","))}
-    moved = cpu and not state._cpu and state.device.type != "cpu"
-    if not moved and (state.num_processes == 1 or usable in connected):
+    moves = cpu and not state._cpu and state.device.type != "cpu"
+    if not moves and (state.num_processes == 1 or usable in connected):
         if state.num_processes > 1 and row.communicator == "torch":
             _existing_backend(str(state.backend), row, bool(kwargs.get("with_cpu")))
         state._cpu = state._cpu or cpu
         return
     warn_once(
-        f"PartialState changes its settings: it was made on {state.device} ({state.backend or 'no process group'}) and "
-        f"is now asked for {'the CPU' if moved else f'back end {usable!r}'}; objects prepared before stay as they are"
+        f"PartialState changes its settings: it was created on {state.device} ({state.backend or 'no process group'}), "
+        f"and {'the CPU' if moves else f'back end {usable!r}'} is requested now; objects prepared before keep theirs"
     )
     process_group.end_group()
     state.__dict__.clear()

@@ -1,4 +1,4 @@
-"""The process group of a world of several ranks: started, waited at, ended."""
+"""Starts, waits at and ends the process group."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.state.gloo_threads import settle
+from notebook_accelerate.state.gloo_threads import wait_for_idle
 from notebook_accelerate.state.world import World
 
-# Whether the default group came through a fork. The child then has the group's handles, and must never call into them:
-# their sockets and threads belong to the parent.
+# Whether the default group was inherited by a fork. The child has its handles then, and must never use them: their
+# sockets and threads belong to the parent.
 _inherited = False
 
 
 def _note_fork() -> None:
-    global _inherited  # noqa: PLW0603 - a fact about this process
+    global _inherited  # noqa: PLW0603 - one default group per process
     _inherited = dist.is_available() and dist.is_initialized()
 
 
@@ -34,7 +34,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def group_exists() -> bool:
-    """Tell whether this process has a usable default process group."""
+    """Return whether this process has a usable default process group."""
     return dist.is_available() and dist.is_initialized() and not _inherited
 
 
@@ -43,7 +43,7 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
 
     Args:
         backend: gloo, nccl, xccl, ...
-        world: This rank's place. The address comes from MASTER_ADDR and MASTER_PORT.
+        world: Rank and world size. The address is that of MASTER_ADDR and MASTER_PORT.
         device: The rank's device; a group on an accelerator is bound to it.
         kwargs: More arguments of `torch.distributed.init_process_group`.
     """
@@ -52,31 +52,31 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     if not {"store", "init_method"} & set(kwargs) and _is_local(world):
         kwargs["store"] = _loopback_store(world, kwargs.get("timeout") or DEFAULT_TIMEOUT)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
-    if _is_launched() and backend != "mpi":  # which has no store
-        _await_all(world)
+    if _is_launched() and backend != "mpi":  # mpi has no store
+        _wait_for_all(world)
     if telemetry.current_sink() is not None:
-        _leave_timeout_to_kernel(kwargs.get("timeout") or DEFAULT_TIMEOUT)
+        _let_kernel_time_out(kwargs.get("timeout") or DEFAULT_TIMEOUT)
 
 
 def _is_launched() -> bool:
-    """Whether one launch has started all ranks: none of them comes from another notebook, or from torchrun."""
+    """Return whether one launch started all ranks, without other notebooks and torchrun."""
     return telemetry.current_sink() is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
 def _is_local(world: World) -> bool:
-    """Whether this is a launched rank of a world that is on this machine altogether."""
-    here = os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and "MASTER_PORT" in os.environ
-    return _is_launched() and here and world.local_size == world.size
+    """Return whether one launch started all ranks on this machine."""
+    loopback = os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost") and "MASTER_PORT" in os.environ
+    return _is_launched() and loopback and world.local_size == world.size
 
 
 def _loopback_store(world: World, timeout: timedelta) -> Any:
-    """Return the store that torch would make of MASTER_ADDR and MASTER_PORT, but heard on loopback alone.
+    """Return a store at MASTER_ADDR and MASTER_PORT that listens only on loopback.
 
-    torch's own listens on all interfaces, whatever MASTER_ADDR is, and does what anybody who connects says.
+    torch's own listens on all interfaces, whatever MASTER_ADDR is, and executes the requests of any client.
     """
     port, listener = int(os.environ["MASTER_PORT"]), None
     if world.rank == 0:
-        with suppress(OSError):  # a server of this process has it from the last group, and is shared
+        with suppress(OSError):  # this process's server of the previous group has the port, and is shared
             listener = _listen("127.0.0.1", port)
     return dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", port, world.size, world.rank == 0, timeout, multi_tenant=True,
@@ -84,23 +84,24 @@ def _loopback_store(world: World, timeout: timedelta) -> Any:
     )  # fmt: skip
 
 
-def _await_all(world: World) -> None:
+def _wait_for_all(world: World) -> None:
     """Wait until every rank has the group.
 
-    gloo returns to a rank once its own connections stand. One whose function ends then would take them, and the store,
-    from ranks that are still connecting. In the end nobody but rank 0, which has the store, needs it any more.
+    gloo returns to a rank once its own connections exist. If the rank's function ended then, its connections and its
+    store would be missing for ranks that are still connecting. Rank 0, which has the store, waits until no other rank
+    needs it.
     """
     store, group = dist.distributed_c10d._get_default_store(), next(_groups)
-    for moment in ("connected", "told"):
-        key = f"notebook_accelerate/{group}/{moment}"
+    for phase in ("connected", "acknowledged"):
+        key = f"notebook_accelerate/{group}/{phase}"
         if store.add(key, 1) == world.size:
             store.set(f"{key}/all", "1")
-        if moment == "connected" or world.rank == 0:
+        if phase == "connected" or world.rank == 0:
             store.wait([f"{key}/all"])
 
 
 _groups = itertools.count()
-"""Numbers the groups of this process: those of one store have keys of their own. All ranks make the same groups."""
+"""Numbers this process's groups, for separate keys in one store. All ranks create the same groups."""
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -116,101 +117,101 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def start_group_of_one(backend: str) -> None:
-    """Start a default process group of this process alone, for libraries that cannot do without one.
+    """Start a default process group with one rank, for libraries that require a group.
 
     Args:
         backend: gloo, nccl, xccl, ...
     """
-    global _of_one  # noqa: PLW0603 - a fact about this process
-    # Its functions take the group that there is when they are defined as a default, and keep it and its socket open.
+    global _group_of_one  # noqa: PLW0603 - one default group per process
+    # Imported before the group exists: its functions have the current group as a default, and would keep it open.
     import torch.distributed.nn.functional
 
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group(backend=backend, store=store, rank=0, world_size=1)
-    _of_one = weakref.ref(dist.group.WORLD)
+    _group_of_one = weakref.ref(dist.group.WORLD)
 
 
-_of_one: Any = None
+_group_of_one: Any = None
 
 
 def end_group_of_one() -> None:
-    """Destroy the default group where `start_group_of_one` made it."""
-    if _of_one is not None and group_exists() and dist.group.WORLD is _of_one():
+    """Destroy the default group if `start_group_of_one` started it."""
+    if _group_of_one is not None and group_exists() and dist.group.WORLD is _group_of_one():
         end_group()
 
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 NATIVE_TIMEOUT = timedelta(days=7)
-"""Time limit of collectives inside torch, in a rank that a kernel watches."""
+"""Torch's own time limit of collectives, in a rank that a kernel supervises."""
 
 
-def _leave_timeout_to_kernel(asked: timedelta) -> None:
-    """Have the kernel enforce the time limit of collectives, so that it can stand still at a breakpoint.
+def _let_kernel_time_out(requested: timedelta) -> None:
+    """Let the kernel enforce the time limit of collectives, which it pauses at a breakpoint.
 
-    torch cannot extend an operation that already waits, so its own limit is put far away. Meeting the other ranks was
-    still under the limit that was asked for.
+    torch cannot extend the limit of an operation that already waits, so its own limit is set to `NATIVE_TIMEOUT`. The
+    rendezvous was still under the requested limit.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(NATIVE_TIMEOUT)
-    telemetry.emit(telemetry.GroupTimeoutEvent(asked.total_seconds()))
+    telemetry.emit(telemetry.GroupTimeoutEvent(requested.total_seconds()))
 
 
 def end_group(group: Any = None) -> None:
-    """Destroy `group`, or the default group, where this process has one; every rank must call this.
+    """Destroy `group`, or the default group, if this process has one; every rank must call this.
 
     Args:
         group: The group; None means the default one.
     """
     if not group_exists():
         return
-    settle()
-    followed = group is None and bool(_followers)
-    while group is None and _followers:
-        _followers.pop()()
+    wait_for_idle()
+    has_callbacks = group is None and bool(_end_callbacks)
+    while group is None and _end_callbacks:
+        _end_callbacks.pop()()
     dist.destroy_process_group(group)
-    if followed:
-        gc.collect()  # what referred to groups is in cycles; their sockets would stay
+    if has_callbacks:
+        gc.collect()  # references to groups are in cycles, which would keep their sockets open
 
 
-_followers: list[Callable[[], None]] = []
+_end_callbacks: list[Callable[[], None]] = []
 
 
-def before_the_end(release: Callable[[], None]) -> None:
-    """Have a library that builds on the default group let go of it, once, before it is destroyed.
+def call_before_group_ends(release: Callable[[], None]) -> None:
+    """Register a function that makes a library release the default group; it is called once, before the group ends.
 
     Args:
         release: Called without arguments.
     """
-    _followers.append(release)
+    _end_callbacks.append(release)
 
 
-def keep_until_gone(group: Any, *owners: Any) -> None:
-    """Keep torch's Python object of a process group for as long as C++ objects own the group.
+def keep_group_for(group: Any, *owners: Any) -> None:
+    """Keep torch's Python object of a process group alive as long as C++ objects own the group.
 
-    Python's object lets go of the interpreter before it ends a group, an owner in C++ does not. gloo's destructor joins
-    a thread that, right after a collective, may still need the interpreter to give the collective's tensors back: where
-    DDP's reducer, freed after `destroy_process_group`, is the last owner, both wait for ever (torch 2.13 and before).
+    Python's object releases the interpreter's lock before it ends a group, an owner in C++ does not. gloo's destructor
+    joins a thread that, right after a collective, may still need the lock to free the collective's tensors. If DDP's
+    reducer, freed after `destroy_process_group`, is the last owner, both wait forever (torch 2.13 and before).
 
     Args:
         group: The group.
-        owners: The objects that may outlive everything else that refers to it.
+        owners: The objects that may outlive all other references to it.
     """
     for owner in owners:
-        weakref.finalize(owner, _let_go, group).atexit = False
+        weakref.finalize(owner, _drop_reference, group).atexit = False
 
 
-def _let_go(group: Any) -> None:
-    """Drop the reference that came as an argument."""
+def _drop_reference(group: Any) -> None:
+    """Drop the reference in the argument."""
 
 
 def forget_group() -> None:
-    """Make torch forget a default group: destroyed where it is this process's own, dropped where it was inherited.
+    """Destroy this process's own default group, or drop an inherited one.
 
-    Destroying an inherited group would wait for threads that the fork did not copy, and shut sockets down that the
+    Destroying an inherited group would wait for threads that the fork did not copy, and shut down sockets that the
     parent still uses.
     """
-    global _inherited  # noqa: PLW0603 - a fact about this process
+    global _inherited  # noqa: PLW0603 - one default group per process
     if _inherited and dist.is_initialized():
         _keep_alive.append(dist.group.WORLD)  # its destructor would join threads that do not exist here
         _drop_bookkeeping()
@@ -222,7 +223,7 @@ _keep_alive: list[Any] = []
 
 
 def _drop_bookkeeping() -> None:
-    """Empty the tables of torch.distributed without touching the groups in them."""
+    """Empty the tables of torch.distributed without destroying the groups in them."""
     import torch.distributed.distributed_c10d as c10d
 
     world = c10d._world
@@ -261,7 +262,7 @@ def _xla_barrier(_: torch.device) -> None:
 
 
 def _no_barrier(device: torch.device) -> None:
-    """Wait for nobody: this process is alone."""
+    """Return at once: there is one rank."""
 
 
 BARRIERS: dict[str, Callable[[torch.device], None]] = {
@@ -269,4 +270,4 @@ BARRIERS: dict[str, Callable[[torch.device], None]] = {
     "torch": _torch_barrier,
     "xla": _xla_barrier,
 }
-"""How ranks wait for each other, by the name of the communicator."""
+"""The barrier of each communicator."""

@@ -1,4 +1,4 @@
-"""One seed for every random number generator of a rank."""
+"""Seeds every random number generator of a rank."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: The seed, from 0 to 2**32 - 1 (numpy's range).
-        device_specific: Whether each rank adds its index, and so draws other numbers than the others.
-        deterministic: Whether torch must use deterministic algorithms, and raise where it has none.
+        device_specific: Whether each rank adds its index to the seed, to draw different numbers.
+        deterministic: Whether torch must use deterministic algorithms, and raise if it has none.
+
+    Raises:
+        ValueError: The seed is not a whole number.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed={seed!r} is not allowed; pass a whole number, as set_seed(42)")
+        raise ValueError(f"seed={seed!r} is not allowed; pass a whole number: set_seed(42)")
     if device_specific:
         seed += PartialState().process_index
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - libraries draw from the global generator
-    torch.manual_seed(seed)  # the CPU's, and those of CUDA, MPS and XPU when they are first used
+    torch.manual_seed(seed)  # the CPU's generator, and those of CUDA, MPS and XPU on first use
     _seed_device(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
 
 def _seed_device(seed: int) -> None:
-    """Seed the generators that ``torch.manual_seed`` does not reach."""
+    """Seed the generators that ``torch.manual_seed`` does not seed."""
     row = devices.row(detect().accelerator)
     if row.type == "xla":
         import torch_xla.core.xla_model as xm
@@ -43,7 +46,7 @@ def _seed_device(seed: int) -> None:
 
 
 def wait_for_everyone() -> None:
-    """Wait until all ranks have come here; every rank must call this."""
+    """Wait until all ranks reach this call; every rank must call this."""
     PartialState().wait_for_everyone()
 
 

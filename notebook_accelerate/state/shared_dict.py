@@ -1,4 +1,4 @@
-"""Dictionaries that all instances of a class share, and the function that does nothing."""
+"""Dictionaries that all instances of a class share, and a function that does nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Slots = dict[str, Any]
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take anything, do nothing: what a function for one rank is on the others."""
+    """Accept any arguments and do nothing: a function for one rank, on the other ranks."""
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A descriptor whose dictionary is another one in each thread (XLA runs one rank per thread).
+    """A descriptor with one dictionary per thread (XLA runs one rank per thread).
 
     Args:
-        thread_local: Kept for Accelerate's signature; the dictionary is always the thread's own.
+        thread_local: Accepted for compatibility; the dictionary is always the thread's own.
     """
 
     def __init__(self, thread_local: bool = False) -> None:
@@ -31,4 +31,4 @@ class ThreadLocalSharedDict(threading.local):
 
 
 SharedDict: Callable[[], Slots] = dict
-"""The kind of dictionary that the state classes share: one per process."""
+"""The dictionary that the instances of a state class share: one per process."""

@@ -1,4 +1,4 @@
-"""One rank's share of an input."""
+"""Splits inputs between ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def share_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
-    """Return where a rank's contiguous share of `length` items begins and ends.
+    """Return the bounds of a rank's contiguous share of `length` items.
 
     Args:
         length: Number of items.
@@ -17,7 +17,7 @@ def share_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
         size: Number of ranks.
 
     Returns:
-        begin and end; the first `length % size` ranks have one item more.
+        Begin and end; the first `length % size` ranks have one item more.
     """
     base, extra = divmod(length, size)
     begin = rank * base + min(rank, extra)
@@ -32,10 +32,10 @@ def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: tor
         rank: The rank, from 0.
         size: Number of ranks.
         padding: Repeat the last item of `inputs` until all shares are equally long.
-        device: Where a padded tensor goes, so that it can be gathered.
+        device: Device of a padded tensor, so that it can be gathered.
 
     Returns:
-        The share: same kind as `inputs`; empty where there are fewer items than ranks and no padding.
+        The share, of the same type as `inputs`; without padding it may be empty.
 
     Raises:
         ValueError: The values of a dict differ in length, or `inputs` cannot be split.
@@ -43,14 +43,14 @@ def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: tor
     length = _length(inputs)
     begin, end = share_bounds(length, rank, size)
     pad = -(-length // size) - (end - begin) if padding else 0
-    return _take(inputs, begin, end, pad, device if padding else None)
+    return _slice_and_pad(inputs, begin, end, pad, device if padding else None)
 
 
 def _length(inputs: Any) -> int:
     if isinstance(inputs, Mapping):
         lengths = {key: _length(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"all values of the dict must have the same length; got {lengths}")
+            raise ValueError(f"the values of the dict have the lengths {lengths}; pass values of the same length")
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, torch.Tensor) and inputs.ndim == 0:
         raise ValueError("a tensor without dimensions cannot be split; pass tensor[None]")
@@ -63,9 +63,9 @@ def _length(inputs: Any) -> int:
         ) from None
 
 
-def _take(inputs: Any, begin: int, end: int, pad: int, device: torch.device | None) -> Any:
+def _slice_and_pad(inputs: Any, begin: int, end: int, pad: int, device: torch.device | None) -> Any:
     if isinstance(inputs, Mapping):
-        taken = {key: _take(value, begin, end, pad, device) for key, value in inputs.items()}
+        taken = {key: _slice_and_pad(value, begin, end, pad, device) for key, value in inputs.items()}
         return taken if type(inputs) is dict else type(inputs)(taken)  # type: ignore[call-arg]
     if isinstance(inputs, torch.Tensor):
         share = inputs[begin:end]

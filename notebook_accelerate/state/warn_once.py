@@ -1,4 +1,4 @@
-"""Warnings that are said once."""
+"""Warnings that are shown once per process."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import warnings
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).parents[1])
-_said: set[str] = set()
+_shown: set[str] = set()
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, unless this process was warned with the same words before; the place shown is the caller's own code.
+    """Warn, unless this process showed the same message before; the warning points at the user's own code.
 
     Args:
-        message: What to say.
-        category: The kind of warning.
+        message: The message.
+        category: The category of the warning.
     """
-    if message in _said:
+    if message in _shown:
         return
-    _said.add(message)
+    _shown.add(message)
     warnings.warn(message, category, stacklevel=_depth_of_user_code())
 
 
-def forget_notices() -> None:
-    """Let every warning be said again."""
-    _said.clear()
+def reset_warnings() -> None:
+    """Let every warning be shown again."""
+    _shown.clear()
 
 
 def _depth_of_user_code() -> int:

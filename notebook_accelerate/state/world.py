@@ -1,4 +1,4 @@
-"""Where this process stands in the world, from the variables that torchrun, MPI or this package's launchers set."""
+"""Reads rank and world size from the variables of torchrun, MPI or this package's launchers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from notebook_accelerate.config import environ
 
-# torchrun's name first, then those of MPI launchers (Intel MPI and MPICH, Open MPI, MVAPICH2).
+# torchrun's name, then those of MPI launchers (Intel MPI and MPICH, Open MPI, MVAPICH2).
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -16,7 +16,7 @@ _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZ
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A process's place among the ranks of its run."""
+    """Rank and world size of a process."""
 
     rank: int = 0
     """Index of this process, from 0, over all machines."""
@@ -29,13 +29,13 @@ class World:
 
 
 def world_from_environ() -> World:
-    """Read this process's place from the environment.
+    """Read rank and world size from the environment.
 
     Returns:
-        The place; rank 0 of 1 when nothing is set.
+        The values; rank 0 of 1 if no variable is set.
 
     Raises:
-        ValueError: A variable is no number, or the rank is outside the world.
+        ValueError: A variable is not a number, or the rank is not below the world size.
     """
     size = _first(_SIZE, 1)
     rank = _first(_RANK, 0)

@@ -18,7 +18,7 @@ from notebook_accelerate.config.training_config import (
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.state.process_control import ProcessControl
+from notebook_accelerate.state.rank_execution import RankExecution
 from notebook_accelerate.strategies.handler_table import Fp8Recipe, Handlers
 from notebook_accelerate.strategies.strategy import Strategy
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.parallelism_config import ParallelismConfig
 
 
-class AcceleratorProperties(ProcessControl):
+class AcceleratorProperties(RankExecution):
     """The properties of `Accelerator`."""
 
     state: AcceleratorState

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accelerate.collectives import leaves_of
-from notebook_accelerate.state.process_group import keep_until_gone
+from notebook_accelerate.state.process_group import keep_group_for
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.model_placement import is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy, even_batches_set
@@ -50,7 +50,7 @@ class DDPStrategy(Strategy):
         # DDP rejects devices without an index (the CPU, and types with one device per process).
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
-        keep_until_gone(wrapped.process_group, wrapped.reducer, wrapped.logger)
+        keep_group_for(wrapped.process_group, wrapped.reducer, wrapped.logger)
         self._wraps = True
         if wrapped.find_unused_parameters and not wrapped.static_graph:
             wrapped.register_forward_hook(_remember_outputs)

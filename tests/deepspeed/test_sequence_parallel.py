@@ -332,7 +332,7 @@ def bare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         ("model", r"Linear has no config with hidden_size, .* such as LlamaForCausalLM"),
         ("attention", r"uses the attention 'eager'; load it with attn_implementation='sdpa'"),
         ("uneven", r"even_batches=True"),
-        ("rows", r"a batch has 3 sequences, and DeepSpeed's attention was made for 2"),
+        ("rows", r"a batch has 3 sequences, and DeepSpeed's attention was created for 2"),
         ("places", r"a batch has input_ids, and no position_ids, labels"),
     ],
 )

@@ -123,7 +123,7 @@ def start_communication(state: AcceleratorState) -> Any:
     with compilation_context():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     _communication_group = dist.group.WORLD
-    process_group.before_the_end(_release_groups)
+    process_group.call_before_group_ends(_release_groups)
     return deepspeed
 
 

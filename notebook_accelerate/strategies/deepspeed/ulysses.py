@@ -197,7 +197,7 @@ class SplitAttention:
             return (split if pieces else whole)(module, *args, **kwargs)
 
         functions[self._name], self._whole = attend, whole
-        process_group.before_the_end(self.restore)
+        process_group.call_before_group_ends(self.restore)
         return groups
 
     def restore(self) -> None:

@@ -94,7 +94,7 @@ def arranged_beside(plugin: str) -> None:
 
 @pytest.mark.parametrize("plugin", ["deepspeed_plugin", "megatron_lm_plugin"])
 def test_degrees_beside_an_engine(plugin: str) -> None:
-    with pytest.raises(RankError, match=rf"dp_shard_size=2.* and {plugin} contradict each other: .* leave {plugin} or"):
+    with pytest.raises(RankError, match=rf"dp_shard_size=2.* and {plugin} contradict each other: .* omit {plugin} or"):
         run_ranks(arranged_beside, plugin)
 
 

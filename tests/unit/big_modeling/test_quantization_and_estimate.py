@@ -104,7 +104,7 @@ def test_modules_on_disk_are_not_quantized_to_4_bits_the_others_are(
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("empty", [False, True])
-def test_modules_on_disk_are_kept_quantize_8bit(tmp_path: Path, empty: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_modules_on_disk_are_kept_in_8_bits(tmp_path: Path, empty: bool, caplog: pytest.LogCaptureFixture) -> None:
     x, plain, hollow = _saved(tmp_path)
     model, weights = (hollow, tmp_path) if empty else (_network().eval(), None)
     away = tmp_path / "away"
@@ -157,7 +157,7 @@ def test_layers_of_8_bits_come_from_main_memory(tmp_path: Path) -> None:
 
 
 @needs_bitsandbytes
-def test_a_checkpoint_quantize_8bit_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
+def test_a_checkpoint_in_8_bits_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
     x, plain, empty = _saved(tmp_path)
     from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # needs bitsandbytes
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_quantize_8bit_is_loaded_into_offloaded_layers(tmp_path: Pa
 
 
 @needs_bitsandbytes
-def test_weights_quantize_8bit_are_written_with_their_scales(tmp_path: Path) -> None:
+def test_weights_in_8_bits_are_written_with_their_scales(tmp_path: Path) -> None:
     model, index = _network(), {}  # type: ignore[var-annotated]
     weight = model[0].weight.detach().clone()
     config = BnbQuantizationConfig(**EIGHT)

@@ -124,7 +124,7 @@ def test_visible_gpus_are_counted_as_the_driver_does(variable: str | None, physi
 
 @pytest.mark.parametrize(("value", "count"), [(None, 8), ("all", 8), ("0,1", 2), ("0-3,6", 5), ("", 0), ("9", 0)])
 def test_lists_of_other_vendors_have_ranges(value: str | None, count: int) -> None:
-    assert device_counts._listed(value, 8) == count
+    assert device_counts._count_listed(value, 8) == count
 
 
 def test_an_accelerator_that_torch_was_not_built_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPat
     assert device_counts.count("xla") == 4
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
     assert device_counts.count("xla") == 2  # asked again when a variable has changed
-    device_counts._counted.cache_clear()
+    device_counts._cached_count.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -179,16 +179,16 @@ def test_chips_are_counted_by_what_colab_and_kaggle_set(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    device_counts._counted.cache_clear()
+    device_counts._cached_count.cache_clear()
     assert device_counts.count("xla") == chips
-    device_counts._counted.cache_clear()
+    device_counts._cached_count.cache_clear()
 
 
 def test_every_type_of_device_has_a_row_and_a_counter() -> None:
     types = [row.type for row in devices.ROWS]
     assert sorted(types) == sorted([*device_counts.COUNTERS, "cpu"])
     assert types[-1] == "cpu"
-    with pytest.raises(ValueError, match=r"device type 'gpu' is not known; known: .*cuda.*cpu"):
+    with pytest.raises(ValueError, match=r"device type 'gpu' is not known; pass one of .*cuda.*cpu"):
         devices.row("gpu")
 
 

@@ -18,7 +18,7 @@ CUDA, BOTH = devices.row("cuda"), "cuda:nccl,cpu:gloo"
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "with_cpu", "expected"),
+    ("device", "requested", "with_cpu", "expected"),
     [
         ("cuda", None, False, "nccl"),
         ("cuda", None, True, BOTH),
@@ -29,8 +29,8 @@ CUDA, BOTH = devices.row("cuda"), "cuda:nccl,cpu:gloo"
         ("cpu", "nccl", False, "gloo"),
     ],
 )
-def test_backend_of_a_device(device: str, asked: str | None, with_cpu: bool, expected: str) -> None:
-    assert device_placement.backend_of(devices.row(device), asked, with_cpu) == expected
+def test_backend_of_a_device(device: str, requested: str | None, with_cpu: bool, expected: str) -> None:
+    assert device_placement.choose_backend(devices.row(device), requested, with_cpu) == expected
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(device_placement, "row_of", lambda **_: CUDA)
-    monkeypatch.setattr(device_placement, "device_of", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(device_placement, "device_row", lambda **_: CUDA)
+    monkeypatch.setattr(device_placement, "select_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(process_group, "start_group", lambda backend, *_, **__: backends.append(backend))
-    monkeypatch.setattr(partial_state, "settle_at_exit", lambda: None)
+    monkeypatch.setattr(partial_state, "wait_for_idle_at_exit", lambda: None)
     yield backends
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -77,7 +77,7 @@ def test_a_later_state_keeps_both_back_ends(started: list[str]) -> None:
 @pytest.mark.parametrize("by_layout", [False, True])
 def test_offloading_by_the_environment(by_layout: bool, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    monkeypatch.setattr("notebook_accelerate.state.accelerator_state.arrange", lambda _: {})
+    monkeypatch.setattr("notebook_accelerate.state.accelerator_state.arrange_ranks", lambda _: {})
     if by_layout:
         AcceleratorState(parallelism_config=ParallelismConfig(dp_shard_size=2))
     else:

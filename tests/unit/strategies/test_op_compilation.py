@@ -11,7 +11,7 @@ import pytest
 from torch.utils import file_baton
 from torch.utils.cpp_extension import get_default_build_root
 
-from notebook_accelerate.state.warn_once import forget_notices
+from notebook_accelerate.state.warn_once import reset_warnings
 from notebook_accelerate.strategies.deepspeed import op_compilation
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are listed in /proc only")
@@ -93,7 +93,7 @@ def test_a_lock_stays_that_an_invisible_process_may_hold(tmp_path: Path, monkeyp
     for kinds, pids in ((set(), own), ({op_compilation._file_system_type(tmp_path)}, "pid:[1]")):
         monkeypatch.setattr(op_compilation, "_MACHINE_FILE_SYSTEMS", frozenset(kinds))
         monkeypatch.setattr(op_compilation, "_INITIAL_PID_NAMESPACE", pids)
-        forget_notices()
+        reset_warnings()
         with pytest.warns(UserWarning, match=rf"in another container with this .*: rm {lock}"):
             assert op_compilation.remove_dead_locks(tmp_path) == []
         assert lock.exists()

@@ -41,17 +41,17 @@ class _GlooLike:
 
 def test_a_thread_that_works_is_waited_for() -> None:
     thread = _GlooLike(20)
-    gloo_threads.settle(limit=120.0)
+    gloo_threads.wait_for_idle(limit=120.0)
     assert thread.done.is_set()
     begin = time.monotonic()
-    gloo_threads.settle(limit=120.0)  # it rests now
+    gloo_threads.wait_for_idle(limit=120.0)  # it rests now
     assert time.monotonic() - begin < 60.0
     thread.end()
 
 
 def test_a_thread_that_never_rests_is_left_alone() -> None:
     thread = _GlooLike(None)
-    gloo_threads.settle(limit=0.05)
+    gloo_threads.wait_for_idle(limit=0.05)
     assert not thread.done.is_set()
     thread.end()
 

@@ -20,10 +20,10 @@ class RankDecorator(Protocol):
         """Return the guarded function."""
 
 
-class ProcessControl:
-    """Methods shared by `PartialState`, `AcceleratorState` and `Accelerator`: which ranks run a function, and when.
+class RankExecution:
+    """Mixin of `PartialState`, `AcceleratorState` and `Accelerator`: which ranks run a function, and in which order.
 
-    A class that mixes it in has num_processes, process_index, local_process_index and wait_for_everyone.
+    Subclasses have num_processes, process_index, local_process_index and wait_for_everyone.
     """
 
     num_processes: int
@@ -55,7 +55,7 @@ class ProcessControl:
         Returns:
             A context manager. The others start when rank 0 has left the block, also by an exception.
         """
-        return self._goes_first(self.is_main_process)
+        return self._runs_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the first rank of each machine run the block before the others; every rank must enter it.
@@ -63,10 +63,10 @@ class ProcessControl:
         Returns:
             A context manager.
         """
-        return self._goes_first(self.is_local_main_process)
+        return self._runs_first(self.is_local_main_process)
 
     @contextmanager
-    def _goes_first(self, first: bool) -> Iterator[None]:
+    def _runs_first(self, first: bool) -> Iterator[None]:
         if not first:
             self.wait_for_everyone()
         try:
@@ -82,7 +82,7 @@ class ProcessControl:
     def on_main_process(self, function: None = None) -> RankDecorator: ...
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Make `function` run on rank 0 only.
+        """Make `function` run only on rank 0.
 
         Args:
             function: The function; None returns the decorator.
@@ -90,7 +90,7 @@ class ProcessControl:
         Returns:
             The function; on other ranks it does nothing and returns None.
         """
-        return _only_where(lambda: self.is_main_process, function)
+        return _only_if(lambda: self.is_main_process, function)
 
     @overload
     def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]: ...
@@ -99,7 +99,7 @@ class ProcessControl:
     def on_local_main_process(self, function: None = None) -> RankDecorator: ...
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Make `function` run on the first rank of each machine only.
+        """Make `function` run only on the first rank of each machine.
 
         Args:
             function: The function; None returns the decorator.
@@ -107,10 +107,10 @@ class ProcessControl:
         Returns:
             The function; on other ranks it does nothing and returns None.
         """
-        return _only_where(lambda: self.is_local_main_process, function)
+        return _only_if(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-        """Make `function` run on the last rank only.
+        """Make `function` run only on the last rank.
 
         Args:
             function: The function.
@@ -118,7 +118,7 @@ class ProcessControl:
         Returns:
             The function; on other ranks it does nothing and returns None.
         """
-        return _only_where(lambda: self.is_last_process, function)
+        return _only_if(lambda: self.is_last_process, function)
 
     @overload
     def on_process(self, function: Callable[_P, _R], process_index: int | None = None) -> Callable[_P, _R | None]: ...
@@ -129,7 +129,7 @@ class ProcessControl:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Make `function` run on one rank only.
+        """Make `function` run only on one rank.
 
         Args:
             function: The function; None returns the decorator.
@@ -138,7 +138,7 @@ class ProcessControl:
         Returns:
             The function; on other ranks it does nothing and returns None.
         """
-        return _only_where(lambda: process_index is None or self.process_index == process_index, function)
+        return _only_if(lambda: process_index is None or self.process_index == process_index, function)
 
     @overload
     def on_local_process(
@@ -159,7 +159,7 @@ class ProcessControl:
         local_process_index: int | None = None,
         local_process_idx: int | None = None,
     ) -> Callable[..., Any]:
-        """Make `function` run on one rank of each machine only.
+        """Make `function` run only on one rank of each machine.
 
         Args:
             function: The function; None returns the decorator.
@@ -170,21 +170,21 @@ class ProcessControl:
             The function; on other ranks it does nothing and returns None.
         """
         if local_process_idx is not None:
-            warn_once("on_local_process(local_process_idx=...) is deprecated: write local_process_index=")
+            warn_once("on_local_process(local_process_idx=...) is deprecated: pass local_process_index=...")
             local_process_index = local_process_idx
         wanted = local_process_index
-        return _only_where(lambda: wanted is None or self.local_process_index == wanted, function)
+        return _only_if(lambda: wanted is None or self.local_process_index == wanted, function)
 
 
-def _only_where(here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
+def _only_if(here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return `function` guarded by `here`, which is called each time: the decorated function may be forked."""
     if function is None:
-        return functools.partial(_only_where, here)
+        return functools.partial(_only_if, condition)
     if not callable(function):
         raise ValueError(f"{function!r} is not a function; decorate a function, as in @state.on_main_process")
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if here() else None
+        return function(*args, **kwargs) if condition() else None
 
     return guarded
