@@ -176,8 +176,8 @@ class RankExecution:
         return _only_if(lambda: wanted is None or self.local_process_index == wanted, function)
 
 
-def _only_if(here: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return `function` guarded by `here`, which is called each time: the decorated function may be forked."""
+def _only_if(condition: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return `function` guarded by `condition`, evaluated at each call: a decorated function may be forked."""
     if function is None:
         return functools.partial(_only_if, condition)
     if not callable(function):
