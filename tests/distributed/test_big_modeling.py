@@ -1,4 +1,4 @@
-"""Checkpoints into models on two ranks: one rank reads for all, or each takes its part of the whole tensors."""
+"""Loading checkpoints on two ranks: one rank reads for all, or each loads its shard of the full tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load_something_wrong(folder: str, what: str) -> None:
         ("folder", "should be the path to a file"),
     ],
 )
-def test_what_rank_0_finds_wrong_every_rank_raises(tmp_path: Path, what: str, message: str) -> None:
+def test_every_rank_raises_the_error_of_rank_0(tmp_path: Path, what: str, message: str) -> None:
     write(tmp_path)
     if what == "file":
         (tmp_path / "b.safetensors").write_bytes((tmp_path / "b.safetensors").read_bytes()[:-3])

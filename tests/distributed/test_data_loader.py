@@ -1,4 +1,4 @@
-"""Loaders on ranks that exist: dispatching, and agreeing on random numbers."""
+"""Loaders on real ranks: dispatching, and synchronised random numbers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _noted() -> list[Any]:
     return [(batch["numbers"].tolist(), batch["note"]) for batch in made]
 
 
-def test_what_is_no_tensor_is_sent_whole() -> None:
+def test_leaves_that_are_not_tensors_are_sent() -> None:
     assert run_ranks(_noted) == [
         [([0, 1], "from 0"), ([4, 5], "from 4")],
         [([2, 3], "from 0"), ([6, 7], "from 4")],
@@ -185,7 +185,7 @@ def _sliced() -> list[Any]:
     return read(dispatched(Stream(8), slice_fn_for_dispatch=_own_slices))
 
 
-def test_parts_are_cut_by_the_function_of_the_user() -> None:
+def test_slice_fn_selects_the_part_of_each_rank() -> None:
     assert run_ranks(_sliced) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
 
 
@@ -230,7 +230,7 @@ def _unjoinable() -> None:
     read(dispatched(Stream(16), 2, plain={"collate_fn": _ragged}))
 
 
-def test_batches_that_cannot_be_joined_are_named() -> None:
+def test_batches_that_cannot_be_concatenated_are_reported() -> None:
     with pytest.raises(RankError, match=r"cannot be concatenated.*dispatch_batches=False"):
         run_ranks(_unjoinable)
 

@@ -1,4 +1,4 @@
-"""Offloading to a CUDA device: copied ahead on a side stream, the same bit for bit."""
+"""Offloading with a CUDA device: copied ahead on a side stream, with bitwise equal results."""
 
 from __future__ import annotations
 

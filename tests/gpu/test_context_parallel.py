@@ -1,4 +1,4 @@
-"""Attention over sequences that ranks share: torch can split it on CUDA devices only."""
+"""Context parallel attention, which torch supports only on CUDA devices."""
 
 from __future__ import annotations
 

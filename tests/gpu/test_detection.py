@@ -1,4 +1,4 @@
-"""What is found out about real GPUs, and that nothing is started on them."""
+"""Detection of real GPUs, without initialising them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _report(**variables: str) -> dict[str, Any]:
     return report
 
 
-def test_gpus_are_counted_as_torch_counts_them_and_the_driver_stays_asleep() -> None:
+def test_gpus_are_counted_as_by_torch_without_initialising_the_driver() -> None:
     import torch
 
     report = _report()

@@ -44,7 +44,7 @@ def test_cuda_used_in_the_kernel_before_the_launch(kernel: Kernel) -> None:
     assert kernel.run("run.results[0][0]").result_text == "'cuda:0'"
 
 
-def test_driver_initialised_behind_the_back_of_torch(kernel: Kernel) -> None:
+def test_a_driver_initialised_without_torch(kernel: Kernel) -> None:
     """torch.cuda.is_initialized() says False although the driver is initialised (accelerate#3925)."""
     kernel.run("assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0 and not torch.cuda.is_initialized()").expect_ok()
     cell = kernel.run("run = notebook_launcher(train, (5,), num_processes=1, timeout=120)", timeout=150).expect_ok()

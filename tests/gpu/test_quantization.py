@@ -1,4 +1,4 @@
-"""Quantization with bitsandbytes' CUDA kernels; what is offloaded comes to the device for each forward."""
+"""Quantization with bitsandbytes' CUDA kernels; offloaded weights are loaded for each forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models with the shapes that matter."""
+"""Small models with tied parameters, buffers and repeated blocks."""
 
 from __future__ import annotations
 

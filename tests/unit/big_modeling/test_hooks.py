@@ -162,7 +162,7 @@ class Told(nn.Linear):
         return super().forward(x)
 
 
-def test_the_model_before_is_put_away_before_the_next_one_comes() -> None:
+def test_the_previous_model_is_offloaded_first() -> None:
     log: list[str] = []
     first, first_hook = cpu_offload_with_hook(Told("first", log), CPU)
     second, second_hook = cpu_offload_with_hook(Told("second", log), CPU, prev_module_hook=first_hook)

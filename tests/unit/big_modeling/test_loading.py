@@ -1,4 +1,4 @@
-"""Checkpoints into models."""
+"""Loading checkpoints into models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_form_loads_everywhere(tmp_path: Path, kind: str, place: Any) -> N
 
 
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
-def test_maps_that_are_made(tmp_path: Path, strategy: str) -> None:
+def test_device_map_strategies(tmp_path: Path, strategy: str) -> None:
     model = Deep(width=16).eval()
     loaded: Any = load_checkpoint_and_dispatch(
         _empty(width=16), _save(model, tmp_path, "shards"), strategy, max_memory={"cpu": 6000},
@@ -94,7 +94,7 @@ def test_dtypes(tmp_path: Path) -> None:
     assert model.ln.weight.dtype == torch.float32
 
 
-def test_tied_weights_are_one_again(tmp_path: Path) -> None:
+def test_tied_weights_are_tied_again(tmp_path: Path) -> None:
     model = Deep(tied=True)
     save_file({k: v for k, v in model.state_dict().items() if k != "head.weight"}, tmp_path / "model.safetensors")
     loaded = _empty(tied=True)
@@ -233,7 +233,7 @@ def _pickled_shards(folder: Path, model: nn.Module | None = None) -> list[Path]:
     return sorted(folder.glob("*.bin"))
 
 
-def test_a_model_that_is_loaded_in_part_is_told(tmp_path: Path) -> None:
+def test_a_partial_load_is_reported(tmp_path: Path) -> None:
     shard = _pickled_shards(tmp_path)[1]
     content = shard.read_bytes()
     for broken in (content[: len(content) // 2], content[:2], b""):
@@ -242,7 +242,7 @@ def test_a_model_that_is_loaded_in_part_is_told(tmp_path: Path) -> None:
             load_checkpoint_in_model(_empty(), tmp_path)
 
 
-def test_a_full_offload_folder_is_told_while_loading(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_while_loading(tmp_path: Path) -> None:
     _pickled_shards(tmp_path)
     away = tmp_path / "away"
     away.mkdir()
@@ -267,13 +267,13 @@ class _Evil:
         return (Path.touch, (Path("touched"),))
 
 
-def test_pickles_hold_weights_only(tmp_path: Path) -> None:
+def test_pickles_may_contain_only_weights(tmp_path: Path) -> None:
     torch.save({"emb.weight": _Evil()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="contains more than data"):
         load_checkpoint_in_model(_empty(), tmp_path)
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder containing"):
         load_checkpoint_in_model(_empty(), tmp_path)
     with pytest.raises(ValueError, match="should be the path to a file"):
@@ -307,7 +307,7 @@ def test_a_map_that_overflows_the_memory_is_refused_before_anything_is_loaded(tm
     assert model.weight.is_meta
 
 
-def test_a_map_of_ones_own_keeps_to_the_limits(tmp_path: Path) -> None:
+def test_a_given_map_is_checked_against_max_memory(tmp_path: Path) -> None:
     folder = _save(Deep(), tmp_path, "safetensors")
     with pytest.raises(ValueError, match=r"puts 5.2 KB on device cpu, which may hold 4 KB by max_memory"):
         load_checkpoint_and_dispatch(_empty(), folder, {"": "cpu"}, max_memory={"cpu": "4KB"})

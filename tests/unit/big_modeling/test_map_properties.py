@@ -1,4 +1,4 @@
-"""What every device map must be, whatever the model and the limits: complete, within the limits, ties together."""
+"""Properties of every device map: complete, within the limits, tied parameters on one device."""
 
 from __future__ import annotations
 

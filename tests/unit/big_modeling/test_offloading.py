@@ -1,4 +1,4 @@
-"""Models on disk and on the CPU: the same results bit for bit, read ahead in a small arena."""
+"""Models offloaded to disk and CPU: bitwise equal results, read ahead into a small arena."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ class Borrowing(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk", "map", "checkpoint"])
-def test_classes_whose_weights_come_all_at_once(tmp_path: Path, where: str) -> None:
+def test_preloaded_classes_load_their_submodules(tmp_path: Path, where: str) -> None:
     def offloaded(classes: Any, model: nn.Module) -> nn.Module:
         known: Any = {"preload_module_classes": classes}
         if where == "cpu":
@@ -422,14 +422,14 @@ def test_broken_and_foreign_folders_are_refused(tmp_path: Path) -> None:
         OffloadedWeightsLoader(save_folder=tmp_path)["../../secret"]
 
 
-def test_a_full_folder_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     (tmp_path / "w.dat.partial").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"w \(4,000,000 bytes\) could not be offloaded .*: No space left"):
         offload_weight(torch.ones(1_000_000), "w", tmp_path, {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_shrinks_while_it_is_used_is_told(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_used_is_reported(tmp_path: Path) -> None:
     model = Deep(width=16).eval()
     disk_offload(model, tmp_path)
     with torch.no_grad():
@@ -440,7 +440,7 @@ def test_a_file_that_shrinks_while_it_is_used_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not file_mapping.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
-def test_a_mapped_file_that_shrinks_is_told(tmp_path: Path) -> None:
+def test_a_mapped_file_that_shrinks_is_reported(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     disk_offload(model, tmp_path)
     with torch.no_grad():

@@ -187,7 +187,7 @@ def test_weights_in_8_bits_are_written_with_their_scales(tmp_path: Path) -> None
     torch.testing.assert_close(whole * scales[:, None] / 127, weight, atol=scales.max().item() / 127, rtol=0)
 
 
-def test_without_bitsandbytes_the_line_to_type_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bitsandbytes_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say that there is no such module
     with pytest.raises(ImportError, match="pip install bitsandbytes"):
         load_and_quantize_model(_network(), BnbQuantizationConfig(load_in_8bit=True))
@@ -250,7 +250,7 @@ def test_tensor_parallelism_divides_what_the_plan_names() -> None:
     assert both.training["weights"] == (matrix // 2 + matrix + norm) // 2
 
 
-def test_the_fullest_pipeline_stage_counts() -> None:
+def test_the_largest_pipeline_stage_counts() -> None:
     model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(5)], nn.Linear(10, 100, bias=False))
     layer = 400
     two = estimate_memory(model, strategy="pp", num_processes=2, inputs=torch.zeros(6, 10))
@@ -263,7 +263,7 @@ def test_the_fullest_pipeline_stage_counts() -> None:
     assert replicas.training["strategy"] == 0
 
 
-def test_what_is_offloaded_is_in_main_memory() -> None:
+def test_offloaded_parts_are_in_main_memory() -> None:
     model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
     everything = dict.fromkeys(("weights", "gradients", "optimizer"), "cpu")
     found = estimate_memory(model, strategy="fsdp", num_processes=2, offload=everything)
@@ -279,7 +279,7 @@ def test_what_is_offloaded_is_in_main_memory() -> None:
     assert on_disk.training["weights"] == 800
 
 
-def test_estimated_activations_are_what_autograd_keeps() -> None:
+def test_estimated_activations_are_those_that_autograd_saves() -> None:
     model = Deep(width=32)
     tokens = torch.zeros(4, 8, dtype=torch.long)
     kept: dict[int, int] = {}
@@ -302,7 +302,7 @@ def test_estimated_activations_are_what_autograd_keeps() -> None:
      ({"degrees": {"dp": 2}}, "dp_replicate"), ({"degrees": {"tp": 3}, "num_processes": 4}, "tp=3 = 3"),
      ({"offload": {"buffers": "cpu"}}, "weights, gradients"), ({"offload": {"weights": "tape"}}, "'cpu' or 'disk'")]
 )  # fmt: skip
-def test_estimates_of_unknown_things(wrong: Any, message: str) -> None:
+def test_unknown_arguments_of_estimates_are_refused(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         estimate_memory(nn.Linear(2, 2), **wrong)
 

@@ -185,7 +185,7 @@ def test_file_sizes(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "5", "-5GB"])
-def test_no_file_sizes(text: str) -> None:
+def test_invalid_file_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not in a valid format"):
         convert_file_size_to_int(text)
 
@@ -255,7 +255,7 @@ def test_dtypes_of_maps() -> None:
     }  # fmt: skip
 
 
-def test_buffers_that_fit_no_accelerator_are_told() -> None:
+def test_buffers_that_fit_no_accelerator_cause_a_warning() -> None:
     with pytest.warns(UserWarning, match="requires 40 bytes of buffer"):
         infer_auto_device_map(ThreeLayers(), {0: 200, "cpu": 1000})
     infer_auto_device_map(ThreeLayers(), {0: 200, "cpu": 1000}, offload_buffers=True)

@@ -1,4 +1,4 @@
-"""What `prepare_data_loader` makes of a loader, on one rank or seen as one of several."""
+"""`prepare_data_loader` on one rank, and on one of several."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_loaders_of_torchdata_are_shuffled_alike_on_all_ranks(seedable: bool) ->
         assert sorted(i for one in made for batch in read(one) for i in batch) == list(range(12))
 
 
-def test_the_loader_of_the_user_stays_as_it_is() -> None:
+def test_the_users_loader_is_not_changed() -> None:
     plain = DataLoader(range(8), batch_size=2, shuffle=True)
     before = plain.sampler, plain.batch_sampler, plain.batch_sampler.sampler
     prepared(plain, 2, 0)
@@ -142,7 +142,7 @@ def test_the_loader_of_the_user_stays_as_it_is() -> None:
     assert plain.sampler.generator is None
 
 
-def test_arguments_are_carried_over() -> None:
+def test_arguments_are_copied() -> None:
     def collate(items: list[int]) -> torch.Tensor:
         return torch.tensor(items) * 2
 
@@ -260,7 +260,7 @@ def test_iterable_datasets_are_dispatched_where_batches_go_to_a_device() -> None
         prepared(plain, dispatch_batches=True)
 
 
-def test_what_is_no_loader_is_refused() -> None:
+def test_other_objects_than_loaders_are_refused() -> None:
     with pytest.raises(ValueError, match="dataloader is a list; pass a torch DataLoader"):
         prepare_data_loader([1, 2])
 
@@ -318,7 +318,7 @@ BATCHES: list[Any] = [
 
 @pytest.mark.parametrize("device", [None, CPU, torch.device("meta")])
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
-def test_batches_of_any_nesting_come_through(batch: Any, device: torch.device | None) -> None:
+def test_nested_batches_are_moved(batch: Any, device: torch.device | None) -> None:
     plain = DataLoader(range(3), collate_fn=lambda _: batch)
     got = list(prepared(plain, put_on_device=device is not None, device=device))
     assert len(got) == 3
@@ -329,7 +329,7 @@ def test_batches_of_any_nesting_come_through(batch: Any, device: torch.device | 
         assert got[0].right[0].device == (device or CPU)
 
 
-def test_on_the_cpu_a_batch_is_handed_on_untouched() -> None:
+def test_batches_on_the_cpu_are_not_copied() -> None:
     batch = {"a": [torch.ones(2)]}
     plain = DataLoader(range(3), collate_fn=lambda _: batch)
     assert all(got is batch for got in prepared(plain, put_on_device=True, device=CPU))
@@ -367,11 +367,11 @@ def test_the_end_is_known_with_the_last_batch(length: int, device: Any) -> None:
         (DataLoader(Stream(1), batch_size=2), 1),
     ],
 )
-def test_how_much_of_the_last_round_is_real(plain: DataLoader[Any], remainder: int) -> None:
+def test_remainder_counts_samples_without_padding(plain: DataLoader[Any], remainder: int) -> None:
     assert ends(prepared(plain, 2, 0))[-1] == (True, remainder)
 
 
-def test_a_loader_left_early_is_no_longer_read() -> None:
+def test_a_loader_left_early_is_not_active() -> None:
     state = GradientState()
     made = prepared(DataLoader(range(10), batch_size=2))
     for _ in made:
@@ -405,7 +405,7 @@ def test_an_evaluation_in_between_changes_nothing() -> None:
     assert not state.in_dataloader
 
 
-def test_an_open_loader_does_not_answer_for_the_training_loader() -> None:
+def test_an_open_loader_does_not_stay_the_active_one() -> None:
     state = GradientState()
     train = prepared(DataLoader(range(6), batch_size=2))
     held: list[Any] = []

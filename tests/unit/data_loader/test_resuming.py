@@ -1,4 +1,4 @@
-"""Epochs that follow a resume are those of a run that was never interrupted: samples, their order, random numbers."""
+"""Epochs after a resume equal those of an uninterrupted run: samples, their order, random numbers."""
 
 from __future__ import annotations
 

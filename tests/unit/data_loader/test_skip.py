@@ -1,4 +1,4 @@
-"""Leaving out the first batches."""
+"""Skipping the first batches."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_plain_loaders_keep_their_class_and_attributes() -> None:
     assert read(plain)[0] == [0, 1]
 
 
-def test_iterable_datasets_are_read_and_left_out() -> None:
+def test_iterable_datasets_are_read_and_dropped() -> None:
     plain: Any = DataLoader(Stream(), batch_size=4)
     plain.note = "mine"
     rest: Any = skip_first_batches(plain, 1)
@@ -183,7 +183,7 @@ def test_iterable_datasets_are_read_and_left_out() -> None:
     assert read(skip_first_batches(dispatcher, 2)) == [[8, 9]]
 
 
-def test_items_that_are_no_batches_are_skipped_too() -> None:
+def test_items_without_batches_are_skipped_too() -> None:
     plain = DataLoader(range(10), batch_size=None)
     assert list(skip_first_batches(plain, 8)) == [8, 9]
     made = prepare_data_loader(plain, num_processes=2, process_index=1)
@@ -227,7 +227,7 @@ def test_a_negative_number_is_refused(number: int) -> None:
         skip_first_batches(DataLoader(range(4)), number)
 
 
-def test_what_is_no_loader_is_refused() -> None:
+def test_other_objects_than_loaders_are_refused() -> None:
     with pytest.raises(ValueError, match="dataloader is a list"):
         skip_first_batches([1], 1)
 

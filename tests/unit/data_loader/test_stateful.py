@@ -77,7 +77,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_taken_after_leaving_the_loop_counts_what_was_handed_out(workers: int) -> None:
+def test_a_state_after_leaving_the_loop_counts_yielded_batches(workers: int) -> None:
     original = loader(workers=workers)
     got = read(original, 4)
     state = original.state_dict()
@@ -88,7 +88,7 @@ def test_a_state_taken_after_leaving_the_loop_counts_what_was_handed_out(workers
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_taken_with_the_last_batch_has_nothing_left(workers: int) -> None:
+def test_a_state_at_the_last_batch_has_nothing_left(workers: int) -> None:
     original = loader(workers=workers)
     for _ in original:
         state = original.state_dict()
@@ -193,7 +193,7 @@ def test_skipping_starts_a_stateful_loader_in_the_middle() -> None:
     assert read(skip_first_batches(loader(2, 1), 3)) == read(loader(2, 1))[3:]
 
 
-def test_a_loader_that_is_not_stateful_says_so() -> None:
+def test_a_loader_without_a_position_raises() -> None:
     made: Any = prepare_data_loader(DataLoader(range(4)), num_processes=1, process_index=0)
     with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
         made.state_dict()

@@ -1,4 +1,4 @@
-"""What a machine is: counted without torch, without a context, for each setting of the variables."""
+"""Detection without torch and without a device context, for each setting of the variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _run(code: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_looking_at_the_machine_imports_no_torch() -> None:
+def test_detection_imports_no_torch() -> None:
     code = """
         import sys
         from notebook_accelerate.hardware import detect
@@ -56,7 +56,7 @@ def test_the_cores_are_those_this_process_may_use() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def test_limits_of_a_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_container_limits_are_applied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text(f"{2**29}\n")
     monkeypatch.setattr(detection, "_control_group_files", lambda name: [tmp_path / name])
@@ -77,11 +77,11 @@ def test_limits_of_a_container_count(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ({}, "terminal"),
     ],
 )
-def test_the_host_is_known_by_its_variables(variables: dict[str, str], host: str) -> None:
+def test_the_host_is_detected_by_variables(variables: dict[str, str], host: str) -> None:
     assert _run("from notebook_accelerate.hardware import detect; print(detect().host)", **variables) == host
 
 
-def test_a_kernel_is_known_by_its_shell() -> None:
+def test_a_kernel_is_detected_by_its_shell() -> None:
     code = """
         import types
         import IPython
@@ -137,7 +137,7 @@ def test_an_accelerator_that_torch_was_not_built_for_does_not_count(monkeypatch:
     assert device_counts.COUNTERS["cuda"]() == 2
 
 
-def test_a_child_is_asked_where_there_is_no_other_way() -> None:
+def test_a_child_process_counts_devices() -> None:
     assert device_counts._probe("print('noise'); print(3)") == 3
     assert device_counts._probe("raise SystemExit(1)") == 0
     assert device_counts._probe("print('nothing')") == 0

@@ -1,4 +1,4 @@
-"""Batch sizes that fit, and memory given back."""
+"""Batch sizes that fit in memory, and releasing memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_next_size_may_be_chosen() -> None:
     assert train() == 8
 
 
-def test_nothing_fits() -> None:
+def test_no_size_fits() -> None:
     @find_executable_batch_size(starting_batch_size=2)
     def train(batch_size: int) -> None:
         raise _out_of_memory()
@@ -59,7 +59,7 @@ def test_nothing_fits() -> None:
             train()
 
 
-def test_other_errors_come_through_at_once() -> None:
+def test_other_errors_are_raised_at_once() -> None:
     tried: list[int] = []
 
     @find_executable_batch_size
@@ -82,7 +82,7 @@ def test_a_batch_size_in_the_call_is_refused_with_the_line_to_write() -> None:
         find_executable_batch_size(starting_batch_size=0)(lambda batch_size: batch_size)
 
 
-def test_what_a_failed_attempt_held_is_gone_before_the_next() -> None:
+def test_memory_of_a_failed_attempt_is_freed_before_the_next() -> None:
     alive: list[Any] = []
 
     @find_executable_batch_size(starting_batch_size=2)
@@ -108,11 +108,11 @@ def test_what_a_failed_attempt_held_is_gone_before_the_next() -> None:
         (ValueError("CUDA out of memory."), False),
     ],
 )
-def test_errors_that_mean_too_large(error: Exception, reduce: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, reduce: bool) -> None:
     assert should_reduce_batch_size(error) is reduce
 
 
-def test_objects_are_forgotten() -> None:
+def test_release_memory_deletes_objects() -> None:
     model, data = torch.nn.Linear(1, 1), torch.ones(1)
     references = weakref.ref(model), weakref.ref(data)
     model, data = release_memory(model, data)  # type: ignore[assignment]

@@ -22,7 +22,7 @@ def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatc
         assert system.is_port_in_use()
 
 
-def test_old_kernels_are_warned_of(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+def test_old_kernels_cause_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "release", lambda: "5.15.0-1-generic")
     system.check_os_kernel()

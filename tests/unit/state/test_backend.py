@@ -87,7 +87,7 @@ def test_offloading_by_the_environment(by_layout: bool, started: list[str], monk
     assert started == [BOTH]
 
 
-def test_a_group_without_gloo_is_warned_about(started: list[str]) -> None:
+def test_a_group_without_gloo_causes_a_warning(started: list[str]) -> None:
     PartialState()
     with pytest.warns(UserWarning, match=r"back end 'nccl' before .*init_process_group\('cuda:nccl,cpu:gloo'\)"):
         AcceleratorState(fsdp_plugin=_fsdp(fsdp_version=2, cpu_offload=True))

@@ -11,13 +11,13 @@ import pytest
 
 from notebook_accelerate.state import gloo_threads
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads tell their state in /proc, on Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the state of threads is in /proc only on Linux")
 
 _PR_SET_NAME = 15
 
 
 class _GlooLike:
-    """A thread that is called like gloo's, and computes without the interpreter for a while, or until it is ended."""
+    """A thread named like gloo's that computes without the interpreter's lock, for some rounds or until its end."""
 
     def __init__(self, rounds: int | None) -> None:
         self._named, self._end, self.done = threading.Event(), threading.Event(), threading.Event()
@@ -39,24 +39,24 @@ class _GlooLike:
         self._thread.join()
 
 
-def test_a_thread_that_works_is_waited_for() -> None:
+def test_busy_threads_are_waited_for() -> None:
     thread = _GlooLike(20)
     gloo_threads.wait_for_idle(limit=120.0)
     assert thread.done.is_set()
     begin = time.monotonic()
-    gloo_threads.wait_for_idle(limit=120.0)  # it rests now
+    gloo_threads.wait_for_idle(limit=120.0)  # it is idle now
     assert time.monotonic() - begin < 60.0
     thread.end()
 
 
-def test_a_thread_that_never_rests_is_left_alone() -> None:
+def test_waiting_ends_at_the_limit() -> None:
     thread = _GlooLike(None)
     gloo_threads.wait_for_idle(limit=0.05)
     assert not thread.done.is_set()
     thread.end()
 
 
-def test_gloos_threads_are_known_by_their_name() -> None:
+def test_gloos_threads_are_found_by_name() -> None:
     code = (
         "import time\n"
         "import torch.distributed as dist; from notebook_accelerate.state import PartialState, gloo_threads\n"
@@ -68,4 +68,4 @@ def test_gloos_threads_are_known_by_their_name() -> None:
         "print(len(gloo_threads._threads()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert int(done.stdout) > 0, "torch calls gloo's threads by another name now: they are not waited for"
+    assert int(done.stdout) > 0, "torch has renamed gloo's threads: nothing waits for them"

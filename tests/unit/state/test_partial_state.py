@@ -92,7 +92,7 @@ def test_the_old_parameter_of_on_local_process_still_works() -> None:
     assert decorated() is None
 
 
-def test_a_decorator_asks_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decorators_check_the_rank_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     state = PartialState()
     decorated = state.on_main_process(lambda: "ran")
     assert decorated() == "ran"
@@ -128,7 +128,7 @@ def test_each_thread_has_its_own_dictionary() -> None:
     assert Holder.shared == {"mine": 1}
 
 
-def test_reset_forgets_all_three() -> None:
+def test_reset_clears_all_three_states() -> None:
     AcceleratorState(mixed_precision="bf16")
     kept = GradientState()
     kept.sync_gradients = False
@@ -145,7 +145,7 @@ class TestAcceleratorState:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         assert AcceleratorState().mixed_precision == "bf16"
 
-    def test_a_later_instance_changes_what_it_mentions_and_says_so_once(self, recwarn: pytest.WarningsRecorder) -> None:
+    def test_a_later_instance_changes_its_settings_and_warns_once(self, recwarn: pytest.WarningsRecorder) -> None:
         first = AcceleratorState(mixed_precision="no")
         second = AcceleratorState(mixed_precision="bf16")
         AcceleratorState(mixed_precision="bf16")
@@ -160,7 +160,7 @@ class TestAcceleratorState:
         with pytest.raises(ValueError, match=r"'int3' is not known; pass one of 'no', 'fp8', 'fp16', 'bf16'"):
             AcceleratorState(mixed_precision="int3")
 
-    def test_plugins_choose_the_kind_of_world(self) -> None:
+    def test_plugins_decide_the_distributed_type(self) -> None:
         class Plugin:
             fsdp_version = 2
 
@@ -172,7 +172,7 @@ class TestAcceleratorState:
         with pytest.raises(ValueError, match="no DeepSpeed plugin is named 'x'"):
             AcceleratorState().get_deepspeed_plugin("x")
 
-    def test_reset_may_reset_the_place_too(self) -> None:
+    def test_reset_can_include_partial_state(self) -> None:
         AcceleratorState()
         AcceleratorState._reset_state(reset_partial_state=True)
         assert PartialState._shared_state == {}

@@ -1,4 +1,4 @@
-"""What is installed, versions, and the answers that need no heavy import."""
+"""Checks of packages, versions and devices that import no large package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_checks_import_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_package_is_what_can_be_imported_in_the_version_asked_for() -> None:
+def test_packages_are_checked_by_import_and_version() -> None:
     assert feature_checks.is_package("pytest")
     assert not feature_checks.is_package("no_such_package_here")
     assert feature_checks.is_package("numpy", minimum="1.0")
@@ -49,21 +49,21 @@ def test_a_package_is_what_can_be_imported_in_the_version_asked_for() -> None:
     assert feature_checks.is_weights_only_available()
 
 
-def test_a_folder_with_the_name_of_a_package_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_named_like_a_package_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb" / "run-1").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(feature_checks, "_version", lambda _: None)
     assert feature_checks.is_wandb_available() is False
 
 
-def test_rich_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rich_must_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
     assert feature_checks.is_rich_available() is False
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "yes")
     assert feature_checks.is_rich_available() is feature_checks.is_package("rich")
 
 
-def test_xla_can_be_refused_and_is_one_kind_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_can_be_disabled_and_has_one_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_checks, "is_package", lambda name: name == "torch_xla")
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert feature_checks.is_torch_xla_available()
@@ -77,14 +77,14 @@ def test_xla_can_be_refused_and_is_one_kind_at_a_time(monkeypatch: pytest.Monkey
         feature_checks.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
 
 
-def test_older_checks_say_what_to_write() -> None:
+def test_deprecated_checks_name_their_replacement() -> None:
     with pytest.warns(FutureWarning, match="is_tpu_available is deprecated: write is_torch_xla_available"):
         feature_checks.is_tpu_available()
     with pytest.warns(FutureWarning, match="is_ipex_available is deprecated: write is_xpu_available"):
         feature_checks.is_ipex_available()
 
 
-def test_what_a_function_needs_is_named_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_before_a_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_checks, "is_torchao_available", lambda: False)
 
     @feature_checks.torchao_required
@@ -104,7 +104,7 @@ def test_versions_compare_by_package_or_by_value() -> None:
         compare_versions("no_such_package_here", ">", "1.0")
 
 
-def test_the_build_of_torch_does_not_count_in_its_version() -> None:
+def test_the_build_suffix_of_torch_is_ignored() -> None:
     import torch
 
     public = str(torch.__version__).split("+")[0]

@@ -1,4 +1,4 @@
-"""Workers that persist follow the loader's epoch."""
+"""Persistent workers follow the loader's epoch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def made(dataset: Any, count: int = 1, **options: Any) -> Any:
     return prepare_data_loader(plain, num_processes=count, process_index=0, dispatch_batches=False)
 
 
-def test_datasets_that_give_whole_batches_are_told() -> None:
+def test_datasets_of_complete_batches_follow_the_epoch() -> None:
     loader = made(Several())
     assert [[batch.tolist() for batch in loader] for _ in range(3)] == [[[e, e], [e, e]] for e in range(3)]
 
@@ -90,13 +90,13 @@ def test_the_number_is_shared_with_workers_that_are_spawned() -> None:
     assert int(there.epoch) == 3
 
 
-def test_others_are_left_alone() -> None:
+def test_other_loaders_do_not_follow_epochs() -> None:
     assert made(torch.arange(4)).worker_init_fn is None
     plain = DataLoader(Several(), num_workers=1, worker_init_fn=tell)
     assert prepare_data_loader(plain, num_processes=1, process_index=0).worker_init_fn is tell
 
 
-def test_a_seed_drawn_apart_moves_no_random_numbers() -> None:
+def test_a_separate_worker_seed_changes_no_random_numbers() -> None:
     own = torch.Generator().manual_seed(1)
     loader = DataLoader(range(4), generator=own)
     before = own.get_state(), torch.get_rng_state()

@@ -51,7 +51,7 @@ def test_dicts_are_split_value_by_value() -> None:
 
 
 def test_dict_values_of_different_lengths() -> None:
-    with pytest.raises(ValueError, match=r"same length; got \{'a': 1, 'b': 2\}"):
+    with pytest.raises(ValueError, match=r"lengths \{'a': 1, 'b': 2\}; pass values of the same length"):
         split({"a": [1], "b": [1, 2]}, 2)
 
 
@@ -62,12 +62,12 @@ def test_tensors_keep_their_other_dimensions() -> None:
 
 
 @pytest.mark.parametrize("inputs", [5, torch.tensor(1.0)])
-def test_what_cannot_be_split(inputs: Any) -> None:
+def test_inputs_that_cannot_be_split_are_refused(inputs: Any) -> None:
     with pytest.raises(ValueError, match="cannot be split"):
         split(inputs, 2)
 
 
-def test_a_dataset_is_selected_from() -> None:
+def test_datasets_are_split_by_select() -> None:
     class Dataset:
         """The part of datasets.Dataset that is used."""
 

@@ -1,4 +1,4 @@
-"""Which rank gets which sample."""
+"""The samples of each rank."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ settings_of_a_shard = {
 
 @settings(max_examples=400, deadline=None)
 @given(**settings_of_a_shard)
-def test_no_sample_is_lost_and_none_doubled_but_the_padding(
+def test_no_sample_is_lost_and_only_padding_is_repeated(
     ranks: int, length: int, size: int, drop_last: bool, split: bool, even: bool
 ) -> None:
     size = size * ranks if split else size
@@ -98,7 +98,7 @@ def test_no_sample_is_lost_and_none_doubled_but_the_padding(
 
 @settings(max_examples=300, deadline=None)
 @given(**settings_of_a_shard)
-def test_a_share_knows_its_length_and_what_is_real_in_its_last_round(
+def test_a_shard_reports_its_length_and_its_last_round(
     ranks: int, length: int, size: int, drop_last: bool, split: bool, even: bool
 ) -> None:
     size = size * ranks if split else size
@@ -113,7 +113,7 @@ def test_a_share_knows_its_length_and_what_is_real_in_its_last_round(
 
 @settings(max_examples=300, deadline=None)
 @given(skipped=st.integers(0, 30), twice=st.integers(0, 3), **settings_of_a_shard)
-def test_what_is_left_after_skipping_is_what_would_have_come(
+def test_skipping_does_not_change_the_remaining_batches(
     skipped: int, twice: int, ranks: int, length: int, size: int, drop_last: bool, split: bool, even: bool
 ) -> None:
     size = size * ranks if split else size
@@ -133,7 +133,7 @@ def test_what_is_left_after_skipping_is_what_would_have_come(
     drop_last=st.booleans(),
     split=st.booleans(),
 )
-def test_an_iterable_dataset_loses_nothing_and_doubles_only_the_padding(
+def test_an_iterable_dataset_loses_nothing_and_repeats_only_padding(
     ranks: int, length: int, size: int, drop_last: bool, split: bool
 ) -> None:
     size = size * ranks if split else size
