@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,9 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
 def load_checkpoint_in_model(
     model: torch.nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: Mapping[str, Any] | None = None,
+    device_map: Mapping[str, int | str | torch.device] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
-    dtype: Any = None,
+    dtype: str | torch.dtype | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001
     offload_buffers: bool = False,
     keep_in_fp32_modules: list[str] | None = None,
@@ -338,15 +338,15 @@ def _distributed_tensors(model: torch.nn.Module) -> bool:
 def load_checkpoint_and_dispatch(
     model: torch.nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: Any = None,
-    max_memory: Mapping[Any, Any] | None = None,
-    no_split_module_classes: Any = None,
+    device_map: str | Mapping[str, int | str | torch.device] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
-    dtype: Any = None,
+    dtype: str | torch.dtype | None = None,
     offload_state_dict: bool | None = None,
-    skip_keys: Any = None,
-    preload_module_classes: Any = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
     strict: bool = False,
     full_state_dict: bool = True,

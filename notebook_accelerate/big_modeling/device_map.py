@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,15 @@ from notebook_accelerate.big_modeling.tied_parameters import (
     check_tied_parameters_on_same_device,
 )
 
-DeviceMap = dict[str, Any]
+DeviceMap = dict[str, int | str | torch.device]
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def infer_auto_device_map(
     model: torch.nn.Module,
-    max_memory: Mapping[Any, Any] | None = None,
-    no_split_module_classes: Any = None,
-    dtype: Any = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
     verbose: bool = False,
     clean_result: bool = True,
@@ -166,7 +166,7 @@ def _within(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def check_device_map(model: torch.nn.Module, device_map: Mapping[str, Any]) -> None:
+def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
     """Check that a device map gives every tensor of a model a device.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -21,7 +21,7 @@ _KINDS = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")
 _NAMED = ("mps", "cpu", "disk")
 
 
-def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
+def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Any, int]:
     """Return the bytes that a model may use on each device, accelerators first, then the CPU, then the disk.
 
     Args:
@@ -63,9 +63,9 @@ def _free() -> dict[Any, int]:
 
 def get_balanced_memory(
     model: torch.nn.Module,
-    max_memory: Mapping[Any, Any] | None = None,
-    no_split_module_classes: Any = None,
-    dtype: Any = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
 ) -> dict[Any, int]:

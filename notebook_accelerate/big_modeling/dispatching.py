@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ _MOVES = ("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa")
 
 def cpu_offload(
     model: torch.nn.Module,
-    execution_device: torch.device | None = None,
+    execution_device: int | str | torch.device | None = None,
     offload_buffers: bool = False,
     state_dict: dict[str, torch.Tensor] | None = None,
-    preload_module_classes: Any = None,
+    preload_module_classes: Sequence[str] | None = None,
 ) -> torch.nn.Module:
     """Keep a model's weights on the CPU; each module's are on the device while it computes.
 
@@ -68,9 +68,9 @@ def cpu_offload(
 def disk_offload(
     model: torch.nn.Module,
     offload_dir: str | os.PathLike[str],
-    execution_device: torch.device | None = None,
+    execution_device: int | str | torch.device | None = None,
     offload_buffers: bool = False,
-    preload_module_classes: Any = None,
+    preload_module_classes: Sequence[str] | None = None,
 ) -> torch.nn.Module:
     """Keep a model's weights on disk; each module's are read while the previous one computes.
 
@@ -137,14 +137,14 @@ def _mark_passes(model: torch.nn.Module, weights: Mapping[str, Any] | None) -> N
 
 def dispatch_model(
     model: torch.nn.Module,
-    device_map: Mapping[str, Any],
-    main_device: Any = None,
+    device_map: Mapping[str, int | str | torch.device],
+    main_device: int | str | torch.device | None = None,
     state_dict: dict[str, torch.Tensor] | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
     offload_index: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
-    skip_keys: Any = None,
-    preload_module_classes: Any = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> torch.nn.Module:
     """Move a model's modules to the devices of a map; hooks move inputs and load offloaded weights.

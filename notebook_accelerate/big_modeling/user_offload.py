@@ -60,7 +60,9 @@ class UserCpuOffloadHook:
 
 
 def cpu_offload_with_hook(
-    model: torch.nn.Module, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None
+    model: torch.nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[torch.nn.Module, UserCpuOffloadHook]:
     """Keep a model on the CPU until it computes, and on the device from then on: for loops and pipelines.
 

@@ -40,6 +40,7 @@ from notebook_accelerate import (
     Run,
     WorkerError,
     find_executable_batch_size,
+    infer_auto_device_map,
     init_empty_weights,
     notebook_launcher,
 )
@@ -60,6 +61,7 @@ def train(epochs: int) -> float:
     assert_type(accelerator.distributed_type, DistributedType)
     with init_empty_weights():
         model = torch.nn.Linear(2, 2)
+    assert_type(infer_auto_device_map(model, {0: "1GB"}), "dict[str, int | str | torch.device]")
     add_hook_to_module(model, ModelHook())
     prepared = accelerator.prepare_model(model)
     optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -117,7 +119,8 @@ import notebook_accelerate
 from notebook_accelerate import acelerator  # E: attr-defined
 from notebook_accelerate.utils import set_sed  # E: attr-defined
 from notebook_accelerate.utils.random import set_sed as also_wrong  # E: attr-defined
-from notebook_accelerate import Accelerator, LaunchConfig, WorkerError, init_empty_weights, notebook_launcher
+from notebook_accelerate import Accelerator, LaunchConfig, WorkerError, cpu_offload, init_empty_weights
+from notebook_accelerate import notebook_launcher
 from notebook_accelerate.utils import DistributedType, send_to_device, set_seed
 
 
@@ -133,6 +136,7 @@ def train(epochs: int) -> None:
     set_seed("1")  # E: arg-type
     send_to_device([1])  # E: call-arg
     init_empty_weights(include_bufers=True)  # E: call-arg
+    cpu_offload("model")  # E: arg-type
 
 
 notebook_launcher(train, (3,), processes=2)  # E: call-arg
