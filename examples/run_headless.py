@@ -1,4 +1,4 @@
-"""Execute notebooks in real Jupyter kernels, save the executed copies, print how each one ended.
+"""Execute notebooks in real Jupyter kernels, save the executed copies, and print the last output of each.
 
 python examples/run_headless.py examples/01_quickstart.ipynb ...
 """
@@ -20,17 +20,17 @@ SECONDS_PER_CELL = 1200
 
 
 def main(paths: list[str]) -> int:
-    """Execute each notebook; return 1 when one of them failed."""
+    """Execute each notebook; return 1 if one of them failed."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="jupyter-") as folder:
-        # Folders of its own: nothing of the user's Jupyter configuration, and none of its files left there.
+        # Temporary folders: the user's Jupyter configuration is neither read nor changed.
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
             os.environ[name] = str(Path(folder) / name.lower())
         return max(execute(Path(path)) for path in paths)
 
 
 def execute(path: Path) -> int:
-    """Execute one notebook and print the output of its last cell; return 1 when a cell failed."""
+    """Execute one notebook and print the output of its last cell; return 1 if a cell failed."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
@@ -54,7 +54,7 @@ def execute(path: Path) -> int:
 
 
 def last_text(notebook: nbformat.NotebookNode) -> str:
-    """Return the text of the last cell that has any: what it printed, else what it returned."""
+    """Return the text of the last cell with output: its streams, else its displays and result."""
     for cell in reversed(notebook.cells):
         outputs = cell.get("outputs", [])
         printed = "".join(output.text for output in outputs if output.output_type == "stream")
