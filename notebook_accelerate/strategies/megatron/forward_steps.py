@@ -120,6 +120,9 @@ class AbstractTrainStep:
         name: Name of the step.
     """
 
+    forward_step: Callable[..., Any]
+    """The result of `get_forward_step_func`; subclasses set it."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.model_output_class: type[MegatronOutput] | None = None

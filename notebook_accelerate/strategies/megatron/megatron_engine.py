@@ -7,7 +7,7 @@ backward, and reduces gradients. The optimizer takes the step, or the clipping b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +141,7 @@ class MegatronEngine(nn.Module):
         for chunk in self.module:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        outputs = self._run_schedule(batch, forward_only=False)
+        outputs = self._run_window(batch, forward_only=False)
         self.pending = True
         return self._average_loss(outputs), outputs
 
@@ -155,7 +155,7 @@ class MegatronEngine(nn.Module):
             The loss, and on the last stage the train step's dict of each micro-batch.
         """
         with torch.no_grad():
-            outputs = self._run_schedule(batch, forward_only=True)
+            outputs = self._run_window(batch, forward_only=True)
         return self._average_loss(outputs), outputs
 
     @property
@@ -204,25 +204,45 @@ class MegatronEngine(nn.Module):
             self, inputs, attention_mask, max_length, max_new_tokens, num_beams, length_penalty, **options
         )
 
-    def _run_schedule(self, batch: dict[str, Any], forward_only: bool) -> list[dict[str, Any]]:
+    def _run_window(self, batch: dict[str, Any], forward_only: bool) -> list[dict[str, Any]]:
         batch = {name: item.to(self.device) if torch.is_tensor(item) else item for name, item in batch.items()}
         tensors = [item for item in batch.values() if torch.is_tensor(item) and item.dim()]
         samples = tensors[0].shape[0]
         count = math.gcd(samples, self.plugin.num_micro_batches or 1)
         tokens = next(item for item in tensors if item.dim() > 1)
         target = batch.get("decoder_input_ids", batch.get("labels", tokens))
-        chunks = list(self.module)
-        run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
-        iterators = [_micro_batches(batch, samples, count) for _ in chunks]
-        return run(  # type: ignore[no-any-return]
-            forward_step_func=self.train_step_handler.forward_step,  # type: ignore[attr-defined]
-            data_iterator=iterators if len(chunks) > 1 else iterators[0],
-            model=chunks if len(chunks) > 1 else chunks[0],
+        return self.run_schedule(
+            self.train_step_handler.forward_step,
+            lambda: _micro_batches(batch, samples, count),
             num_microbatches=count,
             seq_length=tokens.shape[1],
             micro_batch_size=samples // count,
             decoder_seq_length=target.shape[1] if target.dim() > 1 else tokens.shape[1],
             forward_only=forward_only,
+        )
+
+    def run_schedule(
+        self, forward_step: Callable[..., Any], micro_batches: Callable[[], Iterator[Any]], **arguments: Any
+    ) -> list[Any]:
+        """Run Megatron's schedule over this rank's parts of the model; every rank must call this.
+
+        Args:
+            forward_step: The function of an iterator and a part of the model.
+            micro_batches: Returns a new iterator over the micro-batches.
+            arguments: Further arguments of the schedule.
+
+        Returns:
+            The dict (or value) of each micro-batch on the last stage; nothing on other stages.
+        """
+        chunks = list(self.module)
+        iterators = [micro_batches() for _ in chunks]
+        several = len(chunks) > 1  # interleaved stages
+        run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
+        return run(  # type: ignore[no-any-return]
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=chunks if several else chunks[0],
+            **arguments,
         )
 
     def _average_loss(self, outputs: list[dict[str, Any]]) -> torch.Tensor:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,23 +221,19 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
     Returns:
         Logits on the last stage, of shape `[samples, vocabulary]`; None on the others.
     """
-    run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
-    chunks, size = list(engine.module), engine.vocabulary_size
 
-    def forward(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
         inputs = next(data)
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         masked = causal_mask(inputs.shape[1], inputs.device)
-        return model(inputs, positions, masked), partial(_last_logits, tokens.shape[1], size)
+        return model(inputs, positions, masked), partial(_last_logits, tokens.shape[1], engine.vocabulary_size)
 
     # Norms split over the sequence need a divisible length; padding at the end does not affect earlier tokens.
     padding = -tokens.shape[1] % megatron_setup.import_parallel_state().get_tensor_model_parallel_world_size()
     padded = torch.nn.functional.pad(tokens, (0, padding))
-    iterators = [iter([padded]) for _ in chunks]
-    outputs = run(
-        forward_step_func=forward,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
+    outputs = engine.run_schedule(
+        forward_step,
+        lambda: iter([padded]),
         num_microbatches=1,
         seq_length=padded.shape[1],
         micro_batch_size=tokens.shape[0],
