@@ -40,10 +40,10 @@ def _files(tree: str) -> list[Path]:
     return sorted(paths)
 
 
-def _functions(path: Path) -> list[Length]:
+def functions_of(path: Path) -> list[Length]:
     """Measure each function's body in lines that hold code: no docstring, comment, blank line or signature."""
     source = path.read_text()
-    code = _code_lines(source)
+    code = code_lines(source)
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -53,12 +53,22 @@ def _functions(path: Path) -> list[Length]:
     return found
 
 
-def _code_lines(source: str) -> set[int]:
+def code_lines(source: str, *, docstrings: bool = True) -> set[int]:
+    """Return the numbers of the lines that hold code; ``docstrings`` says whether those count."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return lines
+    return lines if docstrings else lines - _docstring_lines(source)
+
+
+def _docstring_lines(source: str) -> set[int]:
+    strings = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return {line for node in strings for line in range(node.lineno, (node.end_lineno or 0) + 1)}
 
 
 def _row(what: str, rows: list[Length], usual: int, most: int) -> str:
@@ -70,7 +80,7 @@ def _row(what: str, rows: list[Length], usual: int, most: int) -> str:
 
 @pytest.mark.parametrize("tree", ["library", "tests and examples"])
 def test_functions_are_short(tree: str) -> None:
-    rows = [length for path in _files(tree) for length in _functions(path)]
+    rows = [length for path in _files(tree) for length in functions_of(path)]
     print("\n" + _row(f"functions, {tree}", rows, FUNCTION_USUAL, FUNCTION_MOST))
     over = [row for row in rows if row.lines > FUNCTION_MOST]
     assert over == [], f"no function has more than {FUNCTION_MOST} lines of code"

@@ -1,0 +1,49 @@
+"""docs/architecture.md says what the code does: its rooms exist, and so does every step of its walks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "architecture.md").read_text()
+STEPS = sorted(set(re.findall(r"`([\w/]+\.py):(\w+)`", TEXT)))
+WALKS = ("A launch", "A metric", "`prepare` under FSDP2", "A stop")
+
+
+def path_of(name: str) -> Path:
+    return ROOT / name if name.startswith("widgets/") else ROOT / "notebook_accelerate" / name
+
+
+def names_in(path: Path) -> set[str]:
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+
+
+@pytest.mark.parametrize(("file", "function"), STEPS, ids=[f"{file}:{function}" for file, function in STEPS])
+def test_every_step_of_a_walk_exists(file: str, function: str) -> None:
+    assert function in names_in(path_of(file)), f"docs/architecture.md names {file}:{function}"
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_names_its_steps(walk: str) -> None:
+    section = TEXT.partition(f"\n## {walk}\n")[2].partition("\n## ")[0]
+    numbered = re.findall(r"^\d+\. ", section, re.MULTILINE)
+    assert len(numbered) >= 5
+    assert len(re.findall(r"`[\w/]+\.py:\w+`", section)) >= len(numbered)
+
+
+def test_the_rooms_of_the_document_are_those_of_the_tree() -> None:
+    rooms, inside = (part.partition("\n\n")[0] for part in TEXT.partition("## Rooms")[2].split("|---|---|\n")[1:3])
+    named = {name.strip("`/") for row in rooms.splitlines() for name in re.findall(r"`[\w/]+`", row.split("|")[1])}
+    there = {path.stem for path in (ROOT / "notebook_accelerate").iterdir() if not path.name.startswith(("_", "py."))}
+    assert named <= there
+    assert there - named <= {"local_sgd", "logging", "parallelism_config"}, "the last row ends with an ellipsis"
+    launch = {name.strip("`/") for row in inside.splitlines() for name in re.findall(r"`[\w/.]+`", row.split("|")[1])}
+    assert launch == {path.name for path in (ROOT / "notebook_accelerate/launch").iterdir() if path.name[0] != "_"}
