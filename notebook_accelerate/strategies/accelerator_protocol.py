@@ -67,7 +67,7 @@ class HasStrategy(HasState, RankControl, Protocol):
 
 
 class PreparedObjects(HasStrategy, Protocol):
-    """The objects that were prepared, and what else a checkpoint holds.
+    """The prepared objects, and everything else that a checkpoint contains.
 
     The lists with a leading underscore have Accelerate's names, which libraries on top of it read.
     """

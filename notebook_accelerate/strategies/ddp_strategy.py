@@ -65,8 +65,8 @@ class DDPStrategy(Strategy):
             return Unsynchronised(wrapped)
         if self._wraps:
             warn_once(
-                "accumulate() was given no prepared model, so gradients are exchanged in every batch; pass what "
-                "prepare() returned: with accelerator.accumulate(model)"
+                "accumulate() was given no prepared model, so gradients are exchanged in every batch; pass the "
+                "model that prepare() returned: with accelerator.accumulate(model)"
             )
         return NOTHING
 

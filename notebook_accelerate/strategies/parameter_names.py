@@ -1,4 +1,4 @@
-"""Names of parameters without what wrappers add, and the parameters that replaced others in a prepared model."""
+"""Names of parameters without wrappers' prefixes, and the parameters that replaced others in a prepared model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_o
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers add to it.
+    """Return a parameter's name without wrappers' prefixes.
 
     Args:
         name: The full name in a wrapped model.

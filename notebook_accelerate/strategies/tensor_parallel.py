@@ -166,7 +166,7 @@ class TensorParallelStrategy(ShardedStrategy):
             evaluation_mode: Prepare it for inference only: it stays whole.
 
         Returns:
-            The model itself, its weights replaced by their parts, or what `torch.compile` made of it.
+            The model itself, its weights replaced by their parts, or its compiled module.
 
         Raises:
             ValueError: As for `split_tensors`.

@@ -76,7 +76,7 @@ class FSDP2Strategy(ShardedStrategy):
             evaluation_mode: Prepare it for inference only: it stays whole.
 
         Returns:
-            The model itself, its parameters replaced by their shards, or what `torch.compile` made of it.
+            The model itself, its parameters replaced by their shards, or its compiled module.
 
         Raises:
             ValueError: Parameters have no values, or a setting of the plugin does not fit the model.

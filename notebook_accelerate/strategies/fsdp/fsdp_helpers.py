@@ -145,7 +145,7 @@ def load_fsdp_optimizer(
         model: The sharded model.
         input_dir: The folder.
         optimizer_index: Number of the optimizer, in the names of the files.
-        adapter_only: Not used: the optimizer has what it trains.
+        adapter_only: Not used: the optimizer has only the parameters that it trains.
         use_dcp: Not used.
     """
     accelerator.wait_for_everyone()
@@ -222,7 +222,7 @@ def fsdp2_apply_ac(accelerator: HasState, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by their names without what wrappers add.
+    """Return parameters by their names without wrappers' prefixes.
 
     Args:
         named_params: Parameters by name.

@@ -1,1 +1,1 @@
-"""Sharded parameters: what FSDP and tensor parallelism share when they save, load and report."""
+"""Sharded parameters: training, checkpoints and reports that FSDP and tensor parallelism share."""

@@ -24,7 +24,7 @@ Wrapper = Callable[[Any], Any]
 
 @dataclass
 class StatePart:
-    """What one rank writes of one entry of a checkpoint's folder.
+    """One rank's part of an entry of a checkpoint's folder.
 
     Attributes:
         name: The entry: a file that this rank writes alone, or a folder that all ranks write to.

@@ -21,7 +21,7 @@ _FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "c
 
 
 class ReportsShards(Protocol):
-    """What a report needs of a strategy."""
+    """The attributes of a strategy that a report uses."""
 
     setup: Setup
     models: list[torch.nn.Module]
@@ -201,7 +201,7 @@ def make_report(
         axis: Name of the only axis if the user gave no parallel layout.
         mesh: Sizes and coordinates by axis; None means those of the parallel layout.
         stages: The axis along which ranks have different layers.
-        units: How many units the rank computes, and what they are.
+        units: Number and name of the units that the rank computes.
     """
     axes, place = mesh_axes(strategy, axis) if mesh is None else mesh
     held = dict(zip(KINDS, (parameters, gradients, state), strict=True))

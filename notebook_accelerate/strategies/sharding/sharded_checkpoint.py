@@ -87,7 +87,7 @@ def save_model(
 
 
 def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = None) -> list[StatePart]:
-    """Return what this rank writes of a sharded model; every rank must call this.
+    """Return this rank's parts of a sharded model; every rank must call this.
 
     Args:
         model: The sharded model.
@@ -187,7 +187,7 @@ def save_optimizer(
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: int, kind: str) -> list[StatePart]:
-    """Return what this rank writes of the optimizer of a sharded model; every rank must call this.
+    """Return this rank's parts of the optimizer of a sharded model; every rank must call this.
 
     Args:
         optimizer: torch's optimizer.

@@ -1,4 +1,4 @@
-"""What strategies that shard parameters share: gradients, checkpoints, and the steps of their `prepare_model`."""
+"""The base class of strategies that shard parameters, and the shared steps of their `prepare_model`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ShardedStrategy(Strategy):
         return sharded_checkpoint.full_model_state(bare)
 
     def state_parts(self, safe_serialization: bool = True, **options: Any) -> list[StatePart]:
-        """Return what this rank writes of models and optimizers; every rank must call this.
+        """Return this rank's parts of models and optimizers; every rank must call this.
 
         Args:
             safe_serialization: Not used: the formats are torch's.
