@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.big_modeling import temporary_folders
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing import staging
+
+if TYPE_CHECKING:
+    from notebook_accelerate.strategies.accelerator_protocol import RankControl
 
 _PARTIAL = ".partial"
 
@@ -82,15 +85,7 @@ def make_folder(folder: AnyPath) -> None:
             raise staging.write_error(folder, error) from error
 
 
-class _MainRanks(Protocol):
-    @property
-    def is_main_process(self) -> bool: ...
-
-    @property
-    def is_local_main_process(self) -> bool: ...
-
-
-def is_writer(path: AnyPath, state: _MainRanks, each_node: bool) -> bool:
+def is_writer(path: AnyPath, state: RankControl, each_node: bool) -> bool:
     """Tell whether this rank writes a file that one rank writes for all others.
 
     Args:

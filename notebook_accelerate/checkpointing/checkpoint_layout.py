@@ -61,12 +61,16 @@ def staging_folder(target: Path) -> Path:
     if target.is_dir() and any(target.iterdir()):
         return target / STAGING_SUFFIX
     automatic = target.parent.name == CHECKPOINTS_FOLDER and is_numbered(target.name)
-    return (target.parent.parent if automatic else target.parent) / f".{target.name}{STAGING_SUFFIX}"
+    return (target.parent.parent if automatic else target.parent) / _staging_name(target)
+
+
+def _staging_name(target: Path) -> str:
+    return f".{target.name}{STAGING_SUFFIX}"
 
 
 def unfinished_staging(target: Path) -> Path | None:
     """Return the staging folder that an ended process left for a checkpoint, or None."""
-    parents = {target: STAGING_SUFFIX, target.parent: f".{target.name}{STAGING_SUFFIX}"}
+    places = [target / STAGING_SUFFIX, target.parent / _staging_name(target)]
     if target.parent.name == CHECKPOINTS_FOLDER:
-        parents[target.parent.parent] = f".{target.name}{STAGING_SUFFIX}"
-    return next((parent / name for parent, name in parents.items() if (parent / name).is_dir()), None)
+        places.append(target.parent.parent / _staging_name(target))
+    return next((place for place in places if place.is_dir()), None)

@@ -251,14 +251,14 @@ def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[st
 
 
 def _load_loaders(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:
-    for index, loader in enumerate(accelerator._dataloaders):
+    loaders: Sequence[Any] = accelerator._dataloaders
+    for index, loader in enumerate(loaders):
         sampler = numbered(constants.SAMPLER_NAME, index, ".bin")
         if sampler in names:
             _load_sampler(loader, folder / sampler, options)
         position = numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
-        stateful: Any = loader if getattr(loader, "use_stateful_dataloader", False) else None
-        if position in names and stateful is not None:
-            stateful.load_state_dict(read(folder / position, **options))
+        if position in names and getattr(loader, "use_stateful_dataloader", False):
+            loader.load_state_dict(read(folder / position, **options))
 
 
 def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> None:

@@ -10,26 +10,15 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout
+from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_stores import store_for
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity, this_process
-from notebook_accelerate.checkpointing.rank_agreement import (
-    background_group,
-    gather_values,
-    raise_on_all_ranks,
-    release_background_group,
-)
+from notebook_accelerate.checkpointing.rank_agreement import gather_values, raise_on_all_ranks
 from notebook_accelerate.checkpointing.sharded_protocol import returns_state_parts, saves_own_state
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
-from notebook_accelerate.checkpointing.state_files import (
-    StateFile,
-    model_files,
-    rank_file,
-    strategy_files,
-    training_files,
-)
+from notebook_accelerate.checkpointing.state_files import StateFile
 from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.warn_once import warn_once
@@ -92,10 +81,13 @@ def save_state(
     project = accelerator.project_configuration
     target = _open_target(accelerator, automatic_naming.next_target(project, output_dir))
     background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from
-    group = background_group() if background and returns_state_parts(accelerator.strategy) else None
-    save = _capture_on_all_ranks(
-        target, lambda: _capture(accelerator, target, safe_serialization, blocking, background, save_model_func_kwargs)
-    )
+    group = rank_agreement.background_group() if background and returns_state_parts(accelerator.strategy) else None
+
+    def capture() -> PendingSave:
+        files = _collect_files(accelerator, target, safe_serialization, blocking, save_model_func_kwargs)
+        return _prepare_save(accelerator, target, files, background)
+
+    save = _capture_on_all_ranks(target, capture)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     save.process_group = group
@@ -128,7 +120,7 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
     finally:
         if release:
             _buffers.release()
-            release_background_group()
+            rank_agreement.release_background_group()
 
 
 def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]) -> PendingSave:
@@ -159,8 +151,7 @@ def _path_for_user(accelerator: PreparedObjects, output_dir: Any, target: SaveTa
     """Return the folder's path as Accelerate does: relative if the user's path was."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
-        assert project.project_dir is not None
-        return str(path_of(project.project_dir) / checkpoint_layout.CHECKPOINTS_FOLDER / target.folder.name)
+        return str(path_of(project.project_dir or "") / checkpoint_layout.CHECKPOINTS_FOLDER / target.folder.name)
     return str(os.fspath(output_dir))
 
 
@@ -207,13 +198,14 @@ def _collect_files(
     accelerator: PreparedObjects, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> list[StateFile]:
     """Run the hooks and collect the files that this rank writes."""
+    target.store.prepare_folder()
     strategy, writes_own = accelerator.strategy, saves_own_state(accelerator.strategy)
     weights = [] if writes_own else [accelerator.get_state_dict(model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
         hook(accelerator._models, weights, str(target.staging))
-    files = [rank_file(accelerator)]
+    files = [state_files.rank_file(accelerator)]
     if returns_state_parts(strategy):
-        files = strategy_files(strategy.state_parts(safe, **options)) + files
+        files = state_files.strategy_files(strategy.state_parts(safe, **options)) + files
     elif saves_own_state(strategy):
         if not blocking:
             warn_once(
@@ -222,26 +214,19 @@ def _collect_files(
             )
         strategy.save_state(target.staging, safe_serialization=safe, **options)
     if accelerator.is_main_process or (target.commits and accelerator.project_configuration.save_on_each_node):
-        files += model_files(weights, safe)
-        files += training_files(accelerator, with_optimizers=not writes_own)
+        files += state_files.model_files(weights, safe)
+        files += state_files.training_files(accelerator, with_optimizers=not writes_own)
     return files
 
 
-def _capture(
-    accelerator: PreparedObjects,
-    target: SaveTarget,
-    safe: bool,
-    blocking: bool,
-    background: bool,
-    options: dict[str, Any],
+def _prepare_save(
+    accelerator: PreparedObjects, target: SaveTarget, files: list[StateFile], background: bool
 ) -> PendingSave:
-    """Capture this rank's part of a checkpoint, as copies if a thread will write it.
+    """Return this rank's part of a checkpoint, with copies of the state if a thread will write it.
 
     Only its own step changes an optimizer's state, two thirds of all bytes with Adam: the thread copies it, and the
     next step waits for that. Weights and other values, which any code may change, are copied before this returns.
     """
-    target.store.prepare_folder()
-    files = _collect_files(accelerator, target, safe, blocking, options)
     save = PendingSave(target, _manifest_of(accelerator), files, _after_commit(accelerator, target))
     if background:
         save.optimizers = [file.optimizer for file in files if file.optimizer is not None]

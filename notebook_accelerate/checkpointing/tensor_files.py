@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,9 @@ def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
     safetensors.torch.save_file(clean_state_dict_for_safetensors(dict(value)), path, metadata=METADATA)
 
 
-WRITERS: dict[str, Callable[[Any, Path], None]] = {".safetensors": write_safetensors}
-"""Writers by file suffix; files with another suffix are written in torch's format."""
-
-
 def write(value: Any, path: Path) -> None:
-    """Write `value` in the format of the file's suffix."""
-    WRITERS.get(path.suffix, write_torch)(value, path)
+    """Write `value` as safetensors if the file has that suffix, otherwise in torch's format."""
+    (write_safetensors if path.suffix == ".safetensors" else write_torch)(value, path)
 
 
 def read(path: Path, **options: Any) -> Any:
