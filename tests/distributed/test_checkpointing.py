@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks: resuming, refusing another world, agreeing on failures, machines with their own disks."""
+"""Checkpoints of two ranks: resuming, other world sizes, failures on one rank, machines with separate disks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accelerate.checkpointing import checkpoint_writer, rank_agreement, state_saving, wait_for_saves
+from notebook_accelerate.checkpointing import checkpoint_writer, rank_agreement, wait_for_saves
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
-from tests.support.ranks import RankError, run_ranks, run_script
+from tests.support.background_saves import check_dead_rank_reported, check_ending_ranks_finish, disk_full
+from tests.support.ranks import RankError, run_ranks
 from tests.support.trainings import Training, same
 
 
@@ -71,7 +72,7 @@ def test_another_number_of_ranks_is_refused_on_every_rank(tmp_path: Path) -> Non
     assert run_ranks(load_here, str(tmp_path / "two"), {"elastic": True}, world_size=1) == [6]
 
 
-def test_damage_is_found_whoever_reads_the_file(tmp_path: Path) -> None:
+def test_damage_is_found_whichever_rank_reads_the_file(tmp_path: Path) -> None:
     run_ranks(save_here, str(tmp_path / "out"))
     for path in sorted((tmp_path / "out").glob("[!c]*.*")):
         content = path.read_bytes()
@@ -92,9 +93,7 @@ def fail_on_rank_one(folder: str, blocking: bool) -> str:
     write = checkpoint_writer.tensor_files.write
 
     def broken(value: Any, path: Path) -> None:
-        if training.accelerator.process_index == 1:
-            raise OSError(28, "No space left on device")
-        write(value, path)
+        (disk_full if training.accelerator.process_index == 1 else write)(value, path)
 
     checkpoint_writer.tensor_files.write = broken  # type: ignore[assignment]
     try:
@@ -132,7 +131,7 @@ def own_disks(folder: str, on_each: bool) -> list[str]:
     return sorted(path.name for path in (place / "out").iterdir())
 
 
-def test_machines_without_a_common_disk_each_keep_their_part(tmp_path: Path) -> None:
+def test_machines_with_separate_disks_each_save_their_part(tmp_path: Path) -> None:
     one_rank_each = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     main, other = run_ranks(own_disks, str(tmp_path), False, env=one_rank_each)
     assert "model.safetensors" in main
@@ -146,7 +145,7 @@ def test_machines_without_a_common_disk_each_keep_their_part(tmp_path: Path) -> 
 
 
 def dies_while_writing(folder: str) -> None:
-    """Rank 1 is killed while it writes; rank 0 finds out without waiting for a time limit."""
+    """Rank 1 is killed while it writes; rank 0 detects it without waiting for a timeout."""
     training = Training()
     training.accelerator.save_state(folder)
     rank, pid = training.accelerator.process_index, os.getpid()
@@ -160,15 +159,10 @@ def dies_while_writing(folder: str) -> None:
 
     checkpoint_writer.tensor_files.write = killed  # type: ignore[assignment]
     training.accelerator.save_state(folder, blocking=False)
-    pending = state_saving._pending[-1]
-    pending.join()
-    assert rank == 0
-    assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)
-    assert not list(Path(folder).glob(".*"))
-    Path(folder).with_name("seen").touch()
+    check_dead_rank_reported(folder, victim)
 
 
-def test_a_rank_that_died_while_writing_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_writing_is_detected(tmp_path: Path) -> None:
     run_ranks(save_here, str(tmp_path / "out"))
     with pytest.raises(RankError) as failure:
         run_ranks(dies_while_writing, str(tmp_path / "out"))
@@ -177,17 +171,13 @@ def test_a_rank_that_died_while_writing_is_noticed_at_once(tmp_path: Path) -> No
     run_ranks(load_here, str(tmp_path / "out"), {})
 
 
-_ENDING = """
-import sys
+_DELAYED_SAVE = """
 from notebook_accelerate.checkpointing import checkpoint_writer
-from tests.support.gates import after_the_main_thread
 from tests.support.trainings import Training
 
 checkpoint_writer.tensor_files.write = after_the_main_thread(checkpoint_writer.tensor_files.write)
 training = Training()
 training.epoch(stop=2)
-training.accelerator.save_state(sys.argv[1], blocking=False)
-ENDING
 """
 
 
@@ -201,10 +191,7 @@ ENDING
     ],
 )
 def test_ranks_that_end_while_they_write_finish_the_checkpoint(tmp_path: Path, ending: str, code: int) -> None:
-    script = _ENDING.replace("ENDING", ending)
-    for left, said in run_script(script, str(tmp_path / "out")):
-        assert left == code, said
-    assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
+    check_ending_ranks_finish(_DELAYED_SAVE, tmp_path / "out", ending, code)
     assert run_ranks(load_here, str(tmp_path / "out"), {}) == [2, 2]
 
 
@@ -224,7 +211,7 @@ def no_memory_on_rank_one(folder: str) -> str:
     SnapshotBuffers.take = take  # type: ignore[method-assign]
     assert not Path(folder).exists()
     training.accelerator.wait_for_everyone()
-    training.epoch()  # no optimizer waits
+    training.epoch()  # no optimizer waits for a copy
     training.accelerator.save_state(folder, blocking=False)
     training.accelerator.end_training()
     return str(failure.value)
@@ -240,23 +227,23 @@ def only_main(folder: str) -> str:
     rank_agreement._WARN_AFTER = 0.2  # type: ignore[misc]
     training = Training()
     lines: list[str] = []
-    said = Path(f"{folder}_said")
+    warned = Path(f"{folder}_warned")
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
-            said.touch()
+            warned.touch()
 
     if training.accelerator.is_main_process:
         logging.getLogger("notebook_accelerate").addHandler(Keep())
     else:
-        while not said.exists():
+        while not warned.exists():
             time.sleep(0.02)
     training.accelerator.save_state(folder)
     return lines[0] if lines else ""
 
 
-def test_a_save_on_the_main_rank_alone_says_why_it_hangs(tmp_path: Path) -> None:
+def test_a_save_on_the_main_rank_alone_logs_why_it_hangs(tmp_path: Path) -> None:
     main, _ = run_ranks(only_main, str(tmp_path / "out"))
     assert "Every rank must call save_state" in main
     assert "is_main_process" in main

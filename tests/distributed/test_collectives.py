@@ -263,14 +263,14 @@ def different_lengths(operation: str, length: int) -> str:
 
 @pytest.mark.parametrize("length", [2, 100_000])
 @pytest.mark.parametrize("operation", ["gather", "reduce"])
-def test_different_sizes_are_told_without_debug_mode_too(operation: str, length: int) -> None:
+def test_different_sizes_raise_without_debug_mode_too(operation: str, length: int) -> None:
     for text in run_ranks(different_lengths, operation, length):
         assert f"{{'x': float32[{length}], 'y': float32[1]}}" in text
         assert f"{{'x': float32[{length + 1}], 'y': float32[1]}}" in text
         assert "getattr(collectives, operation)" in text
 
 
-def test_a_rank_that_is_sent_other_sizes_than_it_has_says_so() -> None:
+def test_a_rank_that_receives_other_sizes_raises() -> None:
     first, second = run_ranks(different_lengths, "broadcast", 2)
     assert first == "no error"
     assert "'broadcast' got {'x': float32[3], 'y': float32[1]} on rank 1" in second
@@ -285,7 +285,7 @@ def equal_amounts() -> str:
     return "no error"
 
 
-def test_other_shapes_of_the_same_size_are_told() -> None:
+def test_other_shapes_of_the_same_size_raise() -> None:
     for text in run_ranks(equal_amounts):
         assert "[float32[3, 2]]" in text
         assert "[float32[2, 3]]" in text
@@ -298,7 +298,7 @@ def nothing_on_one_rank() -> str:
     return str(caught.value)
 
 
-def test_a_rank_without_tensors_is_told() -> None:
+def test_a_rank_without_tensors_is_reported() -> None:
     assert all("rank 1  gather     {} " in text for text in run_ranks(nothing_on_one_rank))
 
 
@@ -308,7 +308,7 @@ def other_operations() -> str:
     return str(caught.value)
 
 
-def test_other_operations_are_told() -> None:
+def test_other_operations_are_reported() -> None:
     assert all("rank 0  gather" in text and "rank 1  reduce" in text for text in run_ranks(other_operations))
 
 

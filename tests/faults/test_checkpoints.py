@@ -1,4 +1,4 @@
-"""Saving is stopped at any point: the checkpoint before loads, and the one that is not whole is named as such."""
+"""Saves are killed at any point: the previous checkpoint loads, and an unfinished one is reported as such."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def python(code: str, *arguments: str, cwd: Path, timeout: float = 170) -> subpr
 
 
 def value_in(folder: Path) -> float:
-    """Load a checkpoint of the small model and return its weights' one value."""
+    """Load a checkpoint of the small model and return the value of all its weights."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(16, 16)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -122,7 +122,7 @@ def test_a_process_killed_at_any_change_of_the_disk_loses_nothing(tmp_path: Path
 
 
 def check(place: Path, target: str) -> float:
-    """Return the value of the newest whole checkpoint; an unfinished one must say so."""
+    """Return the value of the newest complete checkpoint; loading an unfinished one must raise."""
     if target == "old":  # written over: either all of the first or all of the second
         return value_in(place / "old")
     new = place / ("checkpoints/checkpoint_1" if target == "auto" else "new")
@@ -161,7 +161,7 @@ for value in range(1, 100000):
         assert value_in(tmp_path / "out") in {finished[-1], finished[-1] + 1}
 
 
-def test_a_file_cut_at_any_byte_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     made = python(_SAVE + "\nsaver('out', 1.0)()", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     for path in sorted((tmp_path / "out").iterdir()):
@@ -178,10 +178,10 @@ def test_a_file_cut_at_any_byte_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_full_disk_is_said_and_the_checkpoint_before_stays(tmp_path: Path, blocking: bool) -> None:
+def test_a_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path, blocking: bool) -> None:
     made = python(_SAVE + "\nsaver('out', 1.0)()", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    # A limit on the size of files makes writes fail half-way, as a full disk does; the words are the system's.
+    # A limit on the size of files makes writes fail half-way, as a full disk does, with another message.
     script = (
         _SAVE
         + f"""
@@ -201,7 +201,7 @@ save()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a small file system takes root")
-def test_a_really_full_disk(tmp_path: Path) -> None:
+def test_a_full_file_system(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

@@ -1,4 +1,4 @@
-"""Saving to a store is stopped at any change of it: the checkpoint before loads, and the next one has nothing of it."""
+"""Saves to an object store are killed at any change: the previous checkpoint loads, the next one has no leftovers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_process_killed_at_any_change_of_the_store_loses_nothing(
     assert steps[-1][1] == "2.0"
     for step, _ in steps:
         here = tmp_path / f"at_{step}"
-        # Of numbered ones, the limit is one: of the others nothing is left.
+        # total_limit=1: all other numbered checkpoints are removed.
         place = here / {"new": "new", "old": "old", "auto": "checkpoints/checkpoint_2"}[target]
         wanted = sorted([*json.loads((place / MANIFEST).read_text())["files"], MANIFEST])
         assert [f"{place.relative_to(here)}/{name}" for name in wanted] == names_in(here)

@@ -1,4 +1,4 @@
-"""A rank is killed while a state in pieces is saved: the checkpoint before loads, the new one is none."""
+"""A rank is killed while a sharded state is saved: the previous checkpoint loads, the new one is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.checkpointing import state_saving
 from notebook_accelerate.errors import BrokenCheckpointError
+from tests.support.background_saves import pending_save
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import ShardedTraining
 
@@ -40,12 +40,12 @@ def save_until_killed(folder: str, place: str) -> None:
     if training.accelerator.process_index == rank:
         sys.addaudithook(audit)
     training.accelerator.save_state(f"{folder}/second", blocking=False)
-    state_saving._pending[-1].join()
+    pending_save().join()
     assert training.accelerator.process_index != rank
 
 
 def go_on(folder: str) -> list[float]:
-    """Find the second broken, go on from the first, and save the second again."""
+    """Find the second checkpoint unfinished, resume from the first, and save the second again."""
     training = ShardedTraining(seed=9)
     with pytest.raises((BrokenCheckpointError, ValueError), match=r"never finished|folder does not exist"):
         training.accelerator.load_state(f"{folder}/second")

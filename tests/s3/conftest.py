@@ -1,4 +1,4 @@
-"""A server for all tests of the group, a bucket for each of them."""
+"""One server for all tests of the group, and a bucket for each test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[S3Server]:
-    """Return the server; this process and those that it starts use it."""
+    """Return the server; this process and its children use it."""
     before = dict(os.environ)
     with s3_server() as found:
         os.environ.update(found.environment)
@@ -38,14 +38,14 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def bucket(server: S3Server) -> str:
-    """Return the URL of a bucket that nobody else uses."""
+    """Return the URL of a bucket of the test's own."""
     name = f"tests-{uuid.uuid4().hex[:12]}"
     store().mkdir(name)
     return f"s3://{name}"
 
 
 def store() -> Any:
-    """Return fsspec's view of the server, without what it has noted before."""
+    """Return fsspec's file system of the server, with an empty cache."""
     import fsspec
 
     found = fsspec.filesystem("s3")

@@ -1,4 +1,4 @@
-"""What goes wrong with a store: saves killed at any moment, refused credentials, missing buckets, no server."""
+"""Failures of an object store: saves killed at any moment, refused credentials, missing buckets, no server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_process_killed_at_a_change_of_the_store_loses_nothing(bucket: str) ->
         assert names_in(f"{bucket}/at_{step}/old") == of_manifest(f"{bucket}/at_{step}/old")
 
 
-def test_refused_credentials_are_said_and_lose_nothing(server: S3Server, bucket: str, tmp_path: Path) -> None:
+def test_refused_credentials_raise_and_lose_nothing(server: S3Server, bucket: str, tmp_path: Path) -> None:
     training = Training()
     training.accelerator.save_state(f"{bucket}/out")
     before = names_in(f"{bucket}/out")
@@ -49,7 +49,7 @@ def test_refused_credentials_are_said_and_lose_nothing(server: S3Server, bucket:
     training.accelerator.load_state(f"{bucket}/out")
 
 
-def test_a_missing_bucket_is_said_and_not_made(bucket: str) -> None:
+def test_a_missing_bucket_raises_and_is_not_created(bucket: str) -> None:
     training = Training()
     missing = f"{bucket}-missing"
     for call in (
@@ -63,7 +63,7 @@ def test_a_missing_bucket_is_said_and_not_made(bucket: str) -> None:
     assert not store().exists(missing)
 
 
-def test_a_server_that_is_not_there_is_said(bucket: str) -> None:
+def test_an_unreachable_server_raises(bucket: str) -> None:
     code = f"""
         import os
         os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
@@ -76,7 +76,7 @@ def test_a_server_that_is_not_there_is_said(bucket: str) -> None:
     assert "127.0.0.1:9" in done.stderr
 
 
-def test_a_script_that_ends_at_once_still_uploads(bucket: str) -> None:
+def test_a_script_that_exits_still_uploads(bucket: str) -> None:
     code = f"""
         from tests.support.trainings import Training
         training = Training()

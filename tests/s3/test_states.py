@@ -1,4 +1,4 @@
-"""Whole states in a store that two ranks reach: resuming, machines of their own, numbers, sharded states, hooks."""
+"""Checkpoints of two ranks in an object store: resuming, separate machines, numbering, sharded states, hooks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
-from notebook_accelerate.checkpointing import state_saving, wait_for_saves
+from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.s3.conftest import store
+from tests.support.background_saves import pending_save
 from tests.support.mounted import OWN_MACHINES, to_a_machine_of_its_own
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import ShardedTraining
@@ -37,7 +38,7 @@ def of_manifest(folder: str) -> list[str]:
 
 
 def left_here() -> list[str]:
-    """List what is left of this rank's temporary files."""
+    """List this rank's remaining temporary files."""
     return sorted(path.name for path in Path(tempfile.gettempdir()).glob("notebook_accelerate*"))
 
 
@@ -88,7 +89,7 @@ def resume_shards(folder: str, blocking: bool, place: str) -> tuple[list[float],
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_each_rank_brings_its_own_shards(bucket: str, tmp_path: Path, blocking: bool) -> None:
+def test_each_rank_uploads_its_own_shards(bucket: str, tmp_path: Path, blocking: bool) -> None:
     for went_on, again in run_ranks(resume_shards, f"{bucket}/out", blocking, str(tmp_path), env=OWN_MACHINES):
         assert went_on == again
     names = names_in(f"{bucket}/out")
@@ -143,14 +144,14 @@ def dies_while_uploading(folder: str, after: int) -> None:
 
     RemotePath.upload = killed  # type: ignore[method-assign]
     training.accelerator.save_state(folder, blocking=False)
-    pending = state_saving._pending[-1]
-    pending.join()
+    save = pending_save()
+    save.join()
     assert rank == 0
-    assert f"rank 1 did not finish its part, its process {victim} has ended" in str(pending.error)
+    assert f"rank 1 did not finish its part, its process {victim} has ended" in str(save.error)
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_a_rank_that_dies_while_it_uploads_leaves_no_checkpoint_and_loses_none(bucket: str, old: bool) -> None:
+def test_a_rank_that_dies_while_uploading_leaves_no_partial_checkpoint(bucket: str, old: bool) -> None:
     folder = f"{bucket}/out"
     store().pipe_file(f"{folder}/notes.txt" if old else f"{bucket}/other/notes.txt", b"mine")
     if old:
@@ -193,7 +194,7 @@ def hooked(folder: str, blocking: bool) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_what_hooks_write_on_any_rank_is_part_of_it(bucket: str, blocking: bool) -> None:
+def test_files_of_hooks_on_any_rank_are_saved(bucket: str, blocking: bool) -> None:
     found = run_ranks(hooked, f"{bucket}/out", blocking)
     assert found[0] == found[1]
     of_all, *own = found[0][0]

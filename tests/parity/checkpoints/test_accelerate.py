@@ -45,18 +45,18 @@ WITHIN = (True, "no", "stateful")
 
 
 @pytest.mark.parametrize(("safe", "precision", "loading"), [*BETWEEN_EPOCHS, WITHIN])
-def test_a_checkpoint_of_accelerate_goes_on_here(tmp_path: Path, safe: bool, precision: str, loading: str) -> None:
+def test_a_checkpoint_of_accelerate_resumes_here(tmp_path: Path, safe: bool, precision: str, loading: str) -> None:
     expected = in_accelerate("train", str(tmp_path / "out"), safe, precision, loading)
     assert here("go_on", str(tmp_path / "out"), precision, loading) == expected
 
 
 @pytest.mark.parametrize(("safe", "precision", "loading"), BETWEEN_EPOCHS)
-def test_a_checkpoint_made_here_goes_on_in_accelerate(tmp_path: Path, safe: bool, precision: str, loading: str) -> None:
+def test_a_checkpoint_made_here_resumes_in_accelerate(tmp_path: Path, safe: bool, precision: str, loading: str) -> None:
     expected = here("train", str(tmp_path / "out"), safe, precision, loading)
     assert in_accelerate("go_on", str(tmp_path / "out"), precision, loading) == expected
 
 
-def test_accelerate_goes_on_within_an_epoch_as_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_accelerate_resumes_within_an_epoch_as_from_its_own_checkpoint(tmp_path: Path) -> None:
     """It goes on with the remaining batches, and draws random numbers again that the interrupted pass has drawn."""
     in_accelerate("train", str(tmp_path / "theirs"), *WITHIN)
     here("train", str(tmp_path / "ours"), *WITHIN)
@@ -83,7 +83,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert in_accelerate("go_on", str(tmp_path / "ours"), world_size=2) == expected
 
 
-def test_sharded_states_go_on_in_either_package(tmp_path: Path) -> None:
+def test_sharded_states_resume_in_either_package(tmp_path: Path) -> None:
     theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
     expected = in_accelerate("train", theirs, world_size=2, module=sharded)
     assert run_ranks(sharded.go_on, "notebook_accelerate", theirs)[0] == expected

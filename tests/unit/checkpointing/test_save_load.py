@@ -1,4 +1,4 @@
-"""`save_state` and `load_state` in one process: what is written, what comes back, what is refused."""
+"""`save_state` and `load_state` in one process: files, restored states and refused checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_files_are_those_of_accelerate(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "out" / "optimizer.bin")) == {"state", "param_groups"}
 
 
-def test_a_second_object_of_a_kind_carries_its_number(tmp_path: Path) -> None:
+def test_a_second_object_of_a_kind_has_a_number(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     for _ in range(2):
         model = nn.Linear(2, 2)
@@ -149,7 +149,7 @@ def test_numbered_checkpoints_and_their_limit(tmp_path: Path) -> None:
     assert accelerator.save_iteration == 4
 
 
-def test_numbering_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_numbering_continues_after_a_restart(tmp_path: Path) -> None:
     first = Accelerator(cpu=True, project_config=numbered(tmp_path))
     first.prepare(nn.Linear(2, 2))
     first.save_state()
@@ -185,7 +185,7 @@ def test_hooks_see_the_folder_and_may_take_over_a_model(tmp_path: Path) -> None:
     assert "adapter/weights.pt" in manifest.files
 
 
-def test_saving_again_into_a_folder_keeps_what_is_not_ours(tmp_path: Path) -> None:
+def test_saving_again_into_a_folder_keeps_the_users_files(tmp_path: Path) -> None:
     training = Training()
     folder = tmp_path / "out"
     training.accelerator.save_state(str(folder))
@@ -210,7 +210,7 @@ def test_the_working_directory_can_be_the_checkpoint(tmp_path: Path, monkeypatch
     assert names_in(tmp_path) == sorted([*ALL_FILES, "script.py"])
 
 
-def test_missing_folders_and_names_are_said(tmp_path: Path) -> None:
+def test_missing_folders_and_names_raise(tmp_path: Path) -> None:
     training = Training()
     with pytest.raises(ValueError, match="folder does not exist"):
         training.accelerator.load_state(str(tmp_path / "nowhere"))
@@ -240,7 +240,7 @@ def test_a_changed_byte_is_named(tmp_path: Path) -> None:
         training.accelerator.load_state(str(tmp_path / "out"))
 
 
-def test_a_checkpoint_of_more_ranks_is_refused_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_checkpoint_of_more_ranks_is_refused_unless_elastic(tmp_path: Path) -> None:
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"))
     path = tmp_path / "out" / "checkpoint_manifest.json"
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_more_ranks_is_refused_unless_it_is_asked_for(tmp_path: 
         training.accelerator.load_state(str(tmp_path / "out"))
 
 
-def test_other_objects_than_before_are_said(tmp_path: Path) -> None:
+def test_other_registered_objects_are_refused(tmp_path: Path) -> None:
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"))
     training.accelerator.register_for_checkpointing(Counter())
@@ -301,7 +301,7 @@ def test_loading_runs_no_code_of_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert Path("evil").exists()
 
 
-def test_strict_reaches_the_model(tmp_path: Path) -> None:
+def test_strict_is_passed_to_the_model(tmp_path: Path) -> None:
     seed_everything(0)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2, bias=False))
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     assert names_in(tmp_path / "checkpoints") == ["checkpoint_2"]
 
 
-def test_what_a_killed_removal_left_goes_with_the_next(tmp_path: Path) -> None:
+def test_the_next_save_finishes_an_interrupted_removal(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint_7.removed").mkdir()
     accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=1))
     accelerator.prepare(nn.Linear(2, 2))

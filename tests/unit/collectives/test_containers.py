@@ -109,7 +109,7 @@ def test_slices_and_concatenation() -> None:
         collectives.concatenate(["a", "b"])
 
 
-def test_structures_travel_without_values() -> None:
+def test_structures_are_described_without_values() -> None:
     data = {"a": torch.ones(2, 3, dtype=torch.float64), "b": (torch.ones(1),)}
     described = collectives.get_data_structure(data)
     assert described["a"] == TensorInformation(shape=torch.Size([2, 3]), dtype=torch.float64)

@@ -34,7 +34,7 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def test_the_layers_that_are_converted() -> None:
+def test_converted_layers() -> None:
     model = net()
     weights = [id(parameter) for parameter in model.parameters()]
     assert find_first_last_linear_layers(model) == ("0", "4")
@@ -49,7 +49,7 @@ def test_the_layers_that_are_converted() -> None:
     assert find_first_last_linear_layers(nn.ReLU()) == (None, None)
 
 
-def test_a_filter_of_ones_own() -> None:
+def test_a_custom_layer_filter() -> None:
     model = net()
     recipe = AORecipeKwargs(module_filter_func=lambda _, name: name == "0")
     make_precision("fp8", "cpu", fp8_recipe=recipe).wrap_model(model)

@@ -29,7 +29,7 @@ def test_models_compute_in_their_precision_and_return_float32(name: str, dtype: 
     assert outputs["note"] == "text"
 
 
-def test_the_signature_stays() -> None:
+def test_the_signature_of_forward_is_kept() -> None:
     import inspect
 
     model = make_precision("bf16", "cpu").wrap_model(Model())
@@ -47,7 +47,7 @@ def test_wrapping_again_changes_the_precision() -> None:
     assert "forward" not in model.__dict__
 
 
-def test_a_forward_of_the_instance_comes_back() -> None:
+def test_a_forward_set_on_the_instance_is_restored() -> None:
     model = Model()
     own = model.forward.__func__.__get__(model)
     model.forward = lambda inputs: own(inputs, 3.0)  # type: ignore[method-assign]
@@ -70,12 +70,12 @@ def test_handlers_reach_torch() -> None:
     assert make_precision("no", "cpu").make_scaler() is None
 
 
-def test_unknown_and_unavailable() -> None:
+def test_unknown_precisions_raise() -> None:
     with pytest.raises(ValueError, match=r"'int3' is not known; pass one of 'no', 'bf16', 'fp16', 'fp8'"):
         make_precision("int3", "cpu")
 
 
-def test_rows_can_be_added() -> None:
+def test_precisions_can_be_registered() -> None:
     class Mine(Precision):
         name = "mine"
 

@@ -1,4 +1,4 @@
-"""What trackers are, how they are asked for, and that none of them stops a training."""
+"""Required attributes, selection and failures of trackers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def channel() -> Iterator[Channel]:
     telemetry.install_sink(None)
 
 
-def test_a_class_must_say_what_it_is() -> None:
+def test_a_class_must_define_the_required_attributes() -> None:
     class Bare(GeneralTracker):
         pass
 
@@ -122,7 +122,7 @@ def test_a_registered_class_is_made_with_the_projects_name() -> None:
     assert "memory" in tracking.get_available_trackers()
 
 
-def test_what_is_no_tracker_is_refused() -> None:
+def test_classes_that_are_not_trackers_are_refused() -> None:
     with pytest.raises(ValueError, match="subclass of `GeneralTracker`, but got <class 'int'>"):
         tracking.register_tracker_class(int)  # type: ignore[arg-type]
 
@@ -153,7 +153,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         accelerator.get_tracker("tensorboard")
 
 
-def test_filtering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filter_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, row in tracker_table.TRACKERS.items():
         there = name in {"tensorboard", "mlflow"}
         monkeypatch.setitem(
@@ -238,7 +238,7 @@ def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), None, torch.ones(2), [1, 2], {"a": "x"}])
-def test_what_no_tracker_can_record_is_an_error_of_the_caller(value: Any) -> None:
+def test_values_that_cannot_be_logged_raise(value: Any) -> None:
     from notebook_accelerate.tracking.loggable_values import numbers_only
 
     class Numbers(Memory):
@@ -251,7 +251,7 @@ def test_what_no_tracker_can_record_is_an_error_of_the_caller(value: Any) -> Non
         accelerator.log({"train/loss": value})
 
 
-def test_the_config_may_be_none_and_trackers_start_anew() -> None:
+def test_the_config_may_be_none_and_trackers_can_restart() -> None:
     memory = Memory()
     accelerator = Accelerator(cpu=True, log_with=memory)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""`save_state(blocking=False)`: what training does meanwhile does not reach the checkpoint, errors come back."""
+"""`save_state(blocking=False)`: later training does not change the checkpoint, and errors are raised."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from tests.support.trainings import Training, same
 
 
 def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Return what holds the writing thread until it is opened."""
+    """Return a gate that holds the writing thread until it is opened."""
     gate = Gate(tensor_files.write)
     monkeypatch.setattr(checkpoint_writer.tensor_files, "write", gate)
     return gate
 
 
-def test_training_goes_on_and_changes_nothing_in_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_without_changing_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = held_writing(monkeypatch)
     training = Training()
     training.epoch()
@@ -61,7 +59,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "b" / "checkpoint_manifest.json").exists()
 
 
-def test_files_that_come_into_the_new_folder_meanwhile_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_added_during_a_save_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = held_writing(monkeypatch)
     training, folder = Training(), tmp_path / "out"
     training.accelerator.save_state(str(folder), blocking=False)
@@ -73,7 +71,7 @@ def test_files_that_come_into_the_new_folder_meanwhile_stay(tmp_path: Path, monk
     assert not [*folder.glob(".*"), *tmp_path.glob(".*")]
 
 
-def test_an_error_is_said_at_once_and_raised_by_the_next_call(
+def test_an_error_is_logged_and_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training()
@@ -113,7 +111,7 @@ def test_an_optimizer_waits_for_its_copy(tmp_path: Path, monkeypatch: pytest.Mon
     assert not training.optimizer.optimizer._optimizer_step_pre_hooks
 
 
-def test_changing_an_optimizers_state_by_hand_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_an_optimizers_state_during_a_save_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = checkpointing.snapshot.Snapshot._run
     training = Training()
     training.epoch()
@@ -129,7 +127,7 @@ def test_changing_an_optimizers_state_by_hand_is_noticed(tmp_path: Path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_learning_rate_in_a_tensor_may_move_at_once(tmp_path: Path) -> None:
+def test_a_tensor_learning_rate_may_change_immediately(tmp_path: Path) -> None:
     training = Training()
     rate = torch.tensor(0.5)
     training.optimizer.param_groups[0]["lr"] = rate
@@ -139,7 +137,7 @@ def test_a_learning_rate_in_a_tensor_may_move_at_once(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out" / "optimizer.bin")["param_groups"][0]["lr"] == 0.5
 
 
-def test_a_script_that_ends_without_a_word_still_writes_it(tmp_path: Path) -> None:
+def test_a_script_that_exits_still_writes_its_checkpoint(tmp_path: Path) -> None:
     script = f"""
 import torch
 from notebook_accelerate import Accelerator
@@ -186,7 +184,7 @@ def test_the_next_copy_uses_the_same_memory() -> None:
     assert snapshots.take([tensor]).values[0].data_ptr() == first
 
 
-def test_without_threads_it_is_written_at_once_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_threads_a_save_runs_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -206,11 +204,11 @@ def end_interrupted(training: Training) -> None:
     training.accelerator.end_training()
 
 
-def test_an_interrupt_while_waiting_forgets_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_keeps_the_save_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = held_writing(monkeypatch)
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may ignore it
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             end_interrupted(training)
@@ -221,7 +219,7 @@ def test_an_interrupt_while_waiting_forgets_no_save(tmp_path: Path, monkeypatch:
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
 
 
-def test_an_interrupted_save_leaves_the_one_before_and_no_error_for_the_next(
+def test_an_interrupted_save_keeps_the_previous_one_and_its_error_is_not_raised_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training()
@@ -242,7 +240,7 @@ def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_state_that_cannot_be_copied_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     training.epoch()
 
@@ -254,21 +252,19 @@ def test_a_state_that_cannot_be_copied_is_no_checkpoint(tmp_path: Path, monkeypa
         with pytest.raises(MemoryError, match="no memory for the copy"):
             training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     assert list(tmp_path.iterdir()) == []
-    training.epoch()  # no optimizer waits for a copy that nobody makes
+    training.epoch()  # no optimizer waits for the failed copy
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     training.accelerator.end_training()
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
 
 
-def test_a_file_that_gets_its_name_while_it_is_looked_at_does_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_size_skips_files_renamed_while_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").write_bytes(b"123")
     monkeypatch.setattr(disk_store, "files_below", lambda folder: [folder / "renamed", folder / "there"])
     assert disk_store.folder_size(tmp_path) == 3
 
 
-def test_a_process_is_known_to_have_ended() -> None:
+def test_an_ended_process_is_detected() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         peer = dataclasses.replace(this_process(), pid=process.pid)
         if not peer.machine:
@@ -276,7 +272,7 @@ def test_a_process_is_known_to_have_ended() -> None:
         assert not peer.has_ended()
         process.kill()
         deadline = time.monotonic() + 60
-        while not peer.has_ended() and time.monotonic() < deadline:  # its status has not been fetched
+        while not peer.has_ended() and time.monotonic() < deadline:  # its exit status was not read
             time.sleep(0.01)
         assert peer.has_ended()
     assert peer.has_ended()

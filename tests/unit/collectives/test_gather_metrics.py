@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from notebook_accelerate import Accelerator
 
 
-def test_what_goes_beyond_the_last_batch_is_cut_in_a_world_of_one_too() -> None:
+def test_padding_samples_are_cut_in_a_world_of_one_too() -> None:
     # transformers repeats the loss of a batch to the full batch size and lets gather_for_metrics cut it.
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(list(range(10)), batch_size=8))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs, in one process: fsspec's memory, the disk as a store, and what is said where none can be."""
+"""Checkpoints behind URLs, in one process: fsspec's memory, the disk as a store, and errors of unreachable URLs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ assert stores.Shelf.protocol == ("shelf",)
 
 @pytest.fixture
 def url() -> str:
-    """Return a URL in fsspec's memory that nobody else uses."""
+    """Return a URL in fsspec's memory of the test's own."""
     return f"memory://{uuid.uuid4().hex}"
 
 
@@ -53,7 +53,7 @@ def test_resuming_equals_what_was_saved(url: str, tmp_path: Path, kind: str, blo
             assert set(names(place)) == {*json.loads((path_of(place) / MANIFEST).read_text())["files"], MANIFEST}
 
 
-def test_the_files_are_those_of_a_disk(url: str, tmp_path: Path) -> None:
+def test_remote_files_equal_those_on_a_disk(url: str, tmp_path: Path) -> None:
     training = Training()
     training.epoch()
     for place in (f"{url}/out", str(tmp_path / "out")):
@@ -72,7 +72,7 @@ def test_other_files_in_the_folder_stay(url: str) -> None:
     assert not any(name.startswith(".") for name in names(url))
 
 
-def test_a_folder_without_a_manifest_is_loaded_by_its_name_only(url: str) -> None:
+def test_a_remote_folder_without_a_manifest_loads_only_by_name(url: str) -> None:
     options: dict[str, Any] = {"project_dir": url, "automatic_checkpoint_naming": True}
     training = Training(project_config=ProjectConfiguration(**options))
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_folder_without_a_manifest_is_loaded_by_its_name_only(url: str) -> Non
     assert training.accelerator.project_configuration.iteration == 1
     with pytest.raises(ValueError, match=r"checkpoint_1 exists already.*iteration=2"):
         training.accelerator.save_state()
-    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")  # as Accelerate has written it
+    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")  # as a folder of Accelerate
     assert training.counter.count == 24
 
 
@@ -97,7 +97,7 @@ def test_a_changed_or_missing_file_is_named(url: str) -> None:
         training.accelerator.load_state(url)
 
 
-def test_a_process_that_sees_another_store_says_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_sees_another_store_raises(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     monkeypatch.setattr(RemotePath, "read_text", _not_there)
     with pytest.raises(CheckpointError, match="all ranks must reach the same store"):
@@ -148,13 +148,13 @@ def test_an_index_that_leaves_its_folder_is_refused(url: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_one_object(url: str, safe: bool) -> None:
+def test_one_object_is_saved_and_loaded(url: str, safe: bool) -> None:
     name = f"{url}/x.{'safetensors' if safe else 'bin'}"
     save({"a": torch.ones(2)}, name, safe_serialization=safe)
     assert torch.equal(load(name)["a"], torch.ones(2))
 
 
-def test_what_fsspec_cannot_reach_is_said() -> None:
+def test_urls_that_fsspec_cannot_reach_raise() -> None:
     with pytest.raises(ImportError, match="pip install gcsfs"):
         path_of("gs://bucket/x")
     with pytest.raises(ValueError, match="Protocol not known: nothing"):
@@ -162,10 +162,10 @@ def test_what_fsspec_cannot_reach_is_said() -> None:
     assert path_of("file:///a/b") == path_of("/a/b") == Path("/a/b")
 
 
-def test_folders_of_ended_processes_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folders_of_ended_processes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, kept = temporary_folders.make(), temporary_folders.make()
-    temporary_folders._locks.pop(left)  # as if its process had ended: nothing but this number holds the lock
+    temporary_folders._locks.pop(left)  # as if its process had ended: only this descriptor holds the lock
     descriptors = [path for path in Path("/proc/self/fd").iterdir() if str(left) in str(path.resolve())]
     for path in descriptors:
         os.close(int(path.name))

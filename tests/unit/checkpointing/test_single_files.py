@@ -51,7 +51,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in tmp_path.iterdir()] == before
 
 
-def test_values_that_are_no_tensors_are_refused_for_safetensors(tmp_path: Path) -> None:
+def test_safetensors_refuses_values_other_than_tensors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Key `a` is invalid.*<class 'int'>"):
         checkpointing.save({"a": 1}, tmp_path / "x.safetensors", safe_serialization=True)
     assert not list(tmp_path.iterdir())
@@ -73,12 +73,12 @@ def test_save_and_load(tmp_path: Path, safe: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [np.arange(3), np.float64(2.5), np.bool_(True), np.array(["a"]), np.float32(1)])
-def test_numpy_is_data(tmp_path: Path, value: Any) -> None:
+def test_numpy_values_load_with_weights_only(tmp_path: Path, value: Any) -> None:
     torch.save({"x": value}, tmp_path / "x.bin")
     assert np.array_equal(checkpointing.load(tmp_path / "x.bin")["x"], value)
 
 
-def test_code_is_not_data(tmp_path: Path) -> None:
+def test_other_objects_are_refused_with_weights_only(tmp_path: Path) -> None:
     torch.save({"x": Path("a")}, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=r"(?s)x\.bin contains more than data.*add_safe_globals"):
         checkpointing.load(tmp_path / "x.bin")
@@ -86,7 +86,7 @@ def test_code_is_not_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.bin", "x.safetensors"])
-def test_every_truncated_file_is_called_broken(tmp_path: Path, name: str) -> None:
+def test_every_truncated_file_is_reported_as_broken(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     checkpointing.save({"a": torch.arange(40.0)}, path, safe_serialization=name.endswith("safetensors"))
     content = path.read_bytes()
@@ -96,7 +96,7 @@ def test_every_truncated_file_is_called_broken(tmp_path: Path, name: str) -> Non
             checkpointing.load(path)
 
 
-def test_a_model_goes_into_shards_and_comes_back(tmp_path: Path) -> None:
+def test_a_sharded_model_is_read_back(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Net())
     for safe, first in ((True, "model-00001-of-00003.safetensors"), (False, "pytorch_model-00001-of-00003.bin")):
@@ -109,7 +109,7 @@ def test_a_model_goes_into_shards_and_comes_back(tmp_path: Path) -> None:
         assert ("2.last.weight" in read) is not safe
 
 
-def test_saving_in_one_file_removes_the_shards_of_before(tmp_path: Path) -> None:
+def test_saving_in_one_file_removes_earlier_shards(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(64, 64)
     accelerator.save_model(model, tmp_path, max_shard_size=1000)
@@ -121,7 +121,7 @@ def test_saving_in_one_file_removes_the_shards_of_before(tmp_path: Path) -> None
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], model.weight)
 
 
-def test_bad_calls_of_save_model_are_said(tmp_path: Path) -> None:
+def test_save_model_rejects_bad_arguments(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="should be a directory"):
@@ -138,7 +138,7 @@ def test_sizes(text: int | str, count: int) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "GB", "-1MB", 0, -3, True, "1 PB"])
-def test_no_sizes(bad: Any) -> None:
+def test_invalid_sizes(bad: Any) -> None:
     with pytest.raises(ValueError, match="not a size"):
         sharded_state_dict.parse_size(bad)
 
@@ -156,7 +156,7 @@ def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
-def test_an_index_that_is_none_is_called_broken(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_is_reported_as_broken(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(BrokenCheckpointError, match="weight_map"):
         checkpointing.read_weights(tmp_path)

@@ -1,0 +1,57 @@
+"""Assertions about `save_state(blocking=False)` that several tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.checkpointing import state_saving
+from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave
+from tests.support.ranks import run_script
+
+_SCRIPT = """
+import sys
+from tests.support.gates import after_the_main_thread
+{setup}
+training.accelerator.save_state(sys.argv[1], blocking=False)
+{ending}
+"""
+
+
+def pending_save() -> PendingSave:
+    """Return the save that this process writes in the background."""
+    return state_saving._pending[-1]
+
+
+def disk_full(*_: Any) -> Any:
+    """Raise the error of a full disk, in place of a writer."""
+    raise OSError(28, "No space left on device")
+
+
+def check_dead_rank_reported(folder: str, pid: int) -> None:
+    """Wait on the surviving rank for a save during which rank 1 was killed, and leave a file named "seen".
+
+    Args:
+        folder: The checkpoint.
+        pid: The killed process.
+    """
+    save = pending_save()
+    save.join()
+    assert save.target.rank == 0
+    assert f"rank 1 did not finish its part, its process {pid} has ended" in str(save.error)
+    assert not list(Path(folder).glob(".*"))
+    Path(folder).with_name("seen").touch()
+
+
+def check_ending_ranks_finish(setup: str, folder: Path, ending: str = "pass", code: int = 0) -> None:
+    """Run a script on two ranks that exit while they write a checkpoint, which must be complete afterwards.
+
+    Args:
+        setup: Creates `training`, and delays a writer with `after_the_main_thread`.
+        folder: The checkpoint.
+        ending: The last statement of the script.
+        code: The exit status expected.
+    """
+    for status, errors in run_script(_SCRIPT.format(setup=setup, ending=ending), str(folder)):
+        assert status == code, errors
+    assert (folder / "checkpoint_manifest.json").exists()
