@@ -270,7 +270,7 @@ def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> None:
         state_files.restore_sampler(loader, state)
     else:
         warn_once(
-            f"{path} holds a pickled sampler and was left out: the order of samples starts from the first epoch's."
+            f"{path} contains a pickled sampler and was left out: the order of samples starts from the first epoch's."
         )
 
 

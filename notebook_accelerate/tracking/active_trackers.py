@@ -151,6 +151,6 @@ def _call_tracker(name: str, method: str, call: Callable[..., Any], *args: Any, 
             reason = next(iter(str(error).strip().splitlines()), "no message")
             warn_once(
                 f"Tracker {name!r} failed in {method} ({type(error).__name__}: {reason}). "
-                "Training goes on without its records."
+                "Training continues without its records."
             )
         return None

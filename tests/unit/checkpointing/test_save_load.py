@@ -392,5 +392,5 @@ def test_a_pickled_sampler_is_left_out_with_a_warning(tmp_path: Path) -> None:
     training.accelerator.save_state(str(tmp_path / "out"))
     (tmp_path / "out" / "checkpoint_manifest.json").unlink()
     torch.save(torch.utils.data.RandomSampler(range(3)), tmp_path / "out" / "sampler.bin")
-    with pytest.warns(UserWarning, match=r"sampler\.bin holds a pickled sampler and was left out"):
+    with pytest.warns(UserWarning, match=r"sampler\.bin contains a pickled sampler and was left out"):
         training.accelerator.load_state(str(tmp_path / "out"))

@@ -208,7 +208,7 @@ def test_a_failing_tracker_warns_once_and_stops_nothing(method: str) -> None:
         accelerator.end_training()
     (message,) = [str(warning.message) for warning in said]
     assert f"'memory' failed in {method} (ConnectionError: call" in message
-    assert "Training goes on" in message
+    assert "Training continues" in message
     assert [call[0] for call in sound.calls] == ["start", "store_init_configuration", "log", "log", "log", "finish"]
 
 
