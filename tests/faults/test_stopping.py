@@ -209,6 +209,17 @@ def test_timeout_and_hang_timeout(kernel: Kernel, method: str) -> None:
         assert word in said(cell)
 
 
+def test_a_kernel_that_was_suspended_counts_no_silence(kernel: Kernel) -> None:
+    """As a laptop whose lid was closed."""
+    _define(kernel, "time.sleep(600)")
+    _started(kernel, "run = launch(train, hang_timeout=8, block=False)")
+    kernel.process.suspend()
+    time.sleep(9.0)
+    kernel.process.resume()
+    kernel.pump(1.0)
+    assert kernel.value("(run.status, run.wait(0), run.stop())[:2]") == ["running", False]
+
+
 @METHODS
 def test_a_kernel_killed_takes_all_ranks_and_grandchildren_along(method: str) -> None:
     with ready_kernel() as kernel:  # the server process, which guards what forked ranks start, is up

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 ABANDON_SECONDS = 5.0
 """How long a killed rank is waited for."""
-LONGEST_WAIT = 5.0
-"""Seconds that the event loop sleeps at most."""
+LONGEST_WAIT = 1.0
+"""Seconds that the event loop sleeps at most, so that it notices soon when it did not run."""
 GAP_SECONDS = 1.0
 """A loop that wakes up later than that did not run: the machine slept, or the kernel was stopped."""
 MANY_RANKS, TURN_SECONDS = 32, 0.005

@@ -1,0 +1,106 @@
+"""Time limits count only time in which the kernel ran, on a clock that no clock step moves."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from notebook_accelerate.launch.state.run_events import AttemptStarted
+from notebook_accelerate.launch.supervisor import pausable_clock
+from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.launch.supervisor.run_context import RunContext
+from notebook_accelerate.launch.supervisor.stall_detector import StallDetector
+from notebook_accelerate.launch.supervisor.time_limits import TimeLimits
+from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent
+from tests.support.runs import context_of, make_run, plan_run
+
+
+@pytest.fixture
+def context(request: pytest.FixtureRequest) -> Iterator[RunContext]:
+    run = plan_run(2, **getattr(request, "param", {"timeout": 60.0, "hang_timeout": 5.0}))
+    found = context_of(run)
+    yield found
+    found.commands.close()
+
+
+@pytest.fixture
+def group(context: RunContext) -> Iterator[RankGroup]:
+    plan = context.state.plan
+    assert plan is not None
+    context.journal.append(AttemptStarted(0))
+    found = RankGroup(context, plan)
+    yield found
+    found.abandon()
+
+
+class _Asleep:
+    """A selector that wakes up much later than it was asked to, as on a machine that slept."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def select(self, _timeout: float | None = None) -> list[Any]:
+        time.sleep(self._seconds)
+        return []
+
+    def get_map(self) -> dict[int, Any]:
+        return {}
+
+    def close(self) -> None:
+        return
+
+
+def test_seconds_in_which_the_supervisor_did_not_run_do_not_count(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = group.clock.now()
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "_selector", _Asleep(1.6))
+        group._wait(0.1)
+    assert group.clock.now() - before < 1.0
+
+
+def test_seconds_of_an_ordinary_wait_count(group: RankGroup) -> None:
+    before = group.clock.now()
+    assert isinstance(group._selector, selectors.BaseSelector)
+    group._wait(0.3)
+    assert group.clock.now() - before >= 0.3
+
+
+def test_a_step_of_the_wall_clock_ends_no_run(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = TimeLimits(group._context, group.events, group.stops)
+    monkeypatch.setattr(time, "time", lambda: 9e9)
+    assert limits.reached() == ""
+    left = limits.seconds_left()
+    assert left is not None
+    assert 0 < left <= 5.0
+
+
+def test_limits_are_reached_by_the_runs_clock(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = TimeLimits(group._context, group.events, group.stops)
+    now = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(pausable_clock.time, "monotonic", lambda: now + 6.0)
+        assert limits.reached() == "no rank gave a sign of life for 5 s (hang_timeout)"
+        patch.setattr(pausable_clock.time, "monotonic", lambda: now + 61.0)
+        assert limits.reached() == "the run reached its timeout of 60 s"
+        group.clock.pause(0)
+        assert limits.seconds_left() is None
+
+
+def test_a_rank_that_moves_by_another_clock_is_no_standstill() -> None:
+    """Heartbeats carry the rank's own wall clock: only whether it changes counts."""
+    context = context_of(make_run(1))
+    try:
+        stall = StallDetector(context)
+        waiting = Collective("0", 1, "all_reduce", (), (), 5.0)
+        assert stall.note(0, HeartbeatEvent(5.0, waiting))
+        assert not stall.note(0, HeartbeatEvent(5.0, waiting))
+        assert stall.note(0, HeartbeatEvent(-7000.0, waiting))
+        assert not stall.busy
+    finally:
+        context.commands.close()
