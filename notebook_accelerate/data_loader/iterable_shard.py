@@ -10,6 +10,23 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 
+def check_divisible(batch_size: int | None, num_processes: int) -> None:
+    """Check that `split_batches` can split batches into equal parts.
+
+    Args:
+        batch_size: Samples per batch; None: unknown.
+        num_processes: Number of ranks that share a batch.
+
+    Raises:
+        ValueError: The batch size is unknown, or not a multiple of the number of ranks.
+    """
+    if batch_size is None or batch_size % num_processes:
+        raise ValueError(
+            f"split_batches=True splits every batch into num_processes={num_processes} equal parts, but the batch size "
+            f"is {batch_size}; use a multiple of {num_processes}, or pass DataLoaderConfiguration(split_batches=False)"
+        )
+
+
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's share of an iterable dataset.
 
@@ -41,11 +58,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size % num_processes:
-            raise ValueError(
-                f"split_batches cuts every batch into num_processes={num_processes} equal parts, but the batch size is "
-                f"{batch_size}. Use a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
-            )
+        if split_batches:
+            check_divisible(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from notebook_accelerate.config.enums import RNGType
 from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
-from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
+from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard, check_divisible
 from notebook_accelerate.data_loader.mesh_ranks import data_parallel_rank
 from notebook_accelerate.data_loader.prepared_loader import NOTHING
 from notebook_accelerate.data_loader.samplers import (
@@ -163,12 +163,8 @@ class DataShare:
             ValueError: With `split_batches`, the batch size is not a multiple of the number of ranks.
         """
         size = dataloader.batch_size or getattr(index_source(dataloader), "batch_size", None)
-        if self.split_batches and self.dp_size > 1 and (size is None or size % self.dp_size):
-            raise ValueError(
-                f"split_batches=True cuts every batch into {self.dp_size} equal parts, one per process, but the batch "
-                f"size of the loader is {size}. Use a multiple of {self.dp_size}, or "
-                "DataLoaderConfiguration(split_batches=False)."
-            )
+        if self.split_batches and self.dp_size > 1:
+            check_divisible(size, self.dp_size)
 
     def iterable_arguments(self, dataloader: DataLoader[Any]) -> dict[str, Any]:
         """Divide an iterable dataset.

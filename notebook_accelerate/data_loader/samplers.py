@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from notebook_accelerate.data_loader.iterable_shard import check_divisible
 from notebook_accelerate.data_loader.stream_skipping import iterate_from, open_from
 
 
@@ -79,11 +80,8 @@ class BatchSamplerShard(BatchSampler):
         even_batches: bool = True,
     ) -> None:
         batch_size = getattr(batch_sampler, "batch_size", None)
-        if split_batches and (batch_size is None or batch_size % num_processes):
-            raise ValueError(
-                f"split_batches cuts every batch into num_processes={num_processes} equal parts, but the batch size is "
-                f"{batch_size}. Use a multiple of {num_processes}, or DataLoaderConfiguration(split_batches=False)."
-            )
+        if split_batches:
+            check_divisible(batch_size, num_processes)
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index

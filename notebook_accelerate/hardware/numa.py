@@ -12,8 +12,8 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.hardware import device_counts
 from notebook_accelerate.hardware.gpus import visible_gpu
 
-# Variables of torchrun, MPICH, OpenMPI and MVAPICH, in this order.
-_VARIABLES = {
+# Variables of torchrun, then of Intel MPI and MPICH, Open MPI, MVAPICH2.
+RANK_VARIABLES = {
     "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
     "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
     "local_rank": ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
@@ -44,7 +44,7 @@ def get_cpu_distributed_information() -> CPUInformation:
     """Read this process's ranks from the variables of torchrun or MPI."""
     defaults = CPUInformation()
     return CPUInformation(
-        **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in _VARIABLES.items()}
+        **{name: environ.get_int_from_env(keys, getattr(defaults, name)) for name, keys in RANK_VARIABLES.items()}
     )
 
 
@@ -102,6 +102,7 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 __all__ = [
+    "RANK_VARIABLES",
     "CPUInformation",
     "get_cpu_distributed_information",
     "override_numa_affinity",

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from notebook_accelerate.config import environ
-
-# torchrun's name, then those of MPI launchers (Intel MPI and MPICH, Open MPI, MVAPICH2).
-_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+from notebook_accelerate.hardware.numa import RANK_VARIABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +31,19 @@ def world_from_environ() -> World:
     Raises:
         ValueError: A variable is not a number, or the rank is not below the world size.
     """
-    size = _first(_SIZE, 1)
-    rank = _first(_RANK, 0)
+    size = _first("world_size", 1)
+    rank = _first("rank", 0)
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} is outside WORLD_SIZE={size}; ranks count from 0: RANK must be below WORLD_SIZE")
     if size == 1:
-        return World(local_rank=_first(_LOCAL_RANK, 0))
-    return World(rank=rank, size=size, local_rank=_first(_LOCAL_RANK, rank), local_size=_first(_LOCAL_SIZE, size))
+        return World(local_rank=_first("local_rank", 0))
+    return World(
+        rank=rank, size=size, local_rank=_first("local_rank", rank), local_size=_first("local_world_size", size)
+    )
 
 
-def _first(names: Iterable[str], default: int) -> int:
-    for name in names:
+def _first(value_name: str, default: int) -> int:
+    for name in RANK_VARIABLES[value_name]:
         value = environ.integer(name)
         if value is not None and value >= 0:
             return value

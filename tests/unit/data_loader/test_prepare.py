@@ -191,7 +191,7 @@ def test_split_batches_cuts_the_batches_of_the_plain_loader() -> None:
     assert of_all(plain, 2, split_batches=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert prepared(plain, 2, 0, split_batches=True).total_batch_size == 4
     assert prepared(plain, 2, 0).total_batch_size == 8
-    with pytest.raises(ValueError, match=r"into 3 equal parts.* is 4\. Use a multiple of 3"):
+    with pytest.raises(ValueError, match=r"num_processes=3 equal parts.* is 4; use a multiple of 3"):
         prepared(plain, 3, 0, split_batches=True)
     assert read(prepared(plain, 1, 0, split_batches=True)) == read(plain)
 

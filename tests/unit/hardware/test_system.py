@@ -51,7 +51,7 @@ def test_ranks_are_read_from_torchrun_or_mpi(monkeypatch: pytest.MonkeyPatch, pr
 
 
 def test_without_variables_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in numa._VARIABLES.values():
+    for names in numa.RANK_VARIABLES.values():
         for name in names:
             monkeypatch.delenv(name, raising=False)
     assert numa.get_cpu_distributed_information() == numa.CPUInformation()
