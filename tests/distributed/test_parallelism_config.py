@@ -126,11 +126,11 @@ def test_sequences_are_split_by_deepspeed() -> None:
 def test_plugins_that_contradict_the_layout() -> None:
     with pytest.raises(RankError, match=r"FullyShardedDataParallelPlugin\(fsdp_version=2\)"):
         run_ranks(with_the_first_version)
-    with pytest.raises(RankError, match="set dp_shard_size above 1"):
+    with pytest.raises(RankError, match="pass dp_shard_size above 1"):
         run_ranks(with_nothing_to_shard)
     with pytest.raises(RankError, match=r"sp_size=2 is computed by DeepSpeed, and fsdp_plugin .*\(cp_size=2\)"):
         run_ranks(with_split_sequences_and_shards)
-    with pytest.raises(RankError, match=r"sp_size=2 with tp_size=2: .*; set tp_size=1"):
+    with pytest.raises(RankError, match=r"sp_size=2 with tp_size=2 is not allowed: .*; pass tp_size=1"):
         run_ranks(with_split_sequences_and_tensors, world_size=4)
 
 
