@@ -22,7 +22,7 @@ from notebook_accelerate.launch.output.cell_outputs import here
 from notebook_accelerate.launch.output.rank_output import published_under
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.widgets import config_file
+from notebook_accelerate.widgets import config_file_form
 from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training_functions
 from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
@@ -223,7 +223,7 @@ class ConfigPanel:
             ValueError: It contains unknown keys or values.
         """
         now = self.launch_form.checked.value or LaunchConfig(block=False)
-        loaded = config_file.load(Path(path).expanduser(), now, self._cluster)
+        loaded = config_file_form.load(Path(path).expanduser(), now, self._cluster)
         with self._lock:
             self._cluster = loaded.cluster
             self._own_files.add(Path(path).expanduser().resolve())
@@ -241,12 +241,12 @@ class ConfigPanel:
         Raises:
             ValueError: Entries are not allowed.
         """
-        file = config_file.save(path, self._cluster_config())
+        file = config_file_form.save(path, self._cluster_config())
         self._own_files.add(file.resolve())
         return file
 
     def _cluster_config(self) -> Any:
-        return config_file.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
+        return config_file_form.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
 
     def close(self) -> None:
         """Replace the live form by the static one in every cell; the panel can be displayed again."""
@@ -375,7 +375,7 @@ class ConfigPanel:
             self._file_note.value = alert(f"{path} exists; click Save again to replace it")
             return
         self.save(path)
-        missing = config_file.not_in_file(self.launch_form.value, self.training, self._cluster_config())
+        missing = config_file_form.not_in_file(self.launch_form.value, self.training, self._cluster_config())
         more = f"; the file format does not include {', '.join(missing)}" if missing else ""
         self._file_note.value = notice(f"saved {path}{more}", "na-good")
 

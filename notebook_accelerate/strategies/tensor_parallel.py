@@ -32,7 +32,7 @@ from notebook_accelerate.strategies.sharding.sharded_strategy import (
     upcast_trained,
 )
 from notebook_accelerate.strategies.strategy import add_once
-from notebook_accelerate.strategies.tied_parameters import retie, tied_names
+from notebook_accelerate.strategies.tied_weights import retie, tied_names
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 

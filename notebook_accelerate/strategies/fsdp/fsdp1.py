@@ -25,7 +25,7 @@ from notebook_accelerate.strategies.sharding.sharded_strategy import (
 )
 from notebook_accelerate.strategies.strategy import NOTHING, add_once, joint_norm, parameters_in
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.strategies.tied_parameters import keep_ties, retie, tied_names
+from notebook_accelerate.strategies.tied_weights import keep_ties, retie, tied_names
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module, without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 

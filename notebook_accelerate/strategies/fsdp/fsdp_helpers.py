@@ -20,7 +20,7 @@ from notebook_accelerate.strategies.fsdp.fsdp2 import FSDP2Strategy, load_full_s
 from notebook_accelerate.strategies.fsdp.fsdp_units import checkpoint_activations, find_ignored_modules, find_units
 from notebook_accelerate.strategies.parameter_names import plain_name, switch_parameters
 from notebook_accelerate.strategies.sharding import sharded_checkpoint
-from notebook_accelerate.strategies.tied_parameters import keep_ties, retie, tied_names
+from notebook_accelerate.strategies.tied_weights import keep_ties, retie, tied_names
 from notebook_accelerate.strategies.unwrap import without_compile
 
 
