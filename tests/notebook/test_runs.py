@@ -32,7 +32,8 @@ def test_interrupting_an_await_stops_the_run(kernel: Kernel) -> None:
     kernel.interrupt()
     kernel.finish(cell)
     assert "KeyboardInterrupt" in said(cell) or "Cancelled" in said(cell)
-    assert kernel.value("(run.wait(100), run.status)") == [True, "stopped"]
+    kernel.check("last = notebook_accelerate.runs()[-1]")  # on a busy machine the launch itself is interrupted
+    assert kernel.value("(last.wait(100), last.status)") == [True, "stopped"]
 
 
 def test_a_callback_and_a_wait_in_later_cells(kernel: Kernel) -> None:
