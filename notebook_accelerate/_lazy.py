@@ -28,7 +28,7 @@ def attach(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     package lazy_loader reads stub files for this.) Such a module reads::
 
         if TYPE_CHECKING:
-            from notebook_accelerate.hardware.memory import release_memory as release_memory
+            from notebook_accelerate.hardware.batch_size_search import release_memory as release_memory
         else:
             __getattr__, __dir__, __all__ = attach(__name__)
 

@@ -24,7 +24,7 @@ from notebook_accelerate.config.training_config import (
     ProjectConfiguration,
 )
 from notebook_accelerate.data_loader import skip_first_batches
-from notebook_accelerate.hardware.memory import release_memory
+from notebook_accelerate.hardware.batch_size_search import release_memory
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler

@@ -12,7 +12,7 @@ from notebook_accelerate import launch
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.output.rank_output import running_kernel
+from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.zygote import warm_up
 
 _P = ParamSpec("_P")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from typing import Any
 
 from notebook_accelerate import telemetry
+from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.feature_checks import is_tqdm_available
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.telemetry.events import ProgressEvent
@@ -109,7 +109,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     Returns:
         The logger; it can log once an Accelerator or a PartialState exists.
     """
-    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
+    level = log_level or environ.text("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level:
         logger.setLevel(level.upper())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.config.config_file import ClusterConfig, load_config_from_file
 from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def to_cluster(
 def _distributed_type(accelerator: str, world: int, before: ClusterConfig | None) -> Any:
     if before is not None and (before.fsdp_config or before.deepspeed_config or before.megatron_lm_config):
         return before.distributed_type
-    return devices.row(accelerator).distributed_type if world > 1 else DistributedType.NO
+    return device_table.row(accelerator).distributed_type if world > 1 else DistributedType.NO
 
 
 def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:

@@ -18,8 +18,8 @@ from notebook_accelerate.config.config_file import default_config_file
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
-from notebook_accelerate.launch.output.cell_outputs import here
-from notebook_accelerate.launch.output.rank_output import published_under
+from notebook_accelerate.launch.output.rank_lines import published_under
+from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.plan.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets import config_file_form

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.cell_outputs import CellOutput, here
+from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, here
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 

@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
-from notebook_accelerate.launch.output.cell_outputs import CellOutput, forget, leave_at_exit
+from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, forget, leave_at_exit
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.widgets.feed import RepeatTimes
 from notebook_accelerate.widgets.panel_elements import style_sheet, widget_bundle

@@ -11,7 +11,7 @@ import ipywidgets
 
 from notebook_accelerate.config.plain_values import format_setting
 from notebook_accelerate.launch import Run, run_registry, runs
-from notebook_accelerate.launch.output.cell_outputs import here
+from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.report import svg_curves
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.number_format import number

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.rank_output import running_kernel
+from notebook_accelerate.launch.output.rank_lines import running_kernel
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run

@@ -1,4 +1,4 @@
-"""Reads and writes the ACCELERATE_* variables and the launcher's rank variables; no other module does."""
+"""Reads and writes the ACCELERATE_* variables and the launchers' rank variables, for all other modules."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from notebook_accelerate.config.config_file import ClusterConfig, default_config_file
 from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType, PrecisionType
-from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.detection import HardwareInfo, detect
 
 
@@ -46,7 +46,7 @@ def write_basic_config(
 
 def _basic_config(mixed_precision: str, hardware: HardwareInfo) -> ClusterConfig:
     several = hardware.count > 1
-    row = devices.row(hardware.accelerator)
+    row = device_table.row(hardware.accelerator)
     return ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=row.distributed_type if several else DistributedType.NO,

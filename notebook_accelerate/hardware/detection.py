@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from notebook_accelerate.hardware import device_counts
-from notebook_accelerate.hardware.devices import ROWS
+from notebook_accelerate.hardware.device_table import ROWS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from notebook_accelerate.hardware import nvml, torch_build, xla_environment
-from notebook_accelerate.hardware.devices import ROWS
+from notebook_accelerate.hardware.device_table import ROWS
 
 _PROBE_SECONDS = 60
 

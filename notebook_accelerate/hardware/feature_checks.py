@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from packaging.version import parse
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware import device_counts, devices, nvml, torch_build
+from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
 from notebook_accelerate.hardware.versions import is_torch_version
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -286,7 +286,7 @@ def _usable(device_type: str, check_device: bool = False) -> bool:
     """Return whether there is a device of this type; ``check_device`` also calls torch, which may initialise it."""
     if not device_counts.count(device_type):
         return False
-    return not check_device or bool(devices.row(device_type).call("is_available"))
+    return not check_device or bool(device_table.row(device_type).call("is_available"))
 
 
 def is_cuda_available() -> bool:

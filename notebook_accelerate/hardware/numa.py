@@ -10,7 +10,7 @@ from pathlib import Path
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.hardware import device_counts
-from notebook_accelerate.hardware.gpus import visible_gpu
+from notebook_accelerate.hardware.gpu_properties import visible_gpu
 
 # Variables of torchrun, then of Intel MPI and MPICH, Open MPI, MVAPICH2.
 RANK_VARIABLES = {

@@ -6,8 +6,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.cell_outputs import CellOutput, here
-from notebook_accelerate.launch.output.rank_output import parent_message, running_kernel
+from notebook_accelerate.launch.output.rank_lines import parent_message, running_kernel
+from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, here
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig

@@ -13,7 +13,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.errors import RunInterrupted
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.launching_cell import LaunchingCell
-from notebook_accelerate.launch.output.rank_output import Publisher, publisher_for, running_kernel
+from notebook_accelerate.launch.output.rank_lines import Publisher, publisher_for, running_kernel
 from notebook_accelerate.launch.plan.fork_probe import kernel_facts
 from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline, ports

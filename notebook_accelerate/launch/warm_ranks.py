@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerDiedError, WorkerError
-from notebook_accelerate.launch.output.rank_output import running_kernel
+from notebook_accelerate.launch.output.rank_lines import running_kernel
 from notebook_accelerate.launch.processes.warm_rank import warm_rank
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.run_debugging import ask_user

@@ -6,11 +6,11 @@ import torch
 
 from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import World
 
-Row = devices.DeviceRow
+Row = device_table.DeviceRow
 
 
 def device_row(*, cpu: bool, world: World | None = None) -> Row:
@@ -24,10 +24,12 @@ def device_row(*, cpu: bool, world: World | None = None) -> Row:
         The row of ACCELERATE_TORCH_DEVICE's type if it is set, otherwise of this machine's accelerator or its CPU.
     """
     requested = environ.text("ACCELERATE_TORCH_DEVICE")
-    row = devices.row("cpu" if cpu else requested.partition(":")[0] if requested else hardware.detect().accelerator)
+    row = device_table.row(
+        "cpu" if cpu else requested.partition(":")[0] if requested else hardware.detect().accelerator
+    )
     if world is not None and world.size > 1 and row.communicator == "none":
         warn_once(f"{row.type} devices cannot be connected: the {world.size} ranks train on the CPU")
-        return devices.row("cpu")
+        return device_table.row("cpu")
     return row
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from notebook_accelerate.hardware import detect, devices
+from notebook_accelerate.hardware import detect, device_table
 from notebook_accelerate.state.partial_state import PartialState
 
 
@@ -36,7 +36,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def _seed_device(seed: int) -> None:
     """Seed the generators that ``torch.manual_seed`` does not seed."""
-    row = devices.row(detect().accelerator)
+    row = device_table.row(detect().accelerator)
     if row.type == "xla":
         import torch_xla.core.xla_model as xm
 

@@ -19,7 +19,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware import device_table
 
 _SETTINGS: dict[str, str] = {
     "set_warn_always": "is_warn_always_enabled",
@@ -162,7 +162,7 @@ def _apply_thread_settings(torch: Any, thread: dict[str, Any]) -> None:
 def _autocast(torch: Any) -> dict[str, str]:
     """Return the data type of each type of device for which autocast is on."""
     found = {}
-    for row in devices.ROWS:
+    for row in device_table.ROWS:
         with suppress(RuntimeError):  # torch does not know the type before its extension is imported
             if torch.is_autocast_enabled(row.type):
                 found[row.type] = _name(torch.get_autocast_dtype(row.type))

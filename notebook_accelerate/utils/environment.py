@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         purge_accelerate_environment as purge_accelerate_environment,
         str_to_bool as str_to_bool,
     )
-    from notebook_accelerate.hardware.gpus import (
+    from notebook_accelerate.hardware.gpu_properties import (
         check_cuda_fp8_capability as check_cuda_fp8_capability,
         check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
         get_current_device_type as get_current_device_type,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
         override_numa_affinity as override_numa_affinity,
         set_numa_affinity as set_numa_affinity,
     )
-    from notebook_accelerate.hardware.system import (
-        are_libraries_initialized as are_libraries_initialized,
-    )
+    from notebook_accelerate.hardware.ports_and_libraries import are_libraries_initialized as are_libraries_initialized
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.hardware.memory import (
+    from notebook_accelerate.hardware.batch_size_search import (
         clear_device_cache as clear_device_cache,
         find_executable_batch_size as find_executable_batch_size,
         release_memory as release_memory,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         merge_dicts as merge_dicts,
         recursive_getattr as recursive_getattr,
     )
-    from notebook_accelerate.hardware.system import (
+    from notebook_accelerate.hardware.ports_and_libraries import (
         check_os_kernel as check_os_kernel,
         get_free_port as get_free_port,
         is_port_in_use as is_port_in_use,

@@ -36,9 +36,9 @@ from notebook_accelerate.telemetry import (
     install_sink,
     tracebacks,
 )
-from notebook_accelerate.telemetry.payload import dump_bytes, install_sources, load_bytes
+from notebook_accelerate.telemetry.launch_payload import dump_bytes, install_sources, load_bytes
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
-from notebook_accelerate.worker import shared_state
+from notebook_accelerate.worker import state_resets
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.console import Console
 from notebook_accelerate.worker.debug_agent import DebugAgent
@@ -177,7 +177,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Eve
         apply_order(order)
         function, arguments = load()
         debugging.install(function)
-        sink = shared_state.require_sink()
+        sink = state_resets.require_sink()
         sink.send(StatusEvent("running"))
         value = function(*arguments)
     except SystemExit as stop:
@@ -191,7 +191,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Eve
     except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
         event = failure_event(error, "exception")
         if order.hold and error.__traceback__ is not None:
-            shared_state.require_sink().send(event)
+            state_resets.require_sink().send(event)
             debugging.hold(error.__traceback__)
         return event
     return result_event(value)
@@ -211,7 +211,7 @@ def apply_order(order: WorkerOrder) -> None:
     if order.sys_path is not None:
         sys.path[:] = order.sys_path
     install_sources(order.sources)
-    shared_state.reset()
+    state_resets.reset()
     given = order.accelerator
     set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)
     inherited_state.apply(order.state)

@@ -12,9 +12,9 @@ from typing import Any
 
 from notebook_accelerate.telemetry import StatusEvent, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
-from notebook_accelerate.telemetry.payload import install_sources
+from notebook_accelerate.telemetry.launch_payload import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
-from notebook_accelerate.worker import debug_agent, shared_state
+from notebook_accelerate.worker import debug_agent, state_resets
 
 
 class InterruptGate:
@@ -41,7 +41,7 @@ def warm_rank() -> None:
     namespace |= {"rank": state.process_index, "world_size": state.num_processes, "device": state.device}
     sys.modules["__main__"].__dict__.update(namespace)
     namespace = sys.modules["__main__"].__dict__
-    sink = shared_state.require_sink()
+    sink = state_resets.require_sink()
     sink.send(StatusEvent("running", "warm"))
     while True:
         try:

@@ -241,16 +241,16 @@ def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> No
 
 def test_executing_a_cell_again_forgets_its_old_view(kernel: Kernel) -> None:
     kernel.check(TRAIN)
-    kernel.check("from notebook_accelerate.launch.output import cell_outputs")
+    kernel.check("from notebook_accelerate.launch.output import replaceable_outputs")
     kernel.check("run = launch(0.5)")
-    before = kernel.value("len(cell_outputs._at_exit)")
+    before = kernel.value("len(replaceable_outputs._at_exit)")
     for _ in range(3):
         kernel.client.session.send(
             kernel.client.shell_channel.socket, "execute_request",
             {"code": "run.panel()", "silent": False, "store_history": True, "user_expressions": {}},
             metadata={"cellId": "the-same-cell"},
         )  # fmt: skip
-    assert kernel.value("len(cell_outputs._at_exit)") == before + 1
+    assert kernel.value("len(replaceable_outputs._at_exit)") == before + 1
 
 
 def test_a_table_of_runs_adds_later_runs_and_is_then_suspended(kernel: Kernel) -> None:

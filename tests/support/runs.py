@@ -7,7 +7,7 @@ from typing import Any
 
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch import LaunchPlan, Run
-from notebook_accelerate.launch.output.rank_output import Publisher, TextPublisher
+from notebook_accelerate.launch.output.rank_lines import Publisher, TextPublisher
 from notebook_accelerate.launch.state.run_events import (
     RUN,
     AttemptEnded,

@@ -90,9 +90,9 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
 
 def _visible_devices() -> str:
     from notebook_accelerate import hardware
-    from notebook_accelerate.hardware import devices
+    from notebook_accelerate.hardware import device_table
 
-    return (*devices.row(hardware.detect().accelerator).visible_variables, "CUDA_VISIBLE_DEVICES")[0]
+    return (*device_table.row(hardware.detect().accelerator).visible_variables, "CUDA_VISIBLE_DEVICES")[0]
 
 
 def _script(args: argparse.Namespace) -> list[str]:

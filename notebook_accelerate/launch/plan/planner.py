@@ -211,9 +211,9 @@ def _accelerator(config: LaunchConfig, hardware: HardwareInfo) -> tuple[str, int
 
 
 def _backend(accelerator: str) -> str:
-    from notebook_accelerate.hardware import devices
+    from notebook_accelerate.hardware import device_table
 
-    return devices.row(accelerator).backend
+    return device_table.row(accelerator).backend
 
 
 def _threads(config: LaunchConfig, num_processes: int, cpu_count: int, facts: KernelFacts) -> int:

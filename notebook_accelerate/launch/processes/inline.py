@@ -28,7 +28,7 @@ from notebook_accelerate.launch.state.run_events import (
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import LogEvent, RankFailure, current_sink, install_sink, tracebacks
 from notebook_accelerate.telemetry.store import Record
-from notebook_accelerate.worker import shared_state
+from notebook_accelerate.worker import state_resets
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -105,7 +105,7 @@ def _guest(run: InlineContext) -> Iterator[None]:
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
-        with shared_state.isolated(), launch_arguments_set(run.config.accelerator):
+        with state_resets.isolated(), launch_arguments_set(run.config.accelerator):
             yield
     finally:
         for tee in tees:

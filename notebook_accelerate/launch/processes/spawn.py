@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, interpreter_command, uninterrupted
+from notebook_accelerate.launch.processes.pickled_start import PickledBackend, interpreter_command, uninterrupted
 from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, RankProcess, pidfd_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class SpawnBackend(PickledBackend):
 
 def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int) -> NoReturn:
     """Run a rank in a fresh interpreter; reads the order from standard input."""
-    from notebook_accelerate.telemetry.payload import loader
+    from notebook_accelerate.telemetry.launch_payload import loader
     from notebook_accelerate.worker import entry
 
     entry.discard_interrupt(parent)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.processes.pickled_orders import (
+from notebook_accelerate.launch.processes.pickled_start import (
     PickledBackend,
     log_tail,
     start_interpreter,

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes.zygote import GUARD, HELPER, LENGTH, STATUS
-from notebook_accelerate.telemetry.payload import loader
+from notebook_accelerate.telemetry.launch_payload import loader
 from notebook_accelerate.worker import entry
 
 PRELOADED = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.debug import sanity_checks
 from notebook_accelerate.errors import RunStoppedError
-from notebook_accelerate.launch.output.rank_output import Label, RankOutput
+from notebook_accelerate.launch.output.rank_lines import Label, RankOutput
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
@@ -53,7 +53,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
     Reply,
     StacksReply,
 )
-from notebook_accelerate.telemetry.payload import load_bytes
+from notebook_accelerate.telemetry.launch_payload import load_bytes
 from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:

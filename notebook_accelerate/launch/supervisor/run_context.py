@@ -9,7 +9,7 @@ from notebook_accelerate.launch.state.run_events import NoteAdded
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
-    from notebook_accelerate.launch.output.rank_output import Publisher
+    from notebook_accelerate.launch.output.rank_lines import Publisher
     from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.launch.state.run_state import RunState
     from notebook_accelerate.launch.supervisor.command_queue import CommandQueue

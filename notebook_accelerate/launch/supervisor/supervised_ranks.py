@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.telemetry import Decoder
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.output.rank_output import RankOutput
+    from notebook_accelerate.launch.output.rank_lines import RankOutput
     from notebook_accelerate.launch.processes.rank_process import RankProcess
     from notebook_accelerate.telemetry import Event
 

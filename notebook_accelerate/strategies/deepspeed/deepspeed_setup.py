@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
-from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.feature_checks import is_deepspeed_available
 from notebook_accelerate.state import AcceleratorState, process_group
 from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context
@@ -110,7 +110,7 @@ def start_communication(state: AcceleratorState) -> Any:
     global _communication_group  # noqa: PLW0603 - DeepSpeed's communication is one per process
     deepspeed = import_deepspeed(state.device)
     if not process_group.group_exists():
-        process_group.start_group_of_one(devices.row(state.device.type).backend)
+        process_group.start_group_of_one(device_table.row(state.device.type).backend)
     # DeepSpeed reads it during training too; in a world of one it may not be set.
     os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
     if _communication_group is dist.group.WORLD:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state import AcceleratorState, process_group
 
 _initialized_for: tuple[Any, tuple[int, int, int]] | None = None
@@ -89,7 +89,7 @@ def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None
     check_degrees(plugin, state.num_processes)
     groups = import_parallel_state()
     if not process_group.group_exists():
-        process_group.start_group_of_one(devices.row(state.device.type).backend)
+        process_group.start_group_of_one(device_table.row(state.device.type).backend)
     degrees = (plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.expert_model_parallel_size or 1)
     now = (dist.group.WORLD, degrees)
     if groups.model_parallel_is_initialized():

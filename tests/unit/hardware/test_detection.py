@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import detect, detection, device_counts, devices, torch_build
+from notebook_accelerate.hardware import detect, detection, device_counts, device_table, torch_build
 from notebook_accelerate.hardware.torch_build import TorchBuild
 
 
@@ -185,17 +185,17 @@ def test_chips_are_counted_by_what_colab_and_kaggle_set(
 
 
 def test_every_type_of_device_has_a_row_and_a_counter() -> None:
-    types = [row.type for row in devices.ROWS]
+    types = [row.type for row in device_table.ROWS]
     assert sorted(types) == sorted([*device_counts.COUNTERS, "cpu"])
     assert types[-1] == "cpu"
     with pytest.raises(ValueError, match=r"device type 'gpu' is not known; pass one of .*cuda.*cpu"):
-        devices.row("gpu")
+        device_table.row("gpu")
 
 
 def test_the_row_of_the_cpu_makes_its_device() -> None:
     import torch
 
-    row = devices.row("cpu")
+    row = device_table.row("cpu")
     assert row.select(3) == torch.device("cpu")
     assert row.call("device_count") == torch.cpu.device_count()
     assert row.call("no_such_function") is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import gpus, nvml
+from notebook_accelerate.hardware import gpu_properties, nvml
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def test_utilisation_and_memory_are_read_per_process(library: Path) -> None:
 
 def test_the_package_imports_no_pynvml(library: Path) -> None:
     code = (
-        "import sys, notebook_accelerate\nfrom notebook_accelerate.hardware import feature_checks, gpus, nvml\n"
+        "import sys, notebook_accelerate\n"
+        "from notebook_accelerate.hardware import feature_checks, gpu_properties, nvml\n"
         "print('pynvml' in sys.modules, nvml.count(), 'pynvml' in sys.modules)"
     )
     assert _run(library, code) == "False 2 True"
@@ -84,7 +85,9 @@ def test_the_package_imports_no_pynvml(library: Path) -> None:
 
 @pytest.mark.parametrize(("visible", "index"), [("1,0", "1"), ("GPU-1", "1"), ("0", "0"), ("7", "None")])
 def test_the_first_visible_gpu_is_found(library: Path, visible: str, index: str) -> None:
-    code = "from notebook_accelerate.hardware import gpus; g = gpus.visible_gpu(0); print(g and g.index)"
+    code = (
+        "from notebook_accelerate.hardware.gpu_properties import visible_gpu\ng = visible_gpu(0)\nprint(g and g.index)"
+    )
     assert _run(library, code, CUDA_VISIBLE_DEVICES=visible) == index
 
 
@@ -96,6 +99,6 @@ def test_uuids_restrict_what_is_visible(library: Path) -> None:
 @pytest.mark.skipif(nvml.count() is not None, reason="this machine has an NVIDIA driver")
 def test_without_a_driver_there_are_no_gpus() -> None:
     assert (nvml.gpus(), nvml.driver_version()) == ([], None)
-    assert gpus.get_gpu_info() == ([], 0)
-    assert gpus.check_cuda_p2p_ib_support() is True
-    assert gpus.check_cuda_fp8_capability() is False
+    assert gpu_properties.get_gpu_info() == ([], 0)
+    assert gpu_properties.check_cuda_p2p_ib_support() is True
+    assert gpu_properties.check_cuda_fp8_capability() is False

@@ -7,33 +7,33 @@ import socket
 
 import pytest
 
-from notebook_accelerate.hardware import numa, system
+from notebook_accelerate.hardware import numa, ports_and_libraries
 
 
 def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < system.get_free_port() < 1 << 16
+    assert 0 < ports_and_libraries.get_free_port() < 1 << 16
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))  # from now on nobody else can listen there
         port = server.getsockname()[1]
-        assert not system.is_port_in_use(port)
+        assert not ports_and_libraries.is_port_in_use(port)
         server.listen()
-        assert system.is_port_in_use(port)
+        assert ports_and_libraries.is_port_in_use(port)
         monkeypatch.setenv("MASTER_PORT", str(port))
-        assert system.is_port_in_use()
+        assert ports_and_libraries.is_port_in_use()
 
 
 def test_old_kernels_cause_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "release", lambda: "5.15.0-1-generic")
-    system.check_os_kernel()
+    ports_and_libraries.check_os_kernel()
     assert not recwarn
     monkeypatch.setattr(platform, "release", lambda: "4.14.0-1-generic")
     with pytest.warns(UserWarning, match=r"4\.14\.0, .* kernels before 5\.5\.0"):
-        system.check_os_kernel()
+        ports_and_libraries.check_os_kernel()
 
 
 def test_imported_libraries_are_known() -> None:
-    assert system.are_libraries_initialized("os", "no_such_library") == ["os"]
+    assert ports_and_libraries.are_libraries_initialized("os", "no_such_library") == ["os"]
 
 
 @pytest.mark.parametrize("prefix", ["", "OMPI_COMM_WORLD_"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebook_accelerate.launch.output.rank_output import (
+from notebook_accelerate.launch.output.rank_lines import (
     FLUSH_SECONDS,
     MAX_LINE_BYTES,
     Label,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry.payload import (
+from notebook_accelerate.telemetry.launch_payload import (
     cell_sources,
     dump,
     dump_bytes,

@@ -24,7 +24,7 @@ from notebook_accelerate.launch.hosts.remote.host_connection import HostConnecti
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, StartedEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, call
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.pickled_orders import PickledBackend
+from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.waiting import until

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from notebook_accelerate.launch.hosts.rendezvous import child as children
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_loop as children
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
 from notebook_accelerate.launch.hosts.rendezvous.joining import Joining

@@ -14,7 +14,7 @@ from notebook_accelerate.launch.hosts.rendezvous import notebook_group as rendez
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node, decide
 from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS
-from notebook_accelerate.launch.output.rank_output import TextPublisher
+from notebook_accelerate.launch.output.rank_lines import TextPublisher
 from notebook_accelerate.launch.state.run_events import AttemptStarted, RankExited, RankStarted
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup

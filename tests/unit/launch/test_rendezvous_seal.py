@@ -8,7 +8,12 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from notebook_accelerate.launch.hosts.rendezvous.directory import Directory, ForgedError, MessageSigner, SignedBackend
+from notebook_accelerate.launch.hosts.rendezvous.signed_messages import (
+    Directory,
+    ForgedError,
+    MessageSigner,
+    SignedBackend,
+)
 
 
 def _directory(store: Any, secret: str = "hush", run_id: str = "none") -> Directory:

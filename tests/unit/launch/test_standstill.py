@@ -10,7 +10,7 @@ import pytest
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
-from notebook_accelerate.launch.output.rank_output import TextPublisher
+from notebook_accelerate.launch.output.rank_lines import TextPublisher
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue

@@ -11,10 +11,10 @@ import torch
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.kwargs_handlers import InitProcessGroupKwargs
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
-from notebook_accelerate.hardware import devices
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state import AcceleratorState, PartialState, device_placement, partial_state, process_group
 
-CUDA, BOTH = devices.row("cuda"), "cuda:nccl,cpu:gloo"
+CUDA, BOTH = device_table.row("cuda"), "cuda:nccl,cpu:gloo"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ CUDA, BOTH = devices.row("cuda"), "cuda:nccl,cpu:gloo"
     ],
 )
 def test_backend_of_a_device(device: str, requested: str | None, with_cpu: bool, expected: str) -> None:
-    assert device_placement.choose_backend(devices.row(device), requested, with_cpu) == expected
+    assert device_placement.choose_backend(device_table.row(device), requested, with_cpu) == expected
 
 
 @pytest.fixture

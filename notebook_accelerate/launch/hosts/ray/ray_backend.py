@@ -26,7 +26,7 @@ from notebook_accelerate.launch.hosts.ray.ray_driver import versions
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
-from notebook_accelerate.launch.processes.pickled_orders import PickledBackend, log_tail, start_interpreter
+from notebook_accelerate.launch.processes.pickled_start import PickledBackend, log_tail, start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.ray import ray_protocol as say
 from notebook_accelerate.launch.hosts.ray.ray_errors import amounts, cause, mismatches, unreachable
-from notebook_accelerate.launch.processes.pickled_orders import die_with_parent
+from notebook_accelerate.launch.processes.pickled_start import die_with_parent
 from notebook_accelerate.telemetry import Channel, Event
 
 LOOK_SECONDS = 0.5

@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.processes.pickled_orders import start_interpreter
+from notebook_accelerate.launch.processes.pickled_start import start_interpreter
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.launch.processes.zygote import HELPER, running_zygote
 
-TARGET = "notebook_accelerate.launch.hosts.rendezvous.child:main"
+TARGET = "notebook_accelerate.launch.hosts.rendezvous.rendezvous_loop:main"
 
 
 class ChildProcess(Protocol):

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from notebook_accelerate.launch.hosts.rendezvous import membership as rules
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
-from notebook_accelerate.launch.hosts.rendezvous.directory import ForgedError
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.hosts.rendezvous.participant import Participant
+from notebook_accelerate.launch.hosts.rendezvous.signed_messages import ForgedError
 
 
 class BrokenError(Exception):

@@ -6,8 +6,8 @@ import torch
 
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
-from notebook_accelerate.launch.hosts.rendezvous.directory import Directory, MessageSigner
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
+from notebook_accelerate.launch.hosts.rendezvous.signed_messages import Directory, MessageSigner
 from notebook_accelerate.telemetry import Channel
 
 

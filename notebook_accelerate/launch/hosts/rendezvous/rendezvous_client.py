@@ -15,7 +15,7 @@ from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous.child_process import start
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
-from notebook_accelerate.launch.processes.pickled_orders import log_tail
+from notebook_accelerate.launch.processes.pickled_start import log_tail
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.telemetry import Channel, Event
 

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from notebook_accelerate.launch.hosts.rendezvous.directory import MessageSigner, SignedBackend
+from notebook_accelerate.launch.hosts.rendezvous.signed_messages import MessageSigner, SignedBackend
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler

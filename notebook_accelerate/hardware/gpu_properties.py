@@ -7,7 +7,7 @@ import os
 from packaging.version import parse
 
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.hardware import device_counts, devices, nvml, torch_build
+from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
 from notebook_accelerate.hardware.detection import detect
 
 # GeForce 40 cards have no peer-to-peer access; drivers before this one report that they have, and hang.
@@ -44,7 +44,7 @@ def check_cuda_fp8_capability() -> bool:
     if not device_counts.count("cuda"):
         return False
     if torch_build.read().hip:
-        properties = devices.row("cuda").call("get_device_properties", 0)
+        properties = device_table.row("cuda").call("get_device_properties", 0)
         return str(properties.gcnArchName).startswith(("gfx94", "gfx95", "gfx12"))
     gpu = visible_gpu(0)
     return gpu is not None and gpu.capability >= (8, 9)
@@ -69,7 +69,7 @@ def visible_gpu(local_index: int) -> nvml.Gpu | None:
 
 def get_current_device_type() -> tuple[str, str]:
     """Return the type of device that training uses on this machine, and its distributed type."""
-    row = devices.row(detect().accelerator)
+    row = device_table.row(detect().accelerator)
     name = row.distributed_type if row.distributed_type != DistributedType.NO else DistributedType.MULTI_CPU
     return row.type, name.value
 

@@ -20,10 +20,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
-from notebook_accelerate.launch.hosts.rendezvous.directory import ForgedError
 from notebook_accelerate.launch.hosts.rendezvous.joining import BrokenError, Joining
 from notebook_accelerate.launch.hosts.rendezvous.keep_alive import Watch
 from notebook_accelerate.launch.hosts.rendezvous.participant import Participant
+from notebook_accelerate.launch.hosts.rendezvous.signed_messages import ForgedError
 from notebook_accelerate.telemetry import Channel, Event
 
 TICK = 0.1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from notebook_accelerate.launch.output.rank_output import parent_message, running_kernel
+from notebook_accelerate.launch.output.rank_lines import parent_message, running_kernel
 
 NOTHING: dict[str, Any] = {"text/plain": ""}
 """An empty output: outputs cannot be removed."""

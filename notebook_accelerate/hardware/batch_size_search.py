@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from notebook_accelerate.hardware.devices import ROWS
+from notebook_accelerate.hardware.device_table import ROWS
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
