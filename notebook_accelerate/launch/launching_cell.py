@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.errors import RunInterrupted
+from notebook_accelerate.errors import RunInterrupted, WorkerError
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
@@ -57,8 +57,10 @@ class LaunchingCell:
                 self._supervisor.over.wait()
         if self._interrupted:
             raise RunInterrupted(self._run)
-        if self._supervisor.problem is not None:
-            raise self._supervisor.problem
+        if (problem := self._supervisor.problem) is not None:
+            if isinstance(problem, WorkerError):  # stopped before the ranks had started
+                problem.run = self._run
+            raise problem
 
     def _wait(self) -> None:
         """Wait for the end of the run, or until its ranks are held, and show prompts and the live panel meanwhile."""

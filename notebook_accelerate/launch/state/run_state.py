@@ -22,7 +22,8 @@ RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "starting": frozenset({"running", "stopping", "succeeded", "failed", "stopped"}),
         "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped"}),  # starting: a restart
-        "stopping": frozenset({"starting", "failed", "stopped"}),  # starting: a restart that lets a notebook join
+        # starting: a restart that lets a notebook join; succeeded: the ranks had just returned when it began
+        "stopping": frozenset({"starting", "succeeded", "failed", "stopped"}),
         "succeeded": frozenset(),
         "failed": frozenset(),
         "stopped": frozenset(),
