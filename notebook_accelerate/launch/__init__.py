@@ -1,4 +1,4 @@
-"""Launching: from a configuration and a function to a run. ``start`` is the one entry."""
+"""Launches runs. ``start`` is the entry point: it takes a configuration and a function, and returns a run."""
 
 from __future__ import annotations
 

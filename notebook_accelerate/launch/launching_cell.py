@@ -25,12 +25,12 @@ class LaunchingCell:
     """Waits for a supervised run on the thread that launches it.
 
     While it waits, SIGINT does not raise KeyboardInterrupt, which could arrive between any two instructions of this
-    package: it stops the run, and the second one kills. When the run is over, an interrupt that arrived at any moment
-    of it is raised, also where the run had succeeded: the code after the launch must not go on.
+    package: it stops the run, and a second one kills. When the run is over, an interrupt that arrived at any time
+    during it is raised, even if the run succeeded: the code after the launch must not continue.
 
     Args:
-        run: The run.
-        supervisor: Supervises it; its thread has not been started.
+        run: The run to wait for.
+        supervisor: The run's supervisor; its thread has not been started.
     """
 
     def __init__(self, run: Run, supervisor: Supervisor) -> None:
@@ -38,11 +38,11 @@ class LaunchingCell:
         self._interrupted = self._asking = False
 
     def launch(self) -> None:
-        """Start the run, and wait for its end where it blocks the cell.
+        """Start the run, and wait for its end if it blocks the cell.
 
         Raises:
             RunInterrupted: The cell was interrupted meanwhile.
-            BaseException: What kept the ranks from being started.
+            BaseException: The error that prevented the start of the ranks.
         """
         with self._interrupts_stop():
             self._supervisor.thread.start()
@@ -50,10 +50,10 @@ class LaunchingCell:
             if self._supervisor.problem is not None or self._interrupted:
                 self._supervisor.over.wait()
             elif not self._run.config.block:
-                self._run.show_live()  # once the ranks have started: making widgets takes as long as starting them
+                self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
             else:
                 self._wait()
-            if self._interrupted and not self._run.held:  # it may have come after the ranks had started
+            if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
                 self._supervisor.over.wait()
         if self._interrupted:
             raise RunInterrupted(self._run)
@@ -83,7 +83,7 @@ class LaunchingCell:
         self._asking = True
         try:
             if self._interrupted:
-                prompt.answer(None)  # the run is being stopped: nobody is to be asked any more
+                prompt.answer(None)  # the run is being stopped: do not prompt the user
             else:
                 ask_user(prompt)
         except KeyboardInterrupt:
@@ -98,14 +98,14 @@ class LaunchingCell:
         self._run.commands.stop(DEFAULT_GRACE)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asking:  # input() ends by an exception only
+        if self._asking:  # only an exception ends input()
             self._asking = False
             raise KeyboardInterrupt
         self._interrupt()
 
     @contextmanager
     def _interrupts_stop(self) -> Iterator[None]:
-        """Have SIGINT stop the run, where this thread is the one that gets it."""
+        """Have SIGINT stop the run, if this thread receives it."""
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
             yield

@@ -1,4 +1,4 @@
-"""A run: what the user holds of a launch, while it lasts and afterwards."""
+"""`Run`: the user's handle of a launch, during and after it."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.store import Record
 
 OWN_THREADS = ("notebook-accelerate-run-", "notebook-accelerate-sampler")
-"""How the names of the threads begin that call subscribers."""
+"""Name prefixes of the threads that call subscribers."""
 
 _numbers = itertools.count(1)
 
 
 class Run(RunDebugging, RunDisplay):
-    """A launch in progress, or what is left of it: it reads the journal, and passes commands on.
+    """A launch, in progress or ended: reads the journal and forwards commands to the supervisor.
 
-    Made by ``notebook_launcher``; nothing here starts anything.
+    Created by ``notebook_launcher``; the class itself starts nothing.
 
     Args:
-        config: What the launch was asked to do.
+        config: Configuration of the launch.
         function_name: Name of the launched function.
-        journal: What happens to the run; None means a new one.
-        commands: Whoever supervises it; None where nobody does.
+        journal: The run's journal; None means a new one.
+        commands: Commands to the supervisor; None for a run without one.
 
     Attributes:
         id: Number of the run in this kernel, from 1.
-        config: What the launch was asked to do.
+        config: Configuration of the launch.
         function_name: Name of the launched function.
-        journal: What has happened to the run, in order.
-        commands: What the user can ask of the ranks.
+        journal: The run's events, in order.
+        commands: Commands to the supervisor.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Run(RunDebugging, RunDisplay):
 
     @classmethod
     def rebuilt(cls, config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
-        """Return a run as its journal's ``records`` tell it, with panels and report, without any process."""
+        """Return a run rebuilt from its journal's ``records``, with panels and report, without any process."""
         journal = Journal()
         journal.replay(records)
         return cls(config, function_name, journal)
 
-    # ---- what the user reads
+    # ---- results and state
 
     @property
     def status(self) -> str:
@@ -96,12 +96,12 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def plan(self) -> LaunchPlan | None:
-        """What was planned; None until it is."""
+        """The launch plan; None until it is made."""
         return self._state.plan
 
     @property
     def store(self) -> Store:
-        """What the ranks sent: metrics, progress, step times, lines of output."""
+        """Records of the ranks: metrics, progress, step times, lines of output."""
         return self.journal.store
 
     @property
@@ -111,12 +111,12 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def ended(self) -> float | None:
-        """When the run ended, in seconds since the epoch; None while it lasts."""
+        """When the run ended, in seconds since the epoch; None while it runs."""
         return self._state.ended
 
     @property
     def held(self) -> bool:
-        """Whether ranks are kept for inspection though the run has failed (``debug=True``)."""
+        """Whether ranks are kept for inspection although the run has failed (``debug=True``)."""
         return self._state.held
 
     @property
@@ -126,7 +126,7 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def failures(self) -> tuple[RankFailure, ...]:
-        """What failed in the last attempt, the first failure first."""
+        """The failures of the last attempt, the first one first."""
         return self._state.failures
 
     @property
@@ -136,17 +136,17 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def warnings(self) -> list[str]:
-        """The likely mistakes that the sanity checks found, each once."""
+        """The likely mistakes found by the sanity checks, each once."""
         return list(self._state.warnings)
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
-        """What automatic diagnoses found, the oldest first."""
+        """Results of automatic diagnoses, the oldest first."""
         return list(self._state.diagnoses)
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """The ranks that are shown here, in order: in the other ones of several notebooks only their own."""
+        """The ranks shown in this notebook, in order; of several notebooks, all but the first show only their own."""
         last_step = self.store.last_step
         return tuple(
             replace(info, last_step=last_step[info.rank]) if info.rank in last_step else info
@@ -155,11 +155,11 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """What the function returned, one value per rank.
+        """The return values of the function, one per rank.
 
         Raises:
             RunNotFinishedError: The run has not ended.
-            WorkerError: The run did not succeed; what single ranks returned is in ``run.ranks``.
+            WorkerError: The run did not succeed; the results of individual ranks are in ``run.ranks``.
         """
         if self.ended is None:
             raise RunNotFinishedError(f"run {self.id} is {self.status}; wait for it with run.wait() or await run")
@@ -169,7 +169,7 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def error(self) -> WorkerError | None:
-        """Why the run did not succeed; None while it lasts and when it did."""
+        """Why the run did not succeed; None while it runs and if it succeeded."""
         state = self._state
         with self._lock:
             if self._error is None and state.error:
@@ -180,20 +180,20 @@ class Run(RunDebugging, RunDisplay):
 
     @property
     def metrics(self) -> Metrics:
-        """The named series the ranks logged: a live mapping, with ``to_pandas()``."""
+        """The metrics that the ranks logged, by name: a live mapping, with ``to_pandas()``."""
         return Metrics(self.store)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the launch, until the end once it has ended."""
+        """Seconds since the launch, up to the end of the run."""
         return (self.ended or time.time()) - self.started
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:
-        """Return the lines the ranks wrote, oldest first, as far back as the store keeps them.
+        """Return the lines that the ranks wrote, oldest first, as far back as the store keeps them.
 
         Args:
-            rank: Only this rank's lines; None means all ranks', each line behind its label.
-            tail: Only so many of the last ones.
+            rank: Return only this rank's lines; None means all ranks' lines, each with its label.
+            tail: Return only the last ``tail`` lines.
 
         Raises:
             ValueError: No such rank, or a negative ``tail``.
@@ -211,18 +211,18 @@ class Run(RunDebugging, RunDisplay):
         return lines if tail is None else lines[max(0, len(lines) - tail) :]
 
     def report(self) -> Report:
-        """Return the run as static HTML and as text, for reading now or in the saved notebook."""
+        """Return a report of the run as static HTML and as text, also for the saved notebook."""
         from notebook_accelerate.launch.report.run_report import Report
 
         return Report(self)
 
-    # ---- what the user does
+    # ---- control
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, answering ranks that ask for input.
+        """Wait for the end, and show prompts of ranks that ask for input.
 
         Args:
-            timeout: Seconds; None waits as long as it takes.
+            timeout: Seconds; None waits without a limit.
 
         Returns:
             Whether the run has ended.
@@ -232,33 +232,33 @@ class Run(RunDebugging, RunDisplay):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             prompt = self.commands.prompts.take(left)
             if prompt is not None:
-                self._show_prompt(prompt, keep=not self.config.block)  # there an interrupt stops the run
+                self._show_prompt(prompt, keep=not self.config.block)  # in a blocking launch an interrupt stops the run
             elif left == 0.0:
                 break
         return self._done.is_set()
 
     def stop(self, grace: float = DEFAULT_GRACE) -> None:
-        """End the run and return once every rank is reaped; does nothing when it has ended.
+        """End the run and return once every rank is reaped; does nothing if it has ended.
 
-        Ranks get a KeyboardInterrupt, then SIGTERM, then, when ``grace`` seconds are over, SIGKILL. A second call
-        while the first is under way kills at once.
+        Ranks receive a KeyboardInterrupt, then SIGTERM, then, after ``grace`` seconds, SIGKILL. A second call during
+        the first kills at once.
 
         Args:
-            grace: Seconds the ranks have to end by themselves.
+            grace: Seconds that the ranks have to end by themselves.
         """
         if grace < 0:
             raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
         self.request_stop(grace)
-        # A subscriber may stop its run: the threads that call subscribers cannot wait for their own end.
+        # A subscriber may stop its run; the threads that call subscribers cannot wait for their own end.
         if not threading.current_thread().name.startswith(OWN_THREADS):
             self._done.wait()
             self._released.wait()
 
     def request_stop(self, grace: float = DEFAULT_GRACE) -> None:
-        """Ask for the run's end and return at once; from any thread. A second call kills.
+        """Request the end of the run and return at once; safe from any thread. A second call kills.
 
         Args:
-            grace: Seconds the ranks have to end by themselves.
+            grace: Seconds that the ranks have to end by themselves.
         """
         if not (self._done.is_set() and self._released.is_set()):
             self.commands.stop(grace)
@@ -274,8 +274,8 @@ class Run(RunDebugging, RunDisplay):
     def add_ending_callback(self, callback: Callable[[Run], None]) -> None:
         """Call ``callback(run)`` when the run has ended, before ``stop()`` and ``wait()`` return; at once if it has.
 
-        What a view leaves in the notebook is there then: the cell that waits may be the last one, and the notebook
-        saved at once.
+        Views leave their static output here: the waiting cell may be the last one, and the notebook may be saved at
+        once.
         """
         with self._lock:
             if self.ended is None:
@@ -295,7 +295,7 @@ class Run(RunDebugging, RunDisplay):
 
     async def _awaited(self, future: asyncio.Future[Run]) -> Run:
         try:
-            # ipykernel sees an interrupt of an await only when its loop wakes up for another reason.
+            # ipykernel notices an interrupt of an await only when its loop wakes up for another reason.
             while not future.done():
                 await asyncio.wait([future], timeout=0.2)
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -305,14 +305,14 @@ class Run(RunDebugging, RunDisplay):
             raise self.error
         return self
 
-    # ---- how it looks
+    # ---- display
 
     def __repr__(self) -> str:
         count = len(self._state.ranks) or self.config.num_processes or 1
         ranks = "1 rank" if count == 1 else f"{count} ranks"
         return f"<Run {self.id}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
 
-    # ---- what the journal brings
+    # ---- from the journal
 
     def _on_records(self, records: Sequence[Record]) -> None:
         if records[0].rank != RUN:
@@ -330,7 +330,7 @@ class Run(RunDebugging, RunDisplay):
             ending, self._ending_callbacks = self._ending_callbacks, []
         try:
             _call(self, ending)
-        finally:  # an inline run calls views on the main thread: an interrupt there must not leave it without an end
+        finally:  # an inline run calls views on the main thread: after an interrupt there it must still end
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
@@ -342,12 +342,12 @@ def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
     for callback in callbacks:
         try:
             callback(run)
-        except Exception as problem:  # noqa: BLE001 - the user's own code, on the supervisor's thread
+        except Exception as problem:  # noqa: BLE001 - user code on the supervisor's thread
             warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:
-    if not future.done():  # cancelled, perhaps
+    if not future.done():  # it may have been cancelled
         future.set_result(run)
 
 

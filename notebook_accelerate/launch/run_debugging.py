@@ -1,4 +1,4 @@
-"""What a user does to see into a run: the debugging methods of ``Run``."""
+"""The debugging methods of ``Run``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import RankFailure
 
 STOP_SECONDS = 5.0
-"""How long a rank may take to reach the debugger after it was told to stop."""
+"""Seconds that a rank has to reach the debugger after the request to stop."""
 
 
 class Cast(dict[int, str]):
-    """What the debuggers of several ranks answered to one command, side by side when shown."""
+    """Replies of several ranks' debuggers to one command; the ``repr`` shows them side by side."""
 
     def __repr__(self) -> str:
         blocks = []
@@ -37,12 +37,12 @@ class RunDebugging:
 
     @property
     def failures(self) -> tuple[RankFailure, ...]:
-        """What failed in the last attempt, the first failure first."""
+        """The failures of the last attempt, the first one first."""
         raise NotImplementedError
 
     @property
     def ended(self) -> float | None:
-        """When the run ended, in seconds since the epoch; None while it lasts."""
+        """When the run ended, in seconds since the epoch; None while it runs."""
         raise NotImplementedError
 
     @property
@@ -56,10 +56,10 @@ class RunDebugging:
         )
 
     def diagnose(self) -> Diagnosis:
-        """Say, within about two seconds, where every rank is and why the run is stuck.
+        """Find out, within about two seconds, where every rank is and why the run is stuck.
 
         Returns:
-            The verdict in a sentence, and the ranks grouped by place; works for ranks that cannot answer, too.
+            A verdict in one sentence, and the ranks grouped by location, including ranks that cannot answer.
         """
         found = self._session().diagnose()
         if found.mistake:
@@ -82,18 +82,18 @@ class RunDebugging:
     ) -> dict[int, Any]:
         """Evaluate an expression in live ranks, between two steps, without stopping them.
 
-        It is evaluated at the next step boundary (an optimizer step, or ``log``); when none comes within half a
-        second, at the main thread's next bytecode; when that does not come either, as the thread waits in native
-        code, from outside. A rank that holds the interpreter in native code can only be looked at.
+        It is evaluated at the next step boundary (an optimizer step, or ``log``). Without one within half a second, it
+        is evaluated at the main thread's next bytecode, and if the thread waits in native code, from outside. A rank
+        that holds the interpreter lock in native code cannot evaluate; only its stacks can be read.
 
         Args:
             expression: Python, as "model.head.weight.norm()".
             ranks: Global indices; None means all.
-            frame: Name of a function on the stack, whose variables are meant; None means the launched function.
+            frame: Name of a function on the stack, whose variables to use; None means the launched function.
             timeout: Seconds to wait for the answers.
 
         Returns:
-            The value by rank; an ``AskError`` in the place of an answer that there is not.
+            The value by rank; an ``AskError`` for each rank without an answer.
 
         Raises:
             ValueError: Not an expression, or no such rank.
@@ -101,16 +101,16 @@ class RunDebugging:
         return self._session().ask(expression, ranks, frame, timeout)
 
     def complete(self, text: str, rank: int = 0, frame: str | None = None, timeout: float = 3.0) -> list[str]:
-        """Complete the last name of an expression with what a rank's frame knows.
+        """Complete the last name of an expression from a rank's frame.
 
         Args:
-            text: The beginning, as "model.head.wei".
+            text: The beginning of the expression, as "model.head.wei".
             rank: Global index.
             frame: Name of a function on the stack; None means the launched function, or where the debugger stopped.
             timeout: Seconds to wait for the answer.
 
         Returns:
-            The completed texts; empty when there are none, or no answer.
+            The completed texts; empty when there are none, or the rank does not answer.
 
         Raises:
             ValueError: No such rank.
@@ -118,9 +118,9 @@ class RunDebugging:
         return self._session().complete(text, rank, frame, timeout)
 
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Have ranks wait at their next step boundary until ``resume``; return what each says.
+        """Have ranks wait at their next step boundary until ``resume``; return the reply of each.
 
-        The run's time limits stand still meanwhile.
+        The run's time limits are suspended meanwhile.
         """
         wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
         for rank in wanted:
@@ -135,7 +135,7 @@ class RunDebugging:
         return said
 
     def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Let paused ranks go on; return what each says."""
+        """Let paused ranks continue; return the reply of each."""
         said = self._session().resume(ranks, timeout)
         for rank in said:
             self.commands.release_clock(rank)
@@ -152,10 +152,10 @@ class RunDebugging:
         return address
 
     def debug(self, rank: int | None = None) -> None:
-        """Talk to the debugger of a rank, in this cell, until it is continued or quit.
+        """Use the debugger of a rank in this cell, until it continues or quits.
 
-        A rank that runs is stopped at its next bytecode; one that failed under ``debug=True`` opens at the failing
-        line. One that waits for ``input()`` is answered, wherever else it may be.
+        A running rank stops at its next bytecode; one that failed under ``debug=True`` opens at the failing line. For
+        a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
 
         Args:
             rank: Global index; None means the first rank that is stopped, else the first that failed, else rank 0.
@@ -179,7 +179,7 @@ class RunDebugging:
             self._show_prompt(prompt, keep=True)
 
     def _show_prompt(self, prompt: Prompt, *, keep: bool) -> None:
-        """Show a prompt that was taken from the queue; an interrupt puts it back where ``keep``."""
+        """Show a prompt that was taken from the queue; with ``keep``, an interrupt returns it to the queue."""
         try:
             ask_user(prompt)
         except KeyboardInterrupt:
@@ -188,11 +188,11 @@ class RunDebugging:
             raise
 
     def cast(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> Cast:
-        """Give one debugger command to several stopped ranks and show the answers side by side.
+        """Send one debugger command to several stopped ranks and return the replies side by side.
 
         Args:
-            command: As typed at the debugger's prompt, "p loss".
-            ranks: Global indices; None means all that are stopped.
+            command: The command as typed at the debugger's prompt, as "p loss".
+            ranks: Global indices; None means all stopped ranks.
             timeout: Seconds to wait for the answers.
 
         Raises:

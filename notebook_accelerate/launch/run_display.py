@@ -1,4 +1,4 @@
-"""How a run shows itself. The panels live in a higher room: they are named here, and loaded on first use."""
+"""The display methods of ``Run``; the panels of a higher package are named here, and loaded on first use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ VIEWS = {
     "panel": "notebook_accelerate.widgets.run_panel:RunPanel",
     "debug": "notebook_accelerate.widgets.debug_panel:DebugPanel",
 }
-"""What a run can show, by name: module and class, called with the run."""
+"""The views of a run, by name: module and class, called with the run."""
 
 LIVE_AFTER_SECONDS = 0.3
-"""A blocking run that ends sooner leaves its report without having had a live panel: making one takes 40 ms."""
+"""Seconds before a blocking run shows its live panel, which takes 40 ms to create; a shorter run shows its report."""
 
 
 class RunDisplay:
-    """What a run can do to be seen."""
+    """The display half of ``Run``."""
 
     config: LaunchConfig
     _view: Any = None
@@ -34,18 +34,18 @@ class RunDisplay:
 
     @property
     def ended(self) -> float | None:
-        """When the run ended, in seconds since the epoch; None while it lasts."""
+        """When the run ended, in seconds since the epoch; None while it runs."""
         raise NotImplementedError
 
     def report(self) -> Report:
-        """Return the run as static HTML and as text."""
+        """Return a report of the run as static HTML and as text."""
         raise NotImplementedError
 
     def panel(self) -> Any:
-        """Return the run's live panel; as the last line of a cell it shows itself, in any cell, as often as wanted.
+        """Return the run's live panel; as the last line of a cell it is displayed, in any number of cells.
 
-        When the run ends, every place where the panel is shown keeps the static report; calling this again then opens
-        the panel on what the run left.
+        When the run ends, every output that shows the panel keeps the static report; a later call opens the panel on
+        the recorded data.
 
         Raises:
             ImportError: ipywidgets or anywidget is not installed.
@@ -55,7 +55,7 @@ class RunDisplay:
         return self._view
 
     def debug_panel(self) -> Any:
-        """Return a panel that looks into the ranks: places, stacks, questions; as the last line of a cell it shows.
+        """Return a panel for debugging the ranks: locations, stacks, expressions; the last line of a cell displays it.
 
         Raises:
             ImportError: ipywidgets is not installed.
@@ -64,35 +64,35 @@ class RunDisplay:
             self._debug_view = load("debug")(self)
         return self._debug_view
 
-    # ---- what the launch calls
+    # ---- called by the launch
 
     def reserve_output(self) -> None:
-        """Keep a place for the panel under the cell that launches now; nothing is shown yet."""
+        """Reserve an output for the panel under the launching cell; nothing is shown yet."""
         if self.config.panel is not False:
             self._place = here()
 
     def take_output(self) -> None:
-        """Take that place, so that what the ranks write comes below the panel; from any thread."""
+        """Take that output, so that the ranks' output is below the panel; safe from any thread."""
         if self._place is not None:
             self._place.show({"text/plain": ""})
 
     def show_live(self) -> None:
-        """Show the panel in its place; a panel that fails never keeps a run from going on."""
+        """Show the panel in its output; a panel that fails never interrupts the run."""
         place = self._place
         if place is None:
             return
         if self.ended is None and not _try(lambda: self.panel().show(place)):
             return
-        if self.ended is not None:  # it was faster than its panel
+        if self.ended is not None:  # the run ended before its panel was shown
             if self._view is not None:
                 self._view.close()
             place.end(self._static())
         self._launched_under = place.cell
 
-    # ---- what IPython calls
+    # ---- called by IPython
 
     def _repr_html_(self) -> str | None:
-        if _cell() and _cell() == self._launched_under:  # its panel stands above already
+        if _cell() and _cell() == self._launched_under:  # its panel is already shown above
             return None
         return str(self.report().html)
 
@@ -103,7 +103,7 @@ class RunDisplay:
         return self.report().bundle
 
     def _ipython_display_(self) -> None:
-        """Show the live panel while there is something to watch; otherwise leave it to the static form."""
+        """Show the live panel while the run is live; otherwise IPython shows the static form."""
         live = self.ended is None and _cell() != self._launched_under
         if not live or running_kernel() is None or not _try(lambda: self.panel().show()):
             raise NotImplementedError  # IPython then asks for the MIME bundle
@@ -118,14 +118,14 @@ def load(name: str) -> Any:
 def _try(action: Any) -> bool:
     try:
         return action() is not None
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with the panel, the run is not
+    except Exception as error:  # noqa: BLE001 - an error of the panel must not affect the run
         text = f"the panel cannot be shown: {type(error).__name__}: {error}; print(run.report()) tells of the run"
         warnings.warn(text, stacklevel=3)
         return False
 
 
 def _cell() -> str:
-    """Return the id of the request that is executed now; "" outside a kernel."""
+    """Return the id of the request that is being executed; "" outside a kernel."""
     kernel = running_kernel()
     header = (parent_message(kernel) or {}).get("header") if kernel is not None else None
     return str((header or {}).get("msg_id", ""))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
 
 KEPT_RUNS = 100
-"""Ended runs beyond this are forgotten, the oldest first."""
+"""Maximum number of ended runs to keep; the oldest are dropped first."""
 
 _lock = threading.Lock()
 _runs: list[Run] = []
@@ -27,7 +27,7 @@ _watchers: list[weakref.WeakMethod[Callable[[Run], None]]] = []
 
 
 def add(run: Run) -> None:
-    """Remember ``run``, and see to it that it ends with the kernel."""
+    """Register ``run``, and ensure that it ends with the kernel."""
     global _watching_exit  # noqa: PLW0603 - one kernel, one exit
     with _lock:
         _runs.append(run)
@@ -40,12 +40,12 @@ def add(run: Run) -> None:
         watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
         _watchers[:] = [reference for reference in _watchers if reference() is not None]
     for watcher in watchers:
-        with suppress(Exception):  # a view must never keep a run from starting
+        with suppress(Exception):  # a view must never prevent the start of a run
             watcher(run)
 
 
 def watch(launched: Callable[[Run], None]) -> None:
-    """Call a method with every run launched from now on, on the launch's thread, as long as its object lives."""
+    """Call a method with every run launched later, on the launching thread, as long as the method's object lives."""
     with _lock:
         _watchers.append(weakref.WeakMethod(launched))
 
@@ -64,19 +64,19 @@ def shutdown() -> None:
 
 
 def release_held() -> None:
-    """Let go of the ranks that failed runs keep for inspection: a new launch needs their place."""
+    """Release the ranks that failed runs keep for inspection: a new launch needs their resources."""
     for run in runs():
         if run.held:
             run.stop(grace=1.0)
 
 
 def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
-    """See that no other run holds the accelerators that ``launch_plan`` needs.
+    """Check that no other run holds the accelerators that ``launch_plan`` needs.
 
     Raises:
-        DeviceBusyError: One does.
+        DeviceBusyError: Another run holds one of them.
     """
-    if launch_plan.accelerator == "cpu" or launch_plan.where:  # a cluster shares its devices out itself
+    if launch_plan.accelerator == "cpu" or launch_plan.where:  # a cluster assigns its devices itself
         return
     for other in runs():
         if other is run or other.ended is not None or other.plan is None:

@@ -1,4 +1,4 @@
-"""Starts runs: from a configuration and a function to a run, and the cell that waits for it."""
+"""Starts runs from a configuration and a function."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...] = ()) -> Run:
-    """Launch ``function(*arguments)`` as ``config`` says.
+    """Launch ``function(*arguments)`` as configured by ``config``.
 
     Returns:
         The run: ended when ``config.block``, otherwise with all its ranks started.
 
     Raises:
         ValueError: The configuration does not fit this machine.
-        LaunchError: Nothing could be started.
-        SerializationError: The function or its arguments cannot travel to where they must.
+        LaunchError: The ranks could not be started.
+        SerializationError: The function or its arguments cannot be sent to the ranks.
         WorkerError: A blocking run did not succeed; it carries ``.run``.
     """
     if not callable(function):
@@ -66,9 +66,9 @@ def start(config: LaunchConfig, function: Callable[..., Any], arguments: tuple[A
 
 
 def _where(config: LaunchConfig) -> LaunchConfig:
-    """Return ``config`` for the cluster that the environment names, where it names none itself.
+    """Return ``config`` for the cluster that the environment names, if ``config`` names none.
 
-    Only a launch that says nothing of where it runs is moved.
+    This applies only to a launch that does not specify where it runs.
     """
     on = environ.text("NOTEBOOK_ACCELERATE_ON")
     if not on or config.on is not None or config.num_nodes > 1 or config.start_method != "auto":
@@ -77,12 +77,12 @@ def _where(config: LaunchConfig) -> LaunchConfig:
 
 
 def _plan(config: LaunchConfig) -> LaunchPlan:
-    """Plan the launch on a fresh thread: ranks are forked from one, and the fork probe must see what they will see."""
+    """Plan the launch on a new thread: ranks are forked from one, and the fork probe must see the same state."""
     with ThreadPoolExecutor(1, "notebook-accelerate-plan") as executor:
         return executor.submit(lambda: make_plan(config, hardware.detect(), kernel_facts())).result()
 
 
-# ---- in the kernel itself
+# ---- in the kernel
 
 
 def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -99,13 +99,13 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
         raise RunInterrupted(run) from stop
 
 
-# ---- in processes of its own
+# ---- in separate processes
 
 
 def _supervise(
     run: Run, plan: LaunchPlan, commands: CommandQueue, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    """Start a run in processes of its own, and wait for its end where it blocks the cell."""
+    """Start a run in separate processes, and wait for its end if it blocks the cell."""
     run.reserve_output()
     context = RunContext(run.id, run.config, run.function_name, run.journal, commands, publisher_for(run.id))
 
@@ -118,7 +118,7 @@ def _supervise(
         context,
         function,
         arguments,
-        inherited=inherited_state.capture(),  # here: some of it belongs to the thread of the cell
+        inherited=inherited_state.capture(),  # here, because some of it belongs to the cell's thread
         prepare=lambda: _prepare(run, context, plan),
         notebooks=notebooks if run.config.num_nodes > 1 else None,
         release=lambda: ports.release(run.id),
@@ -127,7 +127,7 @@ def _supervise(
 
 
 def _prepare(run: Run, context: RunContext, plan: LaunchPlan) -> LaunchPlan:
-    """Reserve what the plan needs, and append it to the journal; called on the run's thread."""
+    """Reserve the plan's resources, and append the plan to the journal; called on the run's thread."""
     run_registry.check_devices(run, plan)
     if plan.world_size > 1 and not plan.where:
         plan = replace(plan, port=_port(context, plan))
@@ -140,7 +140,7 @@ def _prepare(run: Run, context: RunContext, plan: LaunchPlan) -> LaunchPlan:
 def _port(context: RunContext, plan: LaunchPlan) -> int:
     config = context.config
     fixed = config.num_nodes > 1
-    here = config.node_rank == 0 and not (fixed and config.rdzv_backend == "c10d")  # there, whoever comes first
+    here = config.node_rank == 0 and not (fixed and config.rdzv_backend == "c10d")  # c10d: the first notebook to arrive
     port, note = ports.reserve(context.id, plan.port, fixed=fixed, here=here)
     if note:
         context.journal.append(NoteAdded(note))
@@ -148,7 +148,7 @@ def _port(context: RunContext, plan: LaunchPlan) -> int:
 
 
 def _announce(run: Run, publisher: Publisher) -> None:
-    """Show the run's header, where the launch is to be seen."""
+    """Show the run's header, if the launch is displayed."""
     show = running_kernel() is not None if run.config.panel == "auto" else bool(run.config.panel)
     if not show or run.plan is None:
         return

@@ -25,20 +25,20 @@ from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 LOOK_SECONDS = 0.05
-"""How often a waiting cell looks for questions of its ranks."""
+"""Seconds between two checks of a waiting cell for prompts of its ranks."""
 READY_SECONDS = 120.0
-"""How long ranks may take to come up, once the other notebooks have joined."""
+"""Seconds that ranks have to start, once the other notebooks have joined."""
 END_SECONDS = 10.0
-"""How long a group that ends may take to say why."""
+"""Seconds that an ending group has to report the reason."""
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What a cell left on the ranks it ran on.
+    """The results of a cell on its ranks.
 
     Attributes:
-        shown: The ``repr`` of its last expression, by rank; "" where there is none.
-        fetched: The variables asked for, by rank.
+        shown: The ``repr`` of its last expression, by rank; "" without one.
+        fetched: The requested variables, by rank.
     """
 
     shown: dict[int, str]
@@ -46,13 +46,13 @@ class CellResult:
 
 
 class WarmRanks:
-    """A group of ranks that lives between cells.
+    """A group of ranks that persists between cells.
 
     Args:
-        config: How to launch it; it never blocks.
+        config: Configuration of the launch, which never blocks.
 
     Raises:
-        LaunchError: The group did not come up.
+        LaunchError: The group did not start.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -67,7 +67,7 @@ class WarmRanks:
         try:
             while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
                 run.wait(LOOK_SECONDS)
-                if deadline is None and run.attempts:  # until then it waits for other notebooks
+                if deadline is None and run.attempts:  # before the first attempt it waits for other notebooks
                     deadline = time.monotonic() + READY_SECONDS
         except KeyboardInterrupt:
             run.stop(grace=1.0)
@@ -83,12 +83,12 @@ class WarmRanks:
 
     @property
     def size(self) -> int:
-        """How many ranks this notebook has started."""
+        """Number of ranks that this notebook has started."""
         assert self.run.plan is not None, "it is running"
         return self.run.plan.num_processes
 
     def restart(self) -> None:
-        """End the group and start it anew; its variables are gone."""
+        """End the group and start a new one; its variables are lost."""
         self.stop()
         self.run = self._start()
 
@@ -104,20 +104,20 @@ class WarmRanks:
         send: Mapping[str, Any] | None = None,
         fetch: Iterable[str] = (),
     ) -> CellResult:
-        """Run a cell on ranks and wait for its end, however long it takes.
+        """Run a cell on ranks and wait for its end, without a time limit.
 
         Args:
-            source: The cell.
-            filename: What its tracebacks call it.
+            source: The source of the cell.
+            filename: The cell's file name in tracebacks.
             ranks: Global indices; None means all.
             send: Variables to set first.
-            fetch: Names of variables to bring back.
+            fetch: Names of variables to return.
 
         Raises:
             ValueError: No such rank.
-            WorkerError: The cell failed on a rank; the group lives on.
+            WorkerError: The cell failed on a rank; the group is still alive.
             WorkerDiedError: A rank ended, and the group with it.
-            KeyboardInterrupt: The cell was interrupted; ``RunInterrupted`` when that ended the group.
+            KeyboardInterrupt: The cell was interrupted; ``RunInterrupted`` if that ended the group.
         """
         wanted = self._wanted(ranks)
         names = list(fetch)
@@ -134,13 +134,13 @@ class WarmRanks:
         return self._result(wanted, replies)
 
     def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
-        """Send the cell; return the numbers of its requests, and whether an interrupt came meanwhile."""
+        """Send the cell; return the numbers of its requests, and whether an interrupt arrived meanwhile."""
         return self.run.commands.requests.send(wanted, make), False
 
     def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
-        """Do the same on another thread: variables that are sent along take their time.
+        """Do the same on another thread, because sending variables takes time.
 
-        An interrupt of the thread that sends would end a frame half-way: the rank would wait for the rest for ever.
+        An interrupt of the sending thread would truncate a frame, and the rank would wait for the rest forever.
         """
         sent: dict[int, int] = {}
         over = threading.Event()
@@ -163,7 +163,7 @@ class WarmRanks:
         return sent, pressed
 
     def _collect(self, waiting: dict[int, int], pressed: bool) -> tuple[dict[int, CellReply], bool]:
-        """Wait for the replies; an interrupt goes to the ranks, a second one ends the group."""
+        """Wait for the replies; an interrupt is sent to the ranks, a second one ends the group."""
         replies: dict[int, CellReply] = {}
         interrupted: float | None = None
         while len(replies) < len(waiting) and self.alive:
@@ -183,7 +183,7 @@ class WarmRanks:
         return replies, interrupted is not None
 
     def _kill(self, busy: list[int]) -> NoReturn:
-        """End the group, whose ranks ``busy`` do not come to their end."""
+        """End the group, because the ranks ``busy`` do not end."""
         self.run.stop(grace=0.0)
         raise GroupInterrupt(self.run, busy) from None
 
@@ -196,7 +196,7 @@ class WarmRanks:
             replies[rank] = reply
 
     def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:
-        if not self.alive or any(rank not in replies for rank in wanted):  # one may have ended before it was asked
+        if not self.alive or any(rank not in replies for rank in wanted):  # one may have ended before the request
             self.run.wait(END_SECONDS)
             raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
         found = [
@@ -223,14 +223,14 @@ def _headline(chain: tuple[ExceptionInfo, ...]) -> str:
 
 
 class CellInterrupt(KeyboardInterrupt):
-    """The user interrupted a cell on warm ranks; the ranks and their variables are still there."""
+    """The user interrupted a cell on warm ranks; the ranks and their variables are kept."""
 
     def _render_traceback_(self) -> list[str]:
         return ["KeyboardInterrupt: the cell was interrupted on its ranks; the ranks live on"]
 
 
 class GroupInterrupt(RunInterrupted):
-    """The user interrupted a cell on warm ranks, and some did not hear: the whole group had to be ended."""
+    """The user interrupted a cell on warm ranks, and some did not react: the complete group was ended."""
 
     def __init__(self, run: Run, busy: list[int]) -> None:
         super().__init__(run)
@@ -240,7 +240,7 @@ class GroupInterrupt(RunInterrupted):
 
 
 class CellError(WorkerError):
-    """A cell failed on warm ranks; the ranks and their variables are still there."""
+    """A cell failed on warm ranks; the ranks and their variables are kept."""
 
     def __init__(self, run: Run, found: tuple[RankFailure, ...]) -> None:
         super().__init__(error_messages.headline(found), run, found)

@@ -1,1 +1,1 @@
-"""What is known of a run: failures, prompts, and the words for both."""
+"""State of a run: its events, failures and prompts, and the error messages about them."""

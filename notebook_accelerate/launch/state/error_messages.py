@@ -1,4 +1,4 @@
-"""What the kernel says of failures."""
+"""Error messages about failures of a run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 HEADLINE_CHARACTERS = 1000
-"""A longer first line of a message is cut in a headline; the report has it whole."""
+"""Maximum length of a message's first line in a headline; the report has the complete line."""
 
 
 def headline(found: Sequence[RankFailure]) -> str:
-    """Return the first failure in one line."""
+    """Return one line about the first failure."""
     group = failures.grouped(list(found))[0]
     first = group[0]
     text = _short(first)
@@ -33,7 +33,7 @@ def headline(found: Sequence[RankFailure]) -> str:
     where = ""
     if first.chain and first.chain[-1].frames:
         frames = first.chain[-1].frames
-        # The user's own innermost line says more than the line of the library that it called.
+        # The user's innermost line is more informative than the library's line that it called.
         where = (
             f" at {tracebacks.frame_location(next((f for f in reversed(frames) if is_cell(f.filename)), frames[-1]))}"
         )
@@ -41,7 +41,7 @@ def headline(found: Sequence[RankFailure]) -> str:
 
 
 def failed(run_id: int, state: RunState) -> RunEnded:
-    """Return how a run ends whose ranks failed."""
+    """Return the end of a run whose ranks failed."""
     found = state.failures
     first = found[0]
     kind = "WorkerDiedError" if first.kind in ("signal", "exit", "lost") and not first.chain else "WorkerError"
@@ -55,19 +55,19 @@ def failed(run_id: int, state: RunState) -> RunEnded:
 
 
 def stopped(run_id: int, started: float) -> RunEnded:
-    """Return how a run ends that the user stopped; ``started`` is in seconds since the epoch."""
+    """Return the end of a run that the user stopped; ``started`` is in seconds since the epoch."""
     return RunEnded("stopped", "RunStoppedError", f"run {run_id} was stopped after {time.time() - started:.1f} s")
 
 
 def original(error: WorkerError) -> BaseException | None:
-    """Return the exception that the user's function raised on the rank that failed first."""
+    """Return the exception of the user's function on the rank that failed first."""
     if error.failures:
         return error.failures[0].exception
     return error.__cause__
 
 
 def failure_lines(found: Sequence[RankFailure]) -> list[str]:
-    """Return every group of failures with its traceback, the first failure first."""
+    """Return the lines of every group of failures with its traceback, the first failure first."""
     lines: list[str] = []
     for position, group in enumerate(failures.grouped(list(found))):
         first = group[0]
@@ -90,6 +90,6 @@ _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h):\d+\] ?")
 
 
 def _short(failure: RankFailure) -> str:
-    """Return the first line of a failure's message; where it only followed, without torch's source files and advice."""
+    """Return the first line of a failure's message; for a consequence, without torch's source files and advice."""
     text = failure.message.split("\n")[0]
     return _SOURCE_PLACE.sub("", text).split(". ")[0] if failure.consequence else text

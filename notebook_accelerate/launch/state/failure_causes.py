@@ -1,4 +1,4 @@
-"""What can still be said of a rank that died in native code, or whose peer had left: from its last words."""
+"""Explains from its last output why a rank died in native code or lost its peer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CAUSES = (
         ),
     ),
 )
-"""What gloo says when it gives up, and what that means."""
+"""Messages of gloo when it aborts, and their meaning."""
 
 
 def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
-    """Add to a death in native code where it happened, and why where that is known.
+    """Add to a crash in native code where it happened, and the cause if it is known.
 
     Args:
         failure: A failure.
@@ -43,7 +43,7 @@ def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
 
 
 def _place(text: str) -> FrameInfo | None:
-    """Return the innermost line of the user's own code in a crash's dump of stacks."""
+    """Return the innermost line of user code in the stack dump of a crash."""
     for stack in stack_dumps.parse(text).values():
         names = [frame.filename for frame in stack]
         begin = next((place for place, name in enumerate(names) if name.endswith("worker/entry.py")), None)
@@ -54,7 +54,7 @@ def _place(text: str) -> FrameInfo | None:
 
 
 def with_leavers(found: Sequence[RankFailure], gone: Sequence[int]) -> list[RankFailure]:
-    """Say of a lost connection that the peer had simply ended.
+    """Add to a lost connection that the peer had ended normally.
 
     Args:
         found: The failures, the first one first.

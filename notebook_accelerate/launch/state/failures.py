@@ -1,4 +1,4 @@
-"""From what ranks said and how they ended to what went wrong first, in words."""
+"""Builds failures from reports and exits of ranks, and finds out which was first."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|connectFullMesh|recvValue failed|"
     r"failed to recv|caused pair closure|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
 )
-"""What torch says in a rank whose peer has gone."""
+"""Messages of torch in a rank whose peer is lost."""
 
 
 def from_event(rank: int, event: FailureEvent) -> RankFailure:
-    """Return the failure that a rank told of itself."""
+    """Return the failure that a rank reported."""
     chain = tracebacks.name_cells_of(event.chain)
     last = chain[-1]
     exception, note = None, event.note
@@ -40,7 +40,7 @@ def from_event(rank: int, event: FailureEvent) -> RankFailure:
         message += f"  ({note})"
     if not isinstance(exception, BaseException):
         exception = None
-    if isinstance(exception, NotebookAccelerateError):  # a user's own keeps what it was given
+    if isinstance(exception, NotebookAccelerateError):  # exceptions of the user keep their arguments
         exception.args = tuple(
             tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
         )
@@ -48,7 +48,7 @@ def from_event(rank: int, event: FailureEvent) -> RankFailure:
 
 
 def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:
-    """Return the failure of a rank that died without a word.
+    """Return the failure of a rank that died without reporting one.
 
     Args:
         rank: Global index.
@@ -114,8 +114,8 @@ def oom_kill_count() -> int:
 def ordered(failures: list[RankFailure]) -> list[RankFailure]:
     """Return the failures with the first one first and those that only followed marked as consequences.
 
-    A rank whose peer has died often says so before the supervisor sees the death, so time alone does not decide: a
-    lost connection counts as a consequence whenever another rank failed in another way.
+    A rank whose peer has died often reports that before the supervisor notices the death, so time alone does not
+    decide: a lost connection counts as a consequence whenever another rank failed in another way.
     """
     lost = {id(failure): looks_like_lost_peer(failure) for failure in failures}
     by_time = sorted(failures, key=lambda failure: (lost[id(failure)], failure.time))
@@ -126,7 +126,7 @@ def ordered(failures: list[RankFailure]) -> list[RankFailure]:
 
 
 def looks_like_lost_peer(failure: RankFailure) -> bool:
-    """Whether a rank only says that its connection to another one broke."""
+    """Whether a failure is only the loss of the connection to another rank."""
     if failure.kind != "exception" or not failure.chain:
         return False
     last = failure.chain[-1]
@@ -147,7 +147,7 @@ def _same(first: RankFailure, other: RankFailure) -> bool:
 def places(failure: RankFailure) -> tuple[tuple[str, int], ...]:
     """Return where a failure happened: file and line of each frame of its last exception.
 
-    A cell has another file in every notebook that runs it: there the function stands for it.
+    The file name of a cell differs between notebooks, so the function's name replaces it.
     """
     frames = failure.chain[-1].frames if failure.chain else ()
     return tuple((frame.function if is_cell(frame.filename) else frame.filename, frame.lineno) for frame in frames)

@@ -15,13 +15,13 @@ Listener = Callable[[Sequence[Record]], None]
 
 
 class Journal:
-    """The ordered stream of what happens to a run.
+    """The ordered stream of a run's events.
 
-    The events of the run itself are all kept; what the ranks send is kept in the store, within its bounds, and passed
-    to the listeners whole. Any thread may append and read.
+    All events of the run itself are kept. Records of the ranks are kept in the store, within its bounds; listeners
+    receive all of them. Any thread may append and read.
 
     Attributes:
-        store: What the ranks sent: metrics, progress, step times, lines of output.
+        store: Records of the ranks: metrics, progress, step times, lines of output.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Journal:
         """Append an event of the run, ``at`` seconds since the epoch (None: now).
 
         Raises:
-            TransitionError: The event is not allowed now; the journal is as it was.
+            TransitionError: The event is not allowed now; the journal is unchanged.
         """
         record = Record(RUN, time.time() if at is None else at, event)
         with self._lock:
@@ -55,13 +55,13 @@ class Journal:
         self._notify([record])
 
     def add(self, records: Sequence[Record]) -> None:
-        """Append what ranks sent."""
+        """Append records of ranks."""
         if records:
             self.store.add(records)
             self._notify(records)
 
     def replay(self, records: Iterable[Record]) -> None:
-        """Append records of another journal, with their times."""
+        """Append records of another journal; they keep their times."""
         for record in records:
             if isinstance(record.event, RunEvent):
                 self.append(record.event, record.time)
@@ -69,7 +69,7 @@ class Journal:
                 self.add([record])
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener(records)`` after every append, on the thread that appended; return what ends that."""
+        """Call ``listener(records)`` after every append, on the appending thread; return a function to unsubscribe."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for a line of text, and the queue from which the user's cell takes their prompts."""
+"""Prompts of ranks that wait for a line of text, and the queue from which the user's cell takes them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from notebook_accelerate.telemetry.channel import Sender
 
 @dataclass
 class Prompt:
-    """A rank that waits for a line of text.
+    """The prompt of a rank that waits for a line of text.
 
     Attributes:
         rank: Global index.
-        request: What it asks.
-        channel: The way down to it.
-        on_answer: Called with the rank as soon as it is answered here.
+        request: The rank's request.
+        channel: The channel to the rank.
+        on_answer: Called with the rank as soon as the prompt is answered here.
         here: Whether this notebook's user is asked; a prompt of another notebook's rank can be answered here too.
         over: Whether it has been answered.
     """
@@ -35,18 +35,18 @@ class Prompt:
 
     @property
     def of_debugger(self) -> bool:
-        """Whether a debugger asks."""
+        """Whether it is the prompt of a debugger."""
         return self.request.kind == "debugger"
 
     def answer(self, text: str | None) -> None:
-        """Send the line; None means end of file. A rank that has ended meanwhile needs no answer."""
+        """Send the line; None means end of file. Does nothing if the rank has ended meanwhile."""
         self.on_answer(self.rank)
         with suppress(ChannelClosedError):
             self.channel.send(InputReply(text, self.request.number))
 
 
 class PromptQueue:
-    """The open prompts of a run, one per rank at most; safe from any thread.
+    """The open prompts of a run, at most one per rank; safe from any thread.
 
     Attributes:
         shown_in_cell: Whether a cell that waits for its ranks shows their prompts, besides ``wait`` and ``debug``.
@@ -70,14 +70,14 @@ class PromptQueue:
             self._changed.notify_all()
 
     def give_back(self, prompt: Prompt) -> None:
-        """Put back a prompt that was taken and not answered, unless it has been answered elsewhere."""
+        """Return a prompt that was taken and not answered, unless it has been answered elsewhere."""
         with self._changed:
             if self._last.get(prompt.rank) is prompt and not prompt.over:
                 self._open[prompt.rank] = prompt
                 self._changed.notify_all()
 
     def drop(self, rank: int) -> None:
-        """Remove the prompt of a rank that has ended, or whose debugger has let it go."""
+        """Remove the prompt of a rank that has ended, or that its debugger has released."""
         with self._changed:
             self._open.pop(rank, None)
             self._last.pop(rank, None)
@@ -85,7 +85,7 @@ class PromptQueue:
             self._changed.notify_all()
 
     def withdraw(self, rank: int, number: int) -> None:
-        """Remove prompt ``number`` of a rank: it has its answer, from here or from another notebook."""
+        """Remove prompt ``number`` of a rank after it was answered, here or in another notebook."""
         with self._changed:
             last = self._last.get(rank)
             if last is not None and last.request.number == number:
@@ -94,14 +94,14 @@ class PromptQueue:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait for prompts any longer: the run has ended."""
+        """End all waits for prompts: the run has ended."""
         with self._changed:
             self._closed = True
             self._endings += 1
             self._changed.notify_all()
 
     def reopen(self) -> None:
-        """Take prompts again: ranks are held after the end of the run."""
+        """Accept prompts again: ranks are held after the end of the run."""
         with self._changed:
             self._closed = False
 
@@ -127,11 +127,11 @@ class PromptQueue:
 
         Args:
             timeout: Seconds; None waits until the run ends.
-            rank: Only of this rank, and only while its debugger holds it.
-            among: Only of these ranks; None means those whose prompts are for this notebook's user.
+            rank: Take only prompts of this rank, and only while its debugger holds it.
+            among: Take only prompts of these ranks; None means those whose prompts are for this notebook's user.
 
         Returns:
-            The prompt; None when the time is over, the run has ended, or the debugger has let ``rank`` go.
+            The prompt; None when the time is over, the run has ended, or the debugger has released ``rank``.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -146,7 +146,7 @@ class PromptQueue:
             return None
 
     def await_prompt(self, rank: int, timeout: float) -> Prompt | None:
-        """Wait until the debugger of ``rank`` asks again, and leave the prompt open; None when it does not."""
+        """Return the next prompt of ``rank``'s debugger without taking it; None when there is none in time."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and not self._let_go(rank) and (left := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""What a user can ask of a live run, as the run sees whoever supervises it."""
+"""The commands that a run sends to its supervisor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from notebook_accelerate.debug.rank_requests import RankRequests
 from notebook_accelerate.launch.state.prompts import PromptQueue
 
 DEFAULT_GRACE = 5.0
-"""Seconds from KeyboardInterrupt to SIGKILL where the user names none."""
+"""Default seconds from KeyboardInterrupt to SIGKILL."""
 
 
 class RunCommands(Protocol):
@@ -27,10 +27,10 @@ class RunCommands(Protocol):
         """Stop the ranks within ``grace`` seconds; a second call kills at once."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """Send a KeyboardInterrupt to ranks that live on."""
+        """Send a KeyboardInterrupt to ranks, without ending the run."""
 
     def show_under(self, cell: object) -> None:
-        """Show output from now on under another cell: the one whose message is ``cell``."""
+        """Show later output under another cell: the one whose message is ``cell``."""
 
     def hold_clock(self, rank: int) -> None:
         """Suspend the run's time limits while the user holds a rank."""
@@ -43,7 +43,7 @@ class RunCommands(Protocol):
 
 
 class NoCommands:
-    """The commands of a run without a supervisor: one that runs in the kernel itself, or that is rebuilt."""
+    """The commands of a run without a supervisor: an inline run, or one rebuilt from its journal."""
 
     def __init__(self) -> None:
         self.prompts, self.requests = PromptQueue(), RankRequests()

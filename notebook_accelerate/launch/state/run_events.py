@@ -1,7 +1,7 @@
-"""What happens to a run, as the events of its journal.
+"""The events of a run's journal.
 
-The supervisor emits them; `RunState` is the fold over them. What the ranks send (metrics, output, step times) stands in
-the same journal as the telemetry events that they are.
+The supervisor emits them; `RunState` is the fold over them. The journal also contains the telemetry events of the ranks
+(metrics, output, step times).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
 
 RUN = -1
-"""Stands in the place of a rank in a record that concerns the whole run."""
+"""The rank number in records that concern the complete run."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class AttemptStarted(RunEvent):
 
 @dataclass(slots=True)
 class RankStarted(RunEvent):
-    """A rank has a process."""
+    """The process of a rank has started."""
 
     rank: int
     pid: int
@@ -88,7 +88,7 @@ class RankRunning(RunEvent):
 
 @dataclass(slots=True)
 class RankReturned(RunEvent):
-    """The function has returned ``result`` on a rank, whose process is still there."""
+    """The function has returned ``result`` on a rank, whose process still exists."""
 
     rank: int
     result: Any
@@ -96,14 +96,14 @@ class RankReturned(RunEvent):
 
 @dataclass(slots=True)
 class RankFailed(RunEvent):
-    """A rank has failed; its process may still be there."""
+    """A rank has failed; its process may still exist."""
 
     failure: RankFailure
 
 
 @dataclass(slots=True)
 class RankStopped(RunEvent):
-    """A rank ends because it was told to; its process may still be there."""
+    """A rank ends because it was stopped; its process may still exist."""
 
     rank: int
 
@@ -112,7 +112,7 @@ class RankStopped(RunEvent):
 class RankExited(RunEvent):
     """The process of a rank has ended and is reaped.
 
-    ``state`` is where that leaves the rank: "succeeded", "failed" or "stopped"; ``exit`` says how, as "exit 0".
+    ``state`` is the rank's final state: "succeeded", "failed" or "stopped"; ``exit`` describes its end, as "exit 0".
     """
 
     rank: int
@@ -131,7 +131,7 @@ class PromptOpened(RunEvent):
 
 @dataclass(slots=True)
 class PromptClosed(RunEvent):
-    """A rank waits no longer: it has its answer, or, where not ``answered``, it has ended or gone on."""
+    """A prompt is closed: ``answered``, or because the rank has ended or continued."""
 
     rank: int
     answered: bool
@@ -141,7 +141,7 @@ class PromptClosed(RunEvent):
 class StopAdvanced(RunEvent):
     """The stop sequence has reached ``phase``, one of `STOP_PHASES`.
 
-    ``reason`` says why the ranks are stopped; "" where a rank's failure is the cause.
+    ``reason`` is why the ranks are stopped; "" if a rank's failure is the cause.
     """
 
     phase: str
@@ -150,14 +150,14 @@ class StopAdvanced(RunEvent):
 
 @dataclass(slots=True)
 class FailuresRecorded(RunEvent):
-    """What failed in the attempt, the first failure first, each explained as far as it can be."""
+    """The failures of the attempt, the first one first, with explanations where they are known."""
 
     failures: Sequence[RankFailure]
 
 
 @dataclass(slots=True)
 class AttemptEnded(RunEvent):
-    """All ranks of the attempt have ended, or are held; where ``restarts``, another attempt follows."""
+    """All ranks of the attempt have ended, or are held; another attempt follows if ``restarts``."""
 
     outcome: str
     restarts: bool = False
@@ -171,7 +171,7 @@ class RunEnded(RunEvent):
         status: One of the three.
         error: Class of the error that the run ended with, a name in `notebook_accelerate.errors`; "" without one.
         message: The error's text.
-        cause: What broke the launch itself, where something did.
+        cause: The error of the launch itself, if there was one.
     """
 
     status: str

@@ -1,7 +1,7 @@
-"""`RunState`: what is known of a run, as a pure fold over the events of its journal.
+"""`RunState`: the state of a run, as a pure fold over the events of its journal.
 
-The allowed transitions are the tables below. An event that a table does not allow raises `TransitionError`: it is a bug
-in whoever emitted it.
+The tables below list the allowed transitions. An event that a table does not allow raises `TransitionError`: its
+emitter has a bug.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ATTEMPT_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {"none": frozenset({"running"}), "running": frozenset({"ended"}), "ended": frozenset({"running"})}
 )
 PROMPT_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"none": frozenset({"open"}), "open": frozenset({"open", "none"})}  # a debugger asks anew for every command
+    {"none": frozenset({"open"}), "open": frozenset({"open", "none"})}  # a debugger prompts again for every command
 )
 STOP_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -55,24 +55,24 @@ STOP_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Every attempt begins at "none". "settling": a rank has failed, and the others have a moment to fail or end too.
-"held": they are kept as they are for the debugger. Then SIGINT, SIGTERM and SIGKILL are sent in turn."""
+"held": the ranks are kept unchanged for the debugger. Then SIGINT, SIGTERM and SIGKILL are sent in turn."""
 STOP_PHASES = tuple(STOP_TRANSITIONS)
 ENDED = ("succeeded", "failed", "stopped")
 
 
 class TransitionError(AssertionError):
-    """An event does not fit the state that it is applied to."""
+    """An event is not allowed in the current state."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What is known of one rank.
+    """The state of one rank.
 
     Attributes:
         rank: Global index.
-        pid: Its process; None before it has one.
+        pid: Its process id; None before it has a process.
         state: "starting", "running", "succeeded", "failed" or "stopped".
-        last_step: The last step it logged; None when it logged none.
+        last_step: The last step that it logged; None when it has logged none.
         exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
         result: What the function returned; None unless it succeeded.
         node: Index of the machine it runs on.
@@ -93,13 +93,13 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at running the whole group.
+    """One attempt to run the complete group.
 
     Attributes:
         number: From 0.
         started: Seconds since the epoch.
-        ended: The same; None while it lasts.
-        outcome: "running", "succeeded", "stopped" or what failed first.
+        ended: Seconds since the epoch; None while it runs.
+        outcome: "running", "succeeded", "stopped" or a text about the first failure.
     """
 
     number: int
@@ -116,21 +116,21 @@ class RunState:
         started: Seconds since the epoch; 0 before the first event.
         status: A key of `RUN_TRANSITIONS`.
         ended: Seconds since the epoch; None until the run has ended.
-        plan: What was planned; None before.
+        plan: The launch plan; None before it is made.
         ranks: The ranks that are shown in this notebook, in order.
-        starting: How many of them have not begun to run.
-        attempts: The oldest first.
-        failures: What failed in the last attempt, the first failure first.
-        stop_phase: How far the stop sequence of the last attempt is: a key of `STOP_TRANSITIONS`.
-        stop_reason: Why the ranks are stopped; "" while they are not, and where a failure is the cause.
-        held: Whether ranks are kept for inspection though the run has ended.
+        starting: How many of them have not started to run.
+        attempts: The attempts, the oldest first.
+        failures: The failures of the last attempt, the first one first.
+        stop_phase: Phase of the last attempt's stop sequence: a key of `STOP_TRANSITIONS`.
+        stop_reason: Why the ranks are stopped; "" while they are not, and if a failure is the cause.
+        held: Whether ranks are kept for inspection although the run has ended.
         prompts: By rank, the number of the prompt that it waits at.
         notes: Remarks of the launch.
-        warnings: What the sanity checks found.
-        diagnoses: What automatic diagnoses found, the oldest first.
+        warnings: Findings of the sanity checks.
+        diagnoses: Results of automatic diagnoses, the oldest first.
         error: Class of the error that the run ended with; "" without one.
         message: The error's text.
-        cause: What broke the launch itself.
+        cause: The error of the launch itself.
     """
 
     started: float = 0.0
@@ -164,17 +164,17 @@ class RunState:
         return handler(self, event, time)
 
     def rank(self, rank: int) -> RankInfo:
-        """Return what is known of a rank.
+        """Return the state of a rank.
 
         Raises:
-            TransitionError: It is not one of this run's.
+            TransitionError: The run has no such rank.
         """
         index = self._index(rank)
         return self.ranks[index]
 
     @property
     def attempt_status(self) -> str:
-        """Where the last attempt is: a key of `ATTEMPT_TRANSITIONS`."""
+        """State of the last attempt: a key of `ATTEMPT_TRANSITIONS`."""
         if not self.attempts:
             return "none"
         return "running" if self.attempts[-1].ended is None else "ended"
@@ -251,7 +251,7 @@ class RunState:
         self._require(self.ended is None or self.held, event)
         after = replace(self, stop_phase=event.phase, stop_reason=event.reason or self.stop_reason)
         if not event.reason or self.status not in ("starting", "running") or self.stop_phase != "none":
-            return after  # a failure, and what follows it, is not a stop
+            return after  # a failure and its consequences are not a stop
         return replace(after, status=_check("run", RUN_TRANSITIONS, self.status, "stopping"))
 
     def _failures_recorded(self, event: events.FailuresRecorded, _time: float) -> RunState:
@@ -281,7 +281,7 @@ class RunState:
         self._require(self.held, event)
         return replace(self, held=False)
 
-    # ---- what they share
+    # ---- shared by them
 
     def _index(self, rank: int) -> int:
         index = rank - self.ranks[0].rank if self.ranks else -1
@@ -317,7 +317,7 @@ class RunState:
 
 
 def _check(what: str, table: Mapping[str, frozenset[str]], before: str, after: str) -> str:
-    """Return ``after`` where the table allows that step."""
+    """Return ``after`` if the table allows that transition."""
     if after not in table[before]:
         raise TransitionError(f"{what}: {before!r} to {after!r} is not allowed; allowed: {sorted(table[before])}")
     return after

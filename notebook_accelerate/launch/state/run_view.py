@@ -1,4 +1,4 @@
-"""What reports read of a run."""
+"""The attributes of a run that reports read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RunView(Protocol):
-    """A run as views read it; see `launch.run.Run` for the attributes."""
+    """A run, read-only; see `launch.run.Run` for the attributes."""
 
     id: int
     config: LaunchConfig

@@ -1,4 +1,4 @@
-"""Commands to a run's supervisor: queued by any thread, carried out by the run's own."""
+"""Commands to a run's supervisor: queued by any thread, carried out on the run's thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopR
 
 
 class CommandTarget(Protocol):
-    """What carries out commands: the ranks of an attempt, or whoever waits until there are any."""
+    """Carries out commands: the ranks of an attempt, or the wait for other notebooks while there are no ranks."""
 
     @property
     def clock(self) -> PausableClock:
@@ -51,12 +51,12 @@ class CommandQueue:
         self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()
         self.wake, self._writer = socket.socketpair()
         self.wake.setblocking(False)
-        self._waiting: deque[Command] = deque()  # no lock: a signal handler posts, too
+        self._waiting: deque[Command] = deque()  # no lock: signal handlers post too
 
     # ---- any thread
 
     def post(self, command: Command) -> None:
-        """Have ``command(target)`` called on the run's thread."""
+        """Schedule a call of ``command(target)`` on the run's thread."""
         self._waiting.append(command)
         with suppress(OSError):  # the run has just ended
             self._writer.send(b"!")
@@ -106,7 +106,7 @@ class CommandQueue:
 
 
 def paused(rank: int) -> Hashable:
-    """Return the holder that a paused rank is to the clock; a rank that waits at a prompt holds it as its number."""
+    """Return the clock holder for a paused rank; a rank that waits at a prompt uses its number instead."""
     return ("paused", rank)
 
 

@@ -1,4 +1,4 @@
-"""The clock of a run's time limits: monotonic, and suspended while a user is asked or the machine sleeps."""
+"""The clock of a run's time limits: monotonic, and suspended while the run waits for its user or the machine sleeps."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class Elsewhere(NamedTuple):
-    """Somebody in another notebook, by the index of its node."""
+    """A clock holder in another notebook, by the index of its node."""
 
     node: int
 
 
 class PausableClock:
-    """Seconds on ``time.monotonic``, less those that do not count; safe from any thread.
+    """Seconds on ``time.monotonic``, without those that do not count; safe from any thread.
 
     Attributes:
-        started: What the clock showed when it was made.
+        started: The clock's time at its creation.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class PausableClock:
             return (self._held_at if self._holders else time.monotonic()) - self._left_out
 
     def pause(self, holder: Hashable) -> None:
-        """Suspend the clock until ``holder``, as a rank that waits for the user, resumes it."""
+        """Suspend the clock until ``holder``, such as a rank that waits for the user, resumes it."""
         with self._lock:
             if not self._holders:
                 self._held_at = time.monotonic()
             self._holders.add(holder)
 
     def resume(self, holder: Hashable) -> None:
-        """End the suspension by ``holder``, if there is one; the clock goes on once no holder is left."""
+        """End the suspension by ``holder``, if there is one; the clock resumes when no holder is left."""
         with self._lock:
             if holder in self._holders:
                 self._holders.discard(holder)
@@ -54,7 +54,7 @@ class PausableClock:
                 self._left_out += seconds
 
     def holders_here(self) -> list[Hashable]:
-        """Return who suspends the clock, without those in other notebooks."""
+        """Return the holders that suspend the clock, without those in other notebooks."""
         with self._lock:
             return [holder for holder in self._holders if not isinstance(holder, Elsewhere)]
 

@@ -64,14 +64,14 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.run_context import RunContext
 
 STEP_COMPARISON_SECONDS = 0.5
-"""Least time between two comparisons of all ranks' steps."""
+"""Minimum seconds between two comparisons of all ranks' steps."""
 
 
 class RankObserver(Protocol):
-    """Gets a copy of what the ranks send, for the first of several notebooks."""
+    """Receives a copy of everything the ranks send, to mirror it to the first of several notebooks."""
 
     def started(self, process: RankProcess) -> None:
-        """A rank has started."""
+        """Record that a rank has started."""
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
@@ -80,10 +80,10 @@ class RankObserver(Protocol):
         """See ``RankListener.take_frames``."""
 
     def ended(self, rank: int, end: Exit) -> None:
-        """A rank has ended."""
+        """Record that a rank has ended."""
 
     def tell_cells(self) -> None:
-        """Cells may have been run since the last call."""
+        """Send the cells that were run since the last call."""
 
 
 class RankEventHandler:
@@ -97,8 +97,8 @@ class RankEventHandler:
 
     Attributes:
         last_activity: When a rank last sent anything or moved, by the run's clock.
-        stall: Notices when no rank moves any longer.
-        observer: Gets a copy of what the ranks send.
+        stall: Detects that no rank makes progress.
+        observer: Receives a copy of everything the ranks send.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RankEventHandler:
         self._context, self._selector, self._ranks, self._stops = context, selector, ranks, stops
         self._journal, self._publisher, self._clock = context.journal, context.publisher, context.clock
         self._prompts, self._requests = context.commands.prompts, context.commands.requests
-        self._all = ranks.all  # looked into for every report
+        self._all = ranks.all  # read for every event
         self._label = Label(context.config.log_line_prefix_template)
         self._comparison_due = 0.0
         self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
@@ -159,7 +159,7 @@ class RankEventHandler:
         """See ``RankListener.take_frames``."""
         supervised = self._all[rank]
         if self.observer is not None:
-            supervised.process.drain(self, channel=False)  # output that was written before these frames goes first
+            supervised.process.drain(self, channel=False)  # earlier output is handled first
             self.observer.take_frames(rank, data)
         self._handle(supervised, supervised.decoder.feed(data))
 
@@ -208,7 +208,7 @@ class RankEventHandler:
         self._publisher.display(event, self._label(process.rank, process.local_rank))
 
     def _on_reply(self, supervised: SupervisedRank, event: Reply) -> None:
-        if isinstance(event, CellReply):  # what the cell printed comes before its end
+        if isinstance(event, CellReply):  # output of the cell is handled before its end
             supervised.process.drain(self, channel=False)
             self._publisher.flush(force=True)
         self._requests.deliver(supervised.process.rank, event)
@@ -216,7 +216,7 @@ class RankEventHandler:
     def _on_dump_ready(self, supervised: SupervisedRank, event: DumpReadyEvent) -> None:
         supervised.process.open_dump(event.path)
 
-    # ---- signs that ranks move, or do not
+    # ---- signs of progress, or of none
 
     def _on_group_timeout(self, supervised: SupervisedRank, event: GroupTimeoutEvent) -> None:
         self.stall.group_timeout = event.seconds
@@ -240,7 +240,7 @@ class RankEventHandler:
         process = supervised.process
         prompt = Prompt(process.rank, event, process.channel, self._clock.resume, here=process.asks_here)
         if prompt.of_debugger and self._stops.stopping:
-            prompt.answer(None)  # the interrupt came before the answer to its last prompt: it asks again
+            prompt.answer(None)  # interrupted before it received its last answer: it asks again
             return
         known = prompt.of_debugger and prompt.rank in self._prompts.debugged()
         if prompt.here and not (self._context.config.block or self._prompts.shown_in_cell or known):
@@ -268,7 +268,7 @@ class RankEventHandler:
     # ---- exits
 
     def take_end(self, rank: int) -> None:
-        """Handle the end of a rank, if it has ended, with everything it left; see ``RankListener.take_end``."""
+        """Handle the end of a rank, if it has ended, and everything it sent before; see ``RankListener.take_end``."""
         supervised = self._all[rank]
         end = None if supervised.ended else supervised.process.poll()
         if end is None:
@@ -281,7 +281,7 @@ class RankEventHandler:
 
     def _forget(self, supervised: SupervisedRank) -> None:
         rank = supervised.process.rank
-        for output in supervised.outputs.values():  # held open by something the rank left running
+        for output in supervised.outputs.values():  # kept open by a process that the rank left running
             output.finish()
         supervised.process.disconnect(self._selector)
         supervised.process.close()

@@ -1,4 +1,4 @@
-"""The ranks of one attempt: starts them, waits for what they send, and sees them to their end."""
+"""The ranks of one attempt: starts them, handles what they send, and reaps them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.inherited_state import InheritedState
 
 ABANDON_SECONDS = 5.0
-"""How long a killed rank is waited for."""
+"""Seconds to wait for the end of a killed rank."""
 LONGEST_WAIT = 1.0
-"""Seconds that the event loop sleeps at most, so that it notices soon when it did not run."""
+"""Maximum seconds that the event loop sleeps, so that it soon detects that it did not run."""
 GAP_SECONDS = 1.0
-"""A loop that wakes up later than that did not run: the machine slept, or the kernel was stopped."""
+"""If the loop wakes up later than this, it did not run: the machine slept, or the kernel was stopped."""
 MANY_RANKS, TURN_SECONDS = 32, 0.005
-"""So many ranks are handled in turns: to wake up for every event would cost more than to handle it."""
+"""From this many ranks on, events are handled in batches: a wake-up for every event costs more than its handling."""
 
 
 class RankGroup:
@@ -48,12 +48,12 @@ class RankGroup:
 
     Args:
         context: The run.
-        plan: What was planned.
+        plan: The launch plan.
 
     Attributes:
-        events: Handles what the ranks send.
-        stops: Decides when they are stopped, and what each one's end means.
-        on_step: Called whenever something may have changed.
+        events: Handles everything the ranks send.
+        stops: Decides when they are stopped, and how each rank's end is judged.
+        on_step: Called after every turn of the event loop.
     """
 
     def __init__(self, context: RunContext, plan: LaunchPlan) -> None:
@@ -69,7 +69,7 @@ class RankGroup:
     # ---- start
 
     def start(self, backend: ProcessBackend, attempt: int, inherited: InheritedState) -> None:
-        """Start every rank; on failure those that had started are ended."""
+        """Start every rank; on failure, kill the ranks that had started."""
         orders = [self._order(local_rank, attempt, inherited) for local_rank in range(self._plan.num_processes)]
         try:
             backend.start_ranks(orders, self.events.add)
@@ -142,7 +142,7 @@ class RankGroup:
         call_ready(self._selector, ready)
 
     def _patience(self) -> float:
-        """Return how long the loop may sleep: until the next thing that is due."""
+        """Return how many seconds the loop may sleep before its next deadline."""
         waits = [LONGEST_WAIT]
         if (due := self.stops.next_due()) is not None:
             waits.append(due - time.monotonic())
@@ -158,7 +158,7 @@ class RankGroup:
         self._check_limits()
         self.stops.hold_when_due()
         if (due := self.stops.next_due()) is not None and due <= time.monotonic():
-            dispatch(self._selector, 0)  # before ranks are stopped: on a busy machine much may have come meanwhile
+            dispatch(self._selector, 0)  # before ranks are stopped: on a busy machine many events may be pending
         for rank in list(self._ranks.polled):
             self.events.take_end(rank)
         self.stops.signal_when_due(rank.process for rank in self._ranks.living.values())
@@ -168,17 +168,17 @@ class RankGroup:
     def _check_limits(self) -> None:
         reason = self._limits.reached()
         if reason:
-            # Decided now: looking into the ranks sends signals, which can end the very call they are stuck in.
+            # The reason is fixed first: the diagnosis sends signals, which can end the call the ranks are stuck in.
             self.stops.reason = StopReason(RunTimeoutError, reason)
             self.events.stall.diagnose_then(partial(self._give_up, reason))
 
     def _give_up(self, reason: str, verdict: str) -> None:
         self.stop(DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {verdict}" if verdict else reason))
 
-    # ---- for others
+    # ---- queries
 
     def verdicts(self) -> tuple[RankFailure, ...]:
-        """Return what went wrong, the first failure first, explained as far as can be."""
+        """Return the failures, the first one first, with explanations where they are known."""
         found = failures.ordered(self.stops.failures)
         store, lines = self._context.journal.store, failure_causes.LAST_LINES
         last = {failure.rank: [line.text for line in store.log_lines(failure.rank)][-lines:] for failure in found}
@@ -191,7 +191,7 @@ class RankGroup:
         return {rank: each.process.pid for rank, each in self._ranks.all.items() if not each.process.host}
 
     def listen(self, source: HasFileno, call: Callable[[], object]) -> None:
-        """Call ``call`` on this thread whenever there is something to read from ``source``, while the ranks live."""
+        """Call ``call`` on this thread whenever ``source`` is readable, while the ranks live."""
         self._selector.register(source, selectors.EVENT_READ, call)
 
     def unlisten(self, source: HasFileno) -> None:
@@ -202,7 +202,7 @@ class RankGroup:
     # ---- the end
 
     def abandon(self) -> None:
-        """Kill and reap everything, whatever state it is in."""
+        """Kill and reap all ranks, in whatever state they are."""
         for rank in list(self._ranks.living.values()):
             self._kill(rank)
         self._selector.close()

@@ -1,4 +1,4 @@
-"""What the parts of a run's supervisor share."""
+"""State that the parts of a run's supervisor share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class RunContext:
 
     Attributes:
         id: The run's number in this kernel.
-        config: What the launch was asked to do.
+        config: Configuration of the launch.
         function_name: Name of the launched function.
-        journal: What happens is appended here.
-        commands: What the user asks for, the prompts, and the requests to ranks.
-        publisher: Where output is shown.
+        journal: Events of the run are appended here.
+        commands: The user's commands, the prompts, and the requests to ranks.
+        publisher: Shows output in the notebook.
     """
 
     id: int
@@ -52,7 +52,7 @@ class RunContext:
         self.publisher.flush(force=True)
 
     def note(self, text: str, *, shown_as: str | None = None) -> None:
-        """Keep a remark for panel and report, and show it (``shown_as``: in another form)."""
+        """Record a remark for panel and report, and show it (as ``shown_as``, if given)."""
         self.journal.append(NoteAdded(text))
         self.show(text if shown_as is None else shown_as, "stderr")
 

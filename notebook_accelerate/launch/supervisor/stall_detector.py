@@ -1,4 +1,4 @@
-"""Notices that no rank of a run moves any longer, and has the run diagnosed."""
+"""Detects that no rank of a run makes progress, and starts a diagnosis."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.run_context import RunContext
 
 STALL_SECONDS = 10.0
-"""No rank has moved for so long while some wait in a collective: the run is diagnosed, once."""
+"""The run is diagnosed, once, when no rank has made progress for this long while some wait in a collective."""
 LOOK_SECONDS = 0.5
-"""Least time between two looks at all ranks."""
+"""Minimum seconds between two checks of all ranks."""
 
 
 class StallDetector:
-    """Belongs to one attempt; its methods run on the run's thread, the diagnosis on one of its own.
+    """Detects stalls of one attempt; its methods run on the run's thread, the diagnosis on a separate one.
 
-    All times are by the run's clock: one that is suspended, or a machine that sleeps, is no standstill.
+    All times are by the run's clock: a suspended clock or a sleeping machine is no stall.
 
     Attributes:
-        busy: Whether a diagnosis is under way.
-        group_timeout: Time limit of a collective in seconds; None where the process group has none.
+        busy: Whether a diagnosis is in progress.
+        group_timeout: Time limit of a collective in seconds; None if the process group has none.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -44,7 +44,7 @@ class StallDetector:
         self.group_timeout: float | None = None
 
     def note(self, rank: int, beat: HeartbeatEvent) -> bool:
-        """Take in a heartbeat; return whether the rank has moved since its last one."""
+        """Record a heartbeat; return whether the rank has made progress since its last one."""
         before, now = self._beats.get(rank), self._clock.now()
         moves = before is None or before.moved != beat.moved
         self._beats[rank] = beat
@@ -66,18 +66,18 @@ class StallDetector:
         self._first = None if changed else self._first
 
     def limits(self) -> list[tuple[float, str]]:
-        """Return when the first collective reaches its group's time limit, by the run's clock, and the reason then."""
+        """Return when the first collective reaches its group's time limit, by the run's clock, and the stop reason."""
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
-        # Only once the next heartbeat, too, has found the rank there: it may have gone on meanwhile.
+        # Wait for one more heartbeat from the same collective: the rank may have continued meanwhile.
         patience = self.group_timeout + 1.5 * HEARTBEAT_SECONDS
         if self._first is None and self._waiting_since:
             self._first = min(since for _, since in self._waiting_since.values())
         return [] if self._first is None else [(self._first + patience, text)]
 
     def _is_look_due(self) -> bool:
-        """Whether to look at all ranks again: not for every rank's heartbeat."""
+        """Whether to check all ranks again; checks are not made for every heartbeat."""
         if time.monotonic() < self._look_due:
             return False
         self._look_due = time.monotonic() + LOOK_SECONDS
@@ -94,14 +94,14 @@ class StallDetector:
         self._context.show(f"run {self._context.id} stands still: {verdict}", "stderr")
 
     def diagnose_then(self, report: Callable[[str], None]) -> None:
-        """Have the run diagnosed on another thread, then call ``report(verdict)`` on the run's."""
+        """Diagnose the run on another thread, then call ``report(verdict)`` on the run's thread."""
         self.busy = True
         context = self._context
 
         def work() -> None:
             try:
                 found: Diagnosis | None = session_of(context).diagnose()
-            except Exception:  # noqa: BLE001 - a failing diagnosis must not keep the run from being ended
+            except Exception:  # noqa: BLE001 - a failing diagnosis must not prevent the end of the run
                 found = None
             context.commands.post(lambda _: self._finish(found, report))
 
@@ -117,7 +117,7 @@ class StallDetector:
 
 
 def session_of(context: RunContext) -> Session:
-    """Return what looks into the ranks of a run."""
+    """Return the debugging session of a run."""
     return Session(
         context.commands.requests,
         lambda: {info.rank: info.state for info in context.state.ranks},

@@ -1,8 +1,8 @@
 """The stop sequence: the one place that decides when the ranks of an attempt are stopped, and sends the signals.
 
-Whatever ends an attempt comes here: the stop button and ``run.stop()``, time limits, a rank's failure, another notebook
-of the run, the end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn; `STOP_TRANSITIONS` in
-`launch.state.run_state` lists its phases.
+Every cause that ends an attempt is handled here: the stop button and ``run.stop()``, time limits, a rank's failure,
+another notebook of the run, the end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn;
+`STOP_TRANSITIONS` in `launch.state.run_state` lists its phases.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 
 SETTLE_SECONDS = 0.3
-"""After the first failure the other ranks have this long to fail or finish by themselves, before they are stopped."""
+"""Seconds after the first failure in which the other ranks may fail or finish, before they are stopped."""
 FAILURE_GRACE = 2.0
-"""Seconds from KeyboardInterrupt to SIGKILL for the ranks that are left after a failure."""
+"""Seconds from KeyboardInterrupt to SIGKILL for the remaining ranks after a failure."""
 TERMINATE_AT = 0.6
-"""Share of the grace after which SIGTERM follows SIGINT."""
+"""Fraction of the grace period after which SIGTERM follows SIGINT."""
 SIGNALS = {"interrupting": signal.SIGINT, "terminating": signal.SIGTERM, "killing": signal.SIGKILL}
-"""What each phase sends: a rank that dies of another signal meanwhile has failed by itself."""
+"""The signal of each phase: a rank that dies of another signal has failed by itself."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,23 @@ USER_STOP = StopReason(RunStoppedError, "it was stopped")
 
 
 class StopSequence:
-    """Stops the ranks of one attempt, and decides what each rank's end means.
+    """Stops the ranks of one attempt, and decides whether each rank succeeded, failed or was stopped.
 
     Its methods run on the supervisor's thread.
 
     Args:
-        journal: The run's.
+        journal: The run's journal.
         prompts: Prompts of debuggers are answered with end of file when a stop begins.
-        hold: Whether ranks are kept for the debugger after a failure, in the place of being stopped.
+        hold: Whether ranks are held for the debugger after a failure, instead of being stopped.
 
     Attributes:
-        stopping: Whether the ranks are being stopped, or will be once those beside a failed one have settled.
-        held: Whether the ranks were kept for the debugger after a failure.
-        failures: What went wrong, in the order in which it was reported.
+        stopping: Whether the ranks are being stopped, or will be once the peers of a failed rank have settled.
+        held: Whether the ranks were held for the debugger after a failure.
+        failures: The failures, in the order in which they were reported.
         reason: Why the ranks are stopped, when no failure is the cause.
-        on_hold: Called when the ranks are kept as they are after a failure, for the debugger.
+        on_hold: Called when the ranks are held for the debugger after a failure.
         on_stopping: Called when a stop begins: with its reason, or with None when a rank has failed.
-        on_release: Called when ranks that were kept are let go because the debugger of one was quit.
+        on_release: Called when held ranks are released because the debugger of one was quit.
     """
 
     def __init__(self, journal: Journal, prompts: PromptQueue, *, hold: bool) -> None:
@@ -81,7 +81,7 @@ class StopSequence:
         self.on_stopping: Callable[[StopReason | None], None] | None = None
         self.on_release: Callable[[], None] | None = None
 
-    # ---- what begins it
+    # ---- causes of a stop
 
     def stop(self, grace: float, reason: StopReason) -> None:
         """Stop the ranks within ``grace`` seconds; a second call kills at once."""
@@ -95,11 +95,11 @@ class StopSequence:
         self._begin(grace, reason)
 
     def follow(self, reason: StopReason, *, hold: bool = False) -> bool:
-        """Stop because another notebook of the run does; return whether that is news to this one.
+        """Stop because another notebook of the run does; return whether that changes the state of this one.
 
         Args:
-            reason: Why.
-            hold: Keep the ranks for the debugger instead, as the other notebook does.
+            reason: Why the other notebook stops.
+            hold: Hold the ranks for the debugger instead, as the other notebook does.
         """
         kept = self.held or self._hold_at is not None
         if self.stopping or (hold and kept):
@@ -113,7 +113,7 @@ class StopSequence:
 
     def fail(self, failure: RankFailure, rank: SupervisedRank) -> None:
         """Record the failure of a rank; the others are stopped, or held for the debugger."""
-        if self._state_of(rank) in ENDED:  # a held rank reports its failure once more when it ends
+        if self._state_of(rank) in ENDED:  # a held rank reports its failure again when it ends
             return
         if self.held or self._only_lost_a_stopped_one(failure):
             self._journal.append(RankStopped(failure.rank))
@@ -132,9 +132,9 @@ class StopSequence:
             self._schedule(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
 
     def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
-        """Whether a rank that the stop has not reached yet has lost the connection to one that it has reached."""
+        """Whether a rank that still runs has lost its connection to a rank that the stop has already ended."""
         if not self.stopping or self.failures or self.reason is None or self.reason.error is WorkerError:
-            return False  # what follows a failure, here or in another notebook, is always reported
+            return False  # after a failure, here or in another notebook, everything is reported
         return failures.looks_like_lost_peer(failure)
 
     def _settle_until_held(self) -> None:
@@ -147,7 +147,7 @@ class StopSequence:
         self._schedule(grace, time.monotonic())
         for prompt in self._prompts.open_prompts():
             if prompt.of_debugger:
-                prompt.answer(None)  # a debugger takes a KeyboardInterrupt for itself
+                prompt.answer(None)  # a debugger handles KeyboardInterrupt itself
 
     def _schedule(self, grace: float, start: float) -> None:
         delays = {"interrupting": 0.0, "terminating": grace * TERMINATE_AT, "killing": grace}
@@ -155,27 +155,27 @@ class StopSequence:
         self._steps = [(start + delay, phase) for phase, delay in delays.items()]
 
     def _enter(self, phase: str, reason: StopReason | None = None) -> None:
-        """Record a phase; a stop that begins anew with another grace never goes back."""
+        """Record a phase; a stop that begins again with another grace period never returns to an earlier one."""
         if STOP_PHASES.index(phase) > STOP_PHASES.index(self._phase):
             self._phase = phase
             self._journal.append(StopAdvanced(phase, reason.text if reason is not None else ""))
 
-    # ---- what is due
+    # ---- due actions
 
     def next_due(self) -> float | None:
-        """Return when something is to be done, in ``time.monotonic`` seconds; None when nothing is."""
+        """Return when the next action is due, in ``time.monotonic`` seconds; None when none is."""
         dues = [due for due, _ in self._steps[:1]] + ([self._hold_at] if self._hold_at is not None else [])
         return min(dues, default=None)
 
     def hold_when_due(self) -> None:
-        """Keep the ranks as they are, once the others have had the time to fail too."""
+        """Hold the ranks once the others have had time to fail too."""
         if self._hold_at is not None and time.monotonic() >= self._hold_at and self.on_hold is not None:
             self._hold_at, self.held = None, True
             self._enter("held")
             self.on_hold()
 
     def signal_when_due(self, living: Iterable[RankProcess]) -> None:
-        """Send the signals that are due to every rank that is left."""
+        """Send the signals that are due to every living rank."""
         ranks = list(living) if self._steps else []
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, phase = self._steps.pop(0)
@@ -196,15 +196,15 @@ class StopSequence:
         if state not in ENDED:
             state = "succeeded" if isinstance(rank.outcome, ResultEvent) else "stopped"
         self._journal.append(RankExited(number, state, failures.exit_text(end)))
-        if self.held and not self.stopping:  # its debugger was quit: the others are let go too
+        if self.held and not self.stopping:  # its debugger was quit: release the others too
             self._begin(FAILURE_GRACE)
             if self.on_release is not None:
                 self.on_release()
 
     def _died_by_itself(self, end: Exit) -> bool:
-        """Whether a rank that reported no outcome ended before anything was done to end it."""
+        """Whether a rank that reported no outcome ended on its own, and not because of the stop."""
         untouched = self.reason is None and not self._signalled
-        gone = self.reason is None and bool(end.lost)  # no signal to a rank makes its machine leave
+        gone = self.reason is None and bool(end.lost)  # a signal to a rank cannot lose its machine
         return untouched or gone or end.signal not in (None, *SIGNALS.values())
 
     def _state_of(self, rank: SupervisedRank) -> str:

@@ -1,4 +1,4 @@
-"""The ranks of one attempt, as the supervisor keeps them."""
+"""The supervisor's records of the ranks of one attempt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class SupervisedRank:
 
     Args:
         process: The started rank.
-        outputs: Where its output goes, by stream.
+        outputs: Destination of its output, by stream.
 
     Attributes:
         decoder: Decodes what arrives on its channel.
-        outcome: The result or failure that it reported; None while it has reported neither.
+        outcome: The result or failure that it reported; None until it reports one.
         ended: Whether its process has been reaped.
     """
 
@@ -35,13 +35,13 @@ class SupervisedRank:
 class SupervisedRanks:
     """The ranks of one attempt.
 
-    Hundreds of ranks report all the time: what is done for each report must not look at all ranks. So there is a table
-    for each question that is asked for every report.
+    Hundreds of ranks report continuously, so the handling of a report must not iterate over all ranks. There is a
+    table for each property that every report needs.
 
     Attributes:
         all: Every rank that was started.
-        living: Those that have not been reaped.
-        polled: Of the living, those whose end is noticed by polling only.
+        living: The ranks that have not been reaped.
+        polled: The living ranks whose end can be detected by polling only.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class SupervisedRanks:
             self.polled[number] = rank
 
     def remove(self, rank: SupervisedRank) -> None:
-        """Remove a rank that has been reaped from the living."""
+        """Remove a reaped rank from the living ones."""
         rank.ended = True
         for table in (self.living, self.polled):
             table.pop(rank.process.rank, None)

@@ -1,4 +1,4 @@
-"""The supervisor of a run: the thread that plans, starts the ranks, watches them, restarts them, and ends the run."""
+"""The supervisor of a run: the thread that plans, starts, watches and restarts the ranks, and ends the run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Notebooks(Protocol):
-    """The other notebooks of a run, where there are some: whoever agrees with them on each attempt.
+    """Coordinates each attempt with the other notebooks of a run.
 
     Attributes:
-        attempt: Number of the attempt that all are in.
+        attempt: Number of the current attempt, common to all notebooks.
         reason: Why the last attempt ended.
         trouble: Why this notebook leaves the others before the common end.
-        failures_elsewhere: What failed in another notebook, which keeps its ranks for the debugger.
+        failures_elsewhere: Failures of another notebook that holds its ranks for the debugger.
     """
 
     attempt: int
@@ -54,16 +54,16 @@ class Notebooks(Protocol):
         """Wait for the others and return this notebook's plan; None when the run was stopped meanwhile."""
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
-        """Return what starts this notebook's ranks and attaches those of the others."""
+        """Return the backend that starts this notebook's ranks and attaches those of the others."""
 
     def attend(self, group: RankGroup) -> None:
         """Exchange news with the others while ``group`` runs."""
 
     def keep(self, records: list[Record]) -> None:
-        """Keep what was measured of this notebook's ranks."""
+        """Store samples of this notebook's ranks."""
 
     def conclude(self, group: RankGroup, found: tuple[RankFailure, ...]) -> bool:
-        """Agree with the others on the end of the attempt; return whether all start again."""
+        """Agree with the others on the end of the attempt; return whether all restart."""
 
     def verdict(self) -> RunEnded:
         """Return how the run ended, the same in every notebook."""
@@ -73,21 +73,21 @@ class Notebooks(Protocol):
 
 
 class Supervisor:
-    """Supervises one run, on a thread of its own.
+    """Supervises one run, on a separate thread.
 
     Args:
         context: The run.
         function: The launched function.
         arguments: Its arguments.
-        inherited: What ranks inherit of the thread that launches.
+        inherited: State that ranks inherit from the launching thread.
         prepare: Makes the plan and appends it to the journal; called on the supervisor's thread.
-        notebooks: Makes what agrees with the other notebooks, where the plan is for several; None otherwise.
-        release: Called once when the run is over, before anybody hears of that: gives back what the run held.
+        notebooks: Creates the `Notebooks` if the plan is for several; None otherwise.
+        release: Called once when the run is over, before that is announced: releases the run's resources.
 
     Attributes:
-        started: Set once all ranks have started, or have not.
-        over: Set once the thread has nothing left to do.
-        problem: What kept the ranks from being started.
+        started: Set once all ranks have started, or failed to start.
+        over: Set once the thread has finished.
+        problem: The error that prevented the start of the ranks.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Supervisor:
         self.problem: BaseException | None = None
         self.thread = threading.Thread(target=self._main, name=f"notebook-accelerate-run-{context.id}", daemon=True)
 
-    # ---- the run's own thread
+    # ---- the run's thread
 
     def _main(self) -> None:
         self._end(self._run())
@@ -120,7 +120,7 @@ class Supervisor:
             return self._attempts(self._prepare())
         except RunStoppedError as problem:  # before the ranks had started
             return self._broken(problem, "stopped", "RunStoppedError", str(problem))
-        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or kept in the run
+        except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
             text = f"the launch failed: {type(problem).__name__}: {problem}"
             if self._notebooks is not None:
                 self._notebooks.trouble = text
@@ -136,7 +136,7 @@ class Supervisor:
         return RunEnded(status, error, text, cause)
 
     def _end(self, ended: RunEnded) -> None:
-        """Give back what the run held, and end it; whatever cannot be shown or closed, somebody waits for this."""
+        """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
         try:
             self._leave()
         finally:
@@ -168,7 +168,7 @@ class Supervisor:
             if self._notebooks is not None:
                 number = self._notebooks.attempt  # a late notebook joins the others in one of their later attempts
             group = self._supervised(gathered, number)
-            if self._context.state.ended is not None:  # its ranks were held after a failure, and have been released
+            if self._context.state.ended is not None:  # its ranks were held after a failure, and are released now
                 self._conclude_held(group)
                 return RunEnded(self._context.state.status)
             if not self._restarts(group, number):
@@ -176,13 +176,13 @@ class Supervisor:
             number += 1
 
     def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | None:
-        """Return the plan once the other notebooks of the run have come; None when it was stopped before."""
+        """Return the plan once the other notebooks of the run have arrived; None when it was stopped before."""
         if self._make_notebooks is None:
             return plan
         if self._notebooks is None:
             self._notebooks = self._make_notebooks(plan)
         if not self._context.config.block:
-            self.started.set()  # the others may take minutes, and the run can be stopped already
+            self.started.set()  # the others may take minutes; the run can be stopped meanwhile
         return self._notebooks.gather(number)
 
     def _stopped_while_gathering(self) -> RunEnded:
@@ -191,7 +191,7 @@ class Supervisor:
         return RunEnded("stopped", why.error.__name__, text)
 
     def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
-        """Start the ranks of an attempt and see them to their end."""
+        """Start the ranks of an attempt and supervise them until they have ended."""
         self._journal.append(AttemptStarted(number))
         group = self._start_group(plan, number)
         sampler = Sampler(group.pids(), self._notebooks.keep if self._notebooks else self._journal.add)
@@ -222,7 +222,7 @@ class Supervisor:
     # ---- the end of an attempt
 
     def _restarts(self, group: RankGroup, number: int) -> bool:
-        """Record the end of an attempt; return whether there is another. Several notebooks decide that together."""
+        """Record the end of an attempt; return whether another follows. Several notebooks decide that together."""
         found = group.verdicts()
         self._journal.append(FailuresRecorded(found))
         if self._notebooks is not None:

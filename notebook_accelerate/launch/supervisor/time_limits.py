@@ -1,4 +1,4 @@
-"""The time limits of a run: its timeout, its hang timeout, and the process group's own."""
+"""The time limits of a run: its timeout, its hang timeout, and the process group's timeout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TimeLimits:
 
     Args:
         context: The run.
-        events: Knows when a rank was last active, and which collectives wait.
+        events: Records when a rank was last active, and which collectives wait.
         stops: The limits are not in force once the attempt is being stopped.
     """
 
@@ -23,12 +23,12 @@ class TimeLimits:
         self._config, self._clock, self._events, self._stops = context.config, context.clock, events, stops
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the next limit; None where none is in force."""
+        """Return the seconds until the next limit; None when none is in force."""
         now = self._clock.now()
         return min((due - now for due, _ in self._limits()), default=None)
 
     def reached(self) -> str:
-        """Return the reason to stop the run for; "" while no limit is reached."""
+        """Return the reason to stop the run; "" while no limit is reached."""
         now = self._clock.now()
         return next((reason for due, reason in self._limits() if now >= due), "")
 

@@ -1,7 +1,7 @@
-"""What runs in a Ray actor: the place of one rank, which is a child process of the actor's.
+"""The code of a Ray actor, which runs one rank as a child process.
 
-An actor itself never loads the user's function: it hands the payload on as a file, starts the rank as any launch on
-that machine would, and relays between the rank and the kernel.
+The actor itself never loads the user's function: it passes the payload on as a file, starts the rank like any launch on
+that machine, and relays between the rank and the kernel.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-"""How Ray tells an actor which devices are its own."""
+"""Variables in which Ray lists an actor's devices."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TUNNEL_BYTES = 1 << 20
 TUNNEL_SECONDS = 10.0
-"""How long a question for what has come waits for something to come."""
+"""Seconds that `RankSlot.pull` waits for data."""
 
 
 class RankSlot:
-    """The place of one rank."""
+    """The rank of one actor, and its resources."""
 
     def __init__(self) -> None:
         self._payload = -1
@@ -44,7 +44,7 @@ class RankSlot:
         self._outer: socket.socket | None = None
         self._port_held = threading.Event()
 
-    # ---- before the rank
+    # ---- before the rank starts
 
     def hold_port(self) -> int:
         """Take a free port for the process group's rendezvous, and hold it until the actor ends."""
@@ -61,26 +61,26 @@ class RankSlot:
 
     def share(self, process: int, descriptor: int) -> bool:
         """Open the file that another actor of this node has written; return whether that could be done."""
-        with suppress(OSError):  # another user's process, or one in another container
+        with suppress(OSError):  # a process of another user or container
             self._payload = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         return self._payload >= 0
 
     def open_tunnel(self) -> None:
-        """Have the stream to the kernel go through calls of this actor instead of a connection."""
+        """Send the stream to the kernel through calls of this actor instead of a connection."""
         self._inner, self._outer = socket.socketpair()
 
     # ---- the rank
 
     def serve(self, address: str, port: int, secret: bytes, node: int, host: str, order: bytes) -> None:
-        """Start the rank and relay between it and the kernel until it has ended or the kernel has gone.
+        """Start the rank and relay between it and the kernel until the rank has ended or the kernel is lost.
 
         Args:
             address: Where the kernel listens.
-            port: The same.
-            secret: The run's.
+            port: Port of the kernel's listener.
+            secret: The run's secret.
             node: Index of this machine in the run.
-            host: Its name.
-            order: What the rank is told, pickled.
+            host: Name of this machine.
+            order: The rank's order, pickled.
         """
         told: WorkerOrder = pickle.loads(order)
         at_home(told)
@@ -94,7 +94,7 @@ class RankSlot:
     # ---- the tunnel
 
     def push(self, data: bytes) -> None:
-        """Take what the kernel sends; ``b""`` is the end."""
+        """Accept data from the kernel; ``b""`` is the end."""
         assert self._outer is not None
         with suppress(OSError):
             if data:
@@ -103,9 +103,9 @@ class RankSlot:
                 self._outer.shutdown(socket.SHUT_WR)
 
     def pull(self) -> bytes | None:
-        """Return what goes to the kernel: ``b""`` at the end, None where nothing came for a while."""
+        """Return data for the kernel: ``b""`` at the end, None when none arrived in time."""
         assert self._outer is not None
-        # A timeout of the socket would be that of a push beside this too, and cut off what that sends.
+        # A timeout of the socket would also apply to a concurrent push, and truncate its data.
         waiter = select.poll()
         waiter.register(self._outer, select.POLLIN)
         if not waiter.poll(TUNNEL_SECONDS * 1000):
@@ -117,10 +117,10 @@ class RankSlot:
 
 
 class PlacedBackend(SpawnBackend):
-    """Starts a rank from a payload that was pickled elsewhere.
+    """Starts a rank from a payload that the kernel pickled.
 
     Args:
-        payload: Descriptor of its file; closed with this object.
+        payload: Descriptor of the payload's file; closed with this object.
     """
 
     def __init__(self, payload: int) -> None:
@@ -128,19 +128,19 @@ class PlacedBackend(SpawnBackend):
         self._payload, self._sources = payload, {}
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
-        """Add nothing: the kernel has filled the order in."""
+        """Return the order unchanged: the kernel has completed it."""
         return order
 
 
 def _elsewhere() -> None:
-    """Stand for the function, which this process never loads."""
+    """Placeholder for the function, which this process never loads."""
 
 
 def at_home(order: WorkerOrder) -> None:
-    """Make an order fit this machine: what is this machine's own stays, what the kernel has is added where it exists.
+    """Adapt an order to this machine.
 
-    The working directory is the kernel's where there is such a folder, unless a runtime environment brought one; the
-    import path is this machine's, followed by the kernel's folders that exist here.
+    The working directory is the kernel's if it exists here, unless a runtime environment provides one; the import path
+    is this machine's, followed by the kernel's folders that exist here.
     """
     environment = {name: value for name, value in os.environ.items() if not value.startswith("ray.util.")}
     environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)
@@ -154,7 +154,7 @@ def at_home(order: WorkerOrder) -> None:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has ``address``; "" where none can be told."""
+    """Return the name of the network interface that has ``address``; "" when it cannot be determined."""
     import ipaddress
 
     import psutil
@@ -171,7 +171,7 @@ def interface_of(address: str) -> str:
 
 
 def surroundings(address: str) -> dict[str, Any]:
-    """Return what the driver must know of this actor's machine: devices, and the interface of its address."""
+    """Return properties of this actor's machine for the driver: devices, and the interface of its address."""
     devices = {name: os.environ[name] for name in DEVICE_VARIABLES if os.environ.get(name)}
     interface = interface_of(address)
     network = {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}

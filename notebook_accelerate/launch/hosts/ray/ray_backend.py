@@ -1,7 +1,8 @@
-"""Ranks on a Ray cluster: an actor each, which starts its rank as a process of its own on its machine.
+"""Ranks on a Ray cluster: one actor per rank, which starts the rank as a separate process on its machine.
 
-The kernel's half. It starts a driver process (see ``ray_driver``), listens until every actor's host has called, and
-hands the supervisor ranks that are heard over those links. The kernel itself never imports Ray: see there for why.
+This is the kernel's part. It starts a driver process (see ``ray_driver``), listens until every actor's host has
+connected, and passes the ranks behind those connections to the supervisor. The kernel itself never imports Ray;
+``ray_driver`` gives the reason.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.2
 REASON_SECONDS = 45.0
-"""How long a link that broke waits for Ray to say why: longer than the driver, which hears it or gives up."""
+"""Seconds that a broken connection waits for Ray's reason: longer than the driver's own limit."""
 LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
 CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
-"""Variables of the kernel that ranks elsewhere get too, by the beginning of their names."""
+"""Prefixes of the kernel's environment variables that remote ranks receive too."""
 NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON")
 
 
 class DriverProcess:
-    """The kernel's hold on its driver.
+    """The kernel's driver process.
 
     Args:
         payload: Descriptor of the file with the function and its arguments.
@@ -65,13 +66,13 @@ class DriverProcess:
         self._open: set[int] = set()
 
     def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[Event], None]) -> Any:
-        """Wait for the driver's next word of a kind.
+        """Wait for the driver's next event of a kind.
 
         Args:
-            kind: The event that is waited for.
-            seconds: How long.
-            what: What takes so long, for the error.
-            waiting: Called with other events, and with an empty note where none has come for a moment; may raise.
+            kind: The type of the event.
+            seconds: Maximum seconds to wait.
+            what: The awaited operation, for the error message.
+            waiting: Called with other events, and with an empty note when none arrived for a moment; may raise.
 
         Raises:
             LaunchError: The driver refuses, has ended, or took too long.
@@ -97,10 +98,10 @@ class DriverProcess:
             raise LaunchError(f"{what} failed: the driver process ended{self.last_words()}") from None
 
     def look(self) -> None:
-        """Take in what the driver has said in passing.
+        """Handle the events that the driver has sent.
 
         Raises:
-            LaunchError: It has ended, or an actor has.
+            LaunchError: The driver or an actor has ended.
         """
         self._come += self._heard(0.0, "starting the ranks")
         for event in self._come:
@@ -110,7 +111,7 @@ class DriverProcess:
                 raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
 
     def why(self, rank: int) -> str:
-        """Return why a rank's actor has ended, as far as Ray says so soon; "" where it does not."""
+        """Return why a rank's actor has ended; "" when Ray does not report it in time."""
         deadline = time.monotonic() + REASON_SECONDS
         while not (found := self._told_of(rank)) and (left := deadline - time.monotonic()) > 0:
             try:
@@ -123,19 +124,19 @@ class DriverProcess:
         return [event for event in self._come if isinstance(event, say.ActorEndedEvent) and event.rank == rank]
 
     def opened(self, rank: int) -> None:
-        """A link to a rank's actor is in use."""
+        """Record that a connection to a rank's actor is in use."""
         self._open.add(rank)
 
     def closed(self, rank: int) -> None:
-        """A link is done with; the driver ends with the last one."""
+        """Record that a rank's connection is closed; the driver ends with the last one."""
         self._open.discard(rank)
         if not self._open:
             self.end()
 
     def end(self, seconds: float = LEAVE_SECONDS) -> None:
-        """Have the driver give everything back, and see it end; it is killed when that takes longer than ``seconds``.
+        """Have the driver release its resources and end; kill it when that takes longer than ``seconds``.
 
-        Its end, too, gives everything back, as soon as the cluster notices.
+        The end of the driver also releases them, as soon as the cluster notices it.
         """
         if self._process.returncode is not None:
             return
@@ -156,14 +157,14 @@ class DriverProcess:
 
 
 class RayHostConnection(HostConnection):
-    """The link to one actor: when it breaks, Ray is asked why.
+    """The connection to one actor; when it breaks, Ray is asked for the reason.
 
     Args:
-        channel: The stream to it.
+        channel: The stream to the actor.
         node: Index of its machine.
         host: Name of its machine.
         rank: The actor's rank.
-        driver: Knows what Ray says.
+        driver: Returns Ray's reason.
     """
 
     def __init__(self, channel: Channel, node: int, host: str, rank: int, driver: DriverProcess) -> None:
@@ -175,7 +176,7 @@ class RayHostConnection(HostConnection):
         """See ``HostConnection.measure_clock``.
 
         Raises:
-            LaunchError: The actor has ended since it called.
+            LaunchError: The actor has ended since it connected.
         """
         try:
             super().measure_clock()
@@ -206,7 +207,7 @@ class RayHostConnection(HostConnection):
 
 
 class RayBackend(PickledBackend):
-    """Places the ranks on the cluster that the launch names."""
+    """Starts the ranks on the cluster that the launch names."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -223,7 +224,7 @@ class RayBackend(PickledBackend):
         self._cpu, self._note, self._stopping = config.cpu, note, stopping
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """Not for a cluster, which places all ranks at once."""
+        """Not supported: a cluster places all ranks at once."""
         raise NotImplementedError
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
@@ -246,7 +247,7 @@ class RayBackend(PickledBackend):
             raise
 
     def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, say.PlacedEvent]:
-        """Have the driver find places; return this machine's address as the nodes know it, and the places."""
+        """Have the driver place the ranks; return this machine's address as seen by the nodes, and the placement."""
         cluster = self._cluster
         wait = cluster.wait if cluster.when_full == "wait" else 0.0
         driver.channel.send(
@@ -268,14 +269,14 @@ class RayBackend(PickledBackend):
         return reached.here, driver.next(say.PlacedEvent, limit, "starting Ray's actors", self._hear)
 
     def _hear(self, event: Event) -> None:
-        """Tell the user what the driver says, and see whether the run is to be stopped."""
+        """Show the driver's notes to the user, and check whether the run is to be stopped."""
         if isinstance(event, say.NoteEvent) and event.text:
             self._note(event.text)
         if self._stopping():
             raise RunStoppedError("the run was stopped while it waited for the Ray cluster")
 
     def _ready(self, order: WorkerOrder, placed: say.PlacedEvent) -> bytes:
-        """Return a rank's order with what its place calls for, pickled."""
+        """Return a rank's order, completed for its placement and pickled."""
         place = placed.places[order.rank]
         carried = {
             name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in NOT_CARRIED
@@ -290,13 +291,13 @@ class RayBackend(PickledBackend):
         }
         order.environment = {**carried, **place["environment"], **order.environment, **given}
         order = self.complete(order)
-        order.base_environment = None  # the node's own
+        order.base_environment = None  # use the node's environment
         if "working_dir" in (self._cluster.runtime_env or {}):
             order.cwd = None
         return pickle.dumps(order)
 
     def _links(self, door: HostListener, driver: DriverProcess, ranks: int) -> list[RayHostConnection]:
-        """Wait until every actor's host has called."""
+        """Wait until every actor's host has connected."""
         found: dict[int, RayHostConnection] = {}
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < ranks:
@@ -315,7 +316,7 @@ class RayBackend(PickledBackend):
                 found[rank] = RayHostConnection(visitor.channel, visitor.hello.node, visitor.hello.host, rank, driver)
         links = [found[rank] for rank in range(ranks)]
         clocks: dict[int, float] = {}
-        for link in links:  # a machine has one clock, however many actors
+        for link in links:  # one measurement per machine, whatever its number of actors
             if link.node not in clocks:
                 link.measure_clock()
             link.clock_offset = clocks.setdefault(link.node, link.clock_offset)
@@ -323,7 +324,7 @@ class RayBackend(PickledBackend):
 
 
 class _opened:  # noqa: N801 - a context manager, used as a function
-    """A door that is open inside a with block."""
+    """A listener that is open inside a with block."""
 
     def __init__(self, address: str, secret: bytes, report: Callable[[str], None]) -> None:
         self._door = HostListener(address or "127.0.0.1", secret, report=report)
@@ -336,12 +337,12 @@ class _opened:  # noqa: N801 - a context manager, used as a function
 
 
 def address_of(cluster: RayCluster) -> str:
-    """Return what the driver connects to: for "auto" the notebook's own ``ray.init()``, or what RAY_ADDRESS says."""
+    """Return the address for the driver; for "auto" that of the notebook's ``ray.init()``, or RAY_ADDRESS."""
     if cluster.address != "auto":
         return cluster.address
     ray: Any = sys.modules.get("ray")
     if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
-        with suppress(Exception):  # connected through Ray's client, which has no such address
+        with suppress(Exception):  # Ray's client has no such address
             return str(ray.get_runtime_context().gcs_address)
     return os.environ.get("RAY_ADDRESS") or "auto"
 

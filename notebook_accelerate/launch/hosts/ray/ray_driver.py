@@ -1,8 +1,8 @@
-"""The kernel's driver on a Ray cluster: a process of its own, for as long as an attempt of a run lasts.
+"""The kernel's driver on a Ray cluster: a separate process, which lives as long as an attempt of a run.
 
 Ray's driver installs a handler for SIGTERM, sets environment variables, and keeps threads for gRPC, after which forking
-that process is not safe. In a process of its own it leaves the kernel as it was, and its end, however it comes, ends
-the actors and gives their resources back.
+that process is not safe. A separate process leaves the kernel unchanged, and its end, for whatever reason, ends the
+actors and releases their resources.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from notebook_accelerate.telemetry import Channel, Event
 
 LOOK_SECONDS = 0.5
 KNOWN_SECONDS, NODE_SECONDS = 30.0, 3.0
-"""How long Ray may take to know that an actor it misses has ended, and then that this was its node's end."""
+"""Seconds for Ray to confirm that an unavailable actor has ended, and then that its node has died."""
 REFUSE_SECONDS = 3.0
-"""What an attempt before has given back may take so long to be free again."""
+"""Seconds until resources released by an earlier attempt are available again."""
 REACH_TRIES = 3
-"""A head gives the server that it starts for a client 30 seconds, which on a busy machine may not be enough."""
+"""Attempts to connect: Ray's head waits 30 seconds for a client's server, too short on a busy machine."""
 TELL_SECONDS = 10.0
-"""How often a launch that waits for resources says so."""
+"""Seconds between two notes of a launch that waits for resources."""
 CALLS = 16
-"""Calls that an actor serves at a time: one for as long as its rank lives, the others in passing."""
+"""Concurrent calls of an actor: one that lasts as long as its rank, the others short."""
 NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
-"""What Ray says of a placement group that it has tried to place, and could not."""
+"""Ray's states of a placement group that it could not place."""
 
 
 def main(control: int, payload: int, parent: int) -> NoReturn:
-    """Be the driver; never returns.
+    """Run the driver; never returns.
 
     Args:
         control: Descriptor of the socket to the kernel.
         payload: Descriptor of the file with the function and its arguments.
-        parent: The kernel.
+        parent: Process id of the kernel.
     """
     die_with_parent(parent)
     channel = Channel(socket.socket(fileno=control))
@@ -54,11 +54,11 @@ def main(control: int, payload: int, parent: int) -> NoReturn:
     try:
         Driver(channel, payload).run()
     except ChannelClosedError:
-        code = 1  # the kernel has gone
+        code = 1  # the kernel is lost
     except LaunchError as error:
         with suppress(ChannelClosedError):
             channel.send(say.RefusedEvent(str(error)))
-    except BaseException:  # noqa: BLE001 - the kernel shows what this process has printed
+    except BaseException:  # noqa: BLE001 - the kernel shows the output of this process
         traceback.print_exc()
         code = 1
     finally:
@@ -67,7 +67,7 @@ def main(control: int, payload: int, parent: int) -> NoReturn:
 
 
 class Driver:
-    """Finds places for the ranks of one attempt, and gives them back.
+    """Reserves resources for the ranks of one attempt, and releases them.
 
     Args:
         channel: The stream to the kernel.
@@ -83,7 +83,7 @@ class Driver:
         self._places: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Do what the kernel says until it says no more."""
+        """Carry out the kernel's orders until it leaves."""
         order = self._next()
         assert isinstance(order, say.PlaceOrder)
         self._order = order
@@ -124,10 +124,10 @@ class Driver:
         self._channel.send(say.ReachedEvent("" if by_client else ray.util.get_node_ip_address()))
 
     def _take_room(self) -> None:
-        """Reserve what the ranks need, waiting for it where that was asked for.
+        """Reserve the ranks' resources, and wait for them if requested.
 
         Raises:
-            LaunchError: The cluster has not enough.
+            LaunchError: The cluster has not enough resources.
         """
         from ray.util.placement_group import placement_group_table
 
@@ -138,7 +138,7 @@ class Driver:
         while not self._group.wait(LOOK_SECONDS):
             self._see_whether_wanted()
             living = living_nodes()
-            # A group whose place was on a node of whose death Ray did not know yet may wait for ever (Ray 2.60).
+            # A group placed on a node whose death Ray had not yet noticed may wait forever (Ray 2.60).
             nodes = living if nodes <= living else self._ask_for_room()
             now = time.monotonic()
             stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in NO_ROOM
@@ -150,7 +150,7 @@ class Driver:
         self._channel.send(say.TakenEvent())
 
     def _ask_for_room(self) -> set[str]:
-        """Ask for a place for each rank, and for no other ones any more; return the nodes there are."""
+        """Replace the placement group with a new one for all ranks; return the living nodes."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         nodes = living_nodes()
@@ -165,7 +165,7 @@ class Driver:
             raise LaunchError("the kernel no longer waits")
 
     def _bundle(self) -> dict[str, float]:
-        """Return what one rank takes."""
+        """Return the resources of one rank."""
         import ray
 
         order = self._order
@@ -175,7 +175,7 @@ class Driver:
         return {name: amount for name, amount in bundle.items() if amount}
 
     def _room(self) -> str:
-        """Return what is asked, what there is and what is free, in words."""
+        """Return a text with the requested, existing and free resources."""
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -202,7 +202,7 @@ class Driver:
     # ---- the actors
 
     def _place(self) -> None:
-        """Start an actor for each rank, compare versions, and say which rank is where."""
+        """Start an actor for each rank, compare versions, and report the placement of the ranks."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -227,7 +227,7 @@ class Driver:
         self._channel.send(say.PlacedEvent(self._places, port))
 
     def _order_by_node(self, actors: list[Any], facts: list[dict[str, Any]]) -> None:
-        """Number the ranks so that those of a node follow each other."""
+        """Number the ranks so that those of a node are consecutive."""
         nodes = list(dict.fromkeys(fact["node"] for fact in facts))
         by_node = {node: [index for index, fact in enumerate(facts) if fact["node"] == node] for node in nodes}
         placed = [index for node in nodes for index in by_node[node]]
@@ -249,10 +249,10 @@ class Driver:
             )
 
     def _asked(self, actors: list[Any], method: str, *arguments: Any) -> list[Any]:
-        """Call a method of actors and return what they say.
+        """Call a method of actors and return their results.
 
         Raises:
-            LaunchError: One could not be started, or has ended.
+            LaunchError: An actor could not be started, or has ended.
         """
         import ray
 
@@ -274,7 +274,7 @@ class Driver:
             threading.Thread(target=self._watch, args=(rank, serving), daemon=True).start()
 
     def _hand_out_payload(self) -> None:
-        """Bring the payload to each node once: through the object store to one actor, as a file to the others."""
+        """Send the payload to each node once: through the object store to one actor, as a file to the others."""
         import numpy as np
         import ray
 
@@ -293,19 +293,19 @@ class Driver:
                 self._asked([self._actors[rank]], "do", "receive", stored)
 
     def _watch(self, rank: int, serving: Any) -> None:
-        """Tell the kernel why a rank's actor has ended."""
+        """Report to the kernel why a rank's actor has ended."""
         import ray
 
         reason = ""
         try:
             ray.get(serving)
-        except Exception as error:  # noqa: BLE001 - whatever ended it is what the kernel wants to know
+        except Exception as error:  # noqa: BLE001 - any error is reported to the kernel as the reason
             reason = self._why(rank, error)
         with suppress(ChannelClosedError):
             self._channel.send(say.ActorEndedEvent(rank, reason))
 
     def _why(self, rank: int, error: Exception) -> str:
-        """Return why a rank's actor has ended; where Ray only misses it yet, it is asked until it knows."""
+        """Return why a rank's actor has ended; poll Ray while it reports the actor as unavailable only."""
         import ray
 
         deadline = time.monotonic() + KNOWN_SECONDS
@@ -314,16 +314,16 @@ class Driver:
             try:
                 ray.get(self._actors[rank].facts.remote(), timeout=max(LOOK_SECONDS, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError:
-                continue  # nothing is known yet
-            except Exception as later:  # noqa: BLE001 - the same
+                continue  # not confirmed yet
+            except Exception as later:  # noqa: BLE001 - as above
                 error = later
         return self._death_of_node(rank) or cause(error)
 
     def _death_of_node(self, rank: int) -> str:
-        """Return that a rank's node has died, if the cluster says so soon: an actor is missed before its node is."""
+        """Return a text if a rank's node has died; the cluster reports the node's death after the actor's."""
         place = self._places[rank]
         deadline = time.monotonic() + NODE_SECONDS
-        with suppress(Exception):  # a cluster that has gone says nothing
+        with suppress(Exception):  # a lost cluster does not answer
             while time.monotonic() < deadline:
                 if place["id"] not in living_nodes():
                     return f"the Ray node at {place['address']} has died"
@@ -331,11 +331,11 @@ class Driver:
         return ""
 
     def _leave(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         ray: Any = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        with suppress(Exception):  # a cluster that has gone takes nothing back
+        with suppress(Exception):  # a lost cluster cannot release them
             if self._group is not None:
                 from ray.util.placement_group import remove_placement_group
 
@@ -344,7 +344,7 @@ class Driver:
 
 
 def living_nodes() -> set[str]:
-    """Return the nodes that the cluster takes for alive."""
+    """Return the ids of the nodes that the cluster reports as alive."""
     import ray
 
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -353,15 +353,15 @@ def living_nodes() -> set[str]:
 def actor_class() -> type[Any]:
     """Return the class of the actors.
 
-    It travels by value, and imports this package only once the versions have been compared: what a node lacks, it can
-    still say.
+    It is pickled by value, and imports this package only after the comparison of versions, so that a node without the
+    package can report that.
     """
 
     class Rank:
         """One rank's actor."""
 
         def facts(self) -> dict[str, Any]:
-            """Return what this machine is and has."""
+            """Return the machine's versions, host name, address and node id."""
             import importlib.metadata
             import platform
             import socket
@@ -390,7 +390,7 @@ def actor_class() -> type[Any]:
             return ray_actor.surroundings(address or ray.util.get_node_ip_address())
 
         def do(self, method: str, *arguments: Any) -> Any:
-            """Call a method of the rank's place; see ``ray_actor.Place``."""
+            """Call a method of the rank's slot; see ``ray_actor.RankSlot``."""
             from notebook_accelerate.launch.hosts.ray import ray_actor
 
             if not hasattr(self, "_place"):
@@ -401,7 +401,7 @@ def actor_class() -> type[Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that the kernel and the nodes must have in common."""
+    """Return the versions that must match between the kernel and the nodes."""
     import importlib.metadata
 
     found = {"python": platform.python_version()}
@@ -414,8 +414,8 @@ def versions() -> dict[str, str]:
 def joined(devices: list[dict[str, str]]) -> dict[str, str]:
     """Return the variables that show a rank all devices of its node's ranks, its own at the index of its local rank.
 
-    Ray shows an actor its own device only, which would be number 0 on every rank; frameworks take the one whose number
-    is the local rank, and NCCL reaches a neighbour's memory only where its device is visible.
+    Ray shows an actor only its own device, which would be number 0 on every rank; frameworks use the device whose
+    number is the local rank, and NCCL accesses a neighbour's memory only if its device is visible.
     """
     names = dict.fromkeys(name for each in devices for name in each)
     found = {}
@@ -427,13 +427,13 @@ def joined(devices: list[dict[str, str]]) -> dict[str, str]:
 
 
 def dig(actor: Any, address: str, port: int) -> None:
-    """Carry the stream between an actor, which cannot reach the kernel, and the kernel's door."""
+    """Carry the stream between an actor that cannot reach the kernel and the kernel's listener."""
     import ray
 
     with socket.create_connection((address, port)) as connection:
 
         def down() -> None:
-            with suppress(Exception):  # either end has gone
+            with suppress(Exception):  # either end is lost
                 while True:
                     data = connection.recv(1 << 20)
                     ray.get(actor.do.remote("push", data))
@@ -441,11 +441,11 @@ def dig(actor: Any, address: str, port: int) -> None:
                         return
 
         threading.Thread(target=down, daemon=True).start()
-        with suppress(Exception):  # the actor has gone: the kernel sees the connection close
+        with suppress(Exception):  # the actor is lost: the kernel sees the connection close
             while (data := ray.get(actor.do.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)
-        with suppress(OSError):  # to close it is not enough: the other thread still waits on it
+        with suppress(OSError):  # close() is not enough: the other thread still blocks on it
             connection.shutdown(socket.SHUT_RDWR)
 
 

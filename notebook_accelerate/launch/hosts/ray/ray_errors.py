@@ -1,4 +1,4 @@
-"""What Ray and its nodes say, in the words of this package's messages."""
+"""Error messages for errors of Ray and its nodes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
-    """Return what of the nodes' versions does not fit the kernel's, in words; "" where all fits.
+    """Return a message about nodes whose versions do not match the kernel's; "" when all match.
 
-    Python's minor version counts (cloudpickle carries byte code), torch's without its build (CPU and CUDA builds of
-    one version go together), and this package's whole version (its processes talk to each other).
+    Python must match in its minor version (cloudpickle carries byte code), torch without its build (CPU and CUDA builds
+    of one version are compatible), and this package in its full version (its processes exchange messages).
     """
     lines = []
     for fact in {fact["node"]: fact for fact in facts}.values():
@@ -36,7 +36,7 @@ def _comparable(name: str, version: str) -> str:
 
 
 def unreachable(address: str, error: Exception) -> str:
-    """Return why a cluster could not be reached, and what to do."""
+    """Return why a cluster could not be reached, with advice."""
     text = str(error).strip()
     if "Version mismatch" in text or "version mismatch" in text:
         return f"the notebook's Ray or Python does not fit the cluster's: {' '.join(text.split())}"
@@ -46,7 +46,7 @@ def unreachable(address: str, error: Exception) -> str:
             "variable RAY_ADDRESS, or pass on='ray://host:10001'"
         )
     lines = text.splitlines() or [""]
-    said = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # what failed, and the end of its traceback
+    said = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # the error, and the end of its traceback
     hint = "" if address.startswith("ray://") else "; a machine that is no node of it passes on='ray://host:10001'"
     return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {said}{hint}"
 
@@ -55,7 +55,7 @@ _PLACE = re.compile(r"address: ([\w.:]+)")
 
 
 def cause(error: BaseException) -> str:
-    """Return in a sentence why an actor has ended or could not start."""
+    """Return one sentence about why an actor has ended or could not start."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "node has died" in text or "marked dead" in text or "node was terminated" in text or "node died" in text:
@@ -72,7 +72,7 @@ def cause(error: BaseException) -> str:
 
 
 def amounts(resources: Mapping[str, float], names: list[str]) -> str:
-    """Return how much there is of each resource, in words."""
+    """Return a text with the amount of each resource."""
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)
 
 

@@ -1,4 +1,4 @@
-"""What a kernel and the process that is its driver on a Ray cluster say to each other."""
+"""The messages between a kernel and its driver process on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from notebook_accelerate.telemetry import Event
 
 @dataclass(slots=True)
 class PlaceOrder(Event):
-    """Find places for ranks.
+    """Reserve resources for ranks and place them.
 
     Attributes:
-        address: The cluster.
-        ranks: How many.
-        cpus: Processors for each.
-        gpus: GPUs for each; None: one where the cluster has some.
-        resources: Custom resources for each.
+        address: Address of the cluster.
+        ranks: Number of ranks.
+        cpus: Processors per rank.
+        gpus: GPUs per rank; None: one if the cluster has GPUs.
+        resources: Custom resources per rank.
         strategy: Ray's placement strategy.
         runtime_env: Ray's runtime environment.
-        wait: Seconds to wait for free resources; 0 refuses at once.
-        versions: What the kernel runs, by name: python, torch, notebook_accelerate.
+        wait: Seconds to wait for free resources; 0 fails at once.
+        versions: The kernel's versions, by name: python, torch, notebook_accelerate.
     """
 
     address: str
@@ -40,7 +40,7 @@ class ReachedEvent(Event):
     """The cluster has answered.
 
     Attributes:
-        here: Address of the kernel's machine, as the nodes know it; "" where they cannot reach it.
+        here: Address of the kernel's machine as seen by the nodes; "" if they cannot reach it.
     """
 
     here: str
@@ -48,7 +48,7 @@ class ReachedEvent(Event):
 
 @dataclass(slots=True)
 class NoteEvent(Event):
-    """Something to tell the user while the launch waits."""
+    """A message for the user while the launch waits."""
 
     text: str
 
@@ -60,19 +60,18 @@ class TakenEvent(Event):
 
 @dataclass(slots=True)
 class RefusedEvent(Event):
-    """The launch cannot be done, and why."""
+    """The launch is not possible, with the reason."""
 
     text: str
 
 
 @dataclass(slots=True)
 class PlacedEvent(Event):
-    """Every rank has a place.
+    """Every rank is placed.
 
     Attributes:
-        places: One for each rank, in order: node, host, address, local_rank, local_size, and the variables that the
-            place calls for.
-        port: Free on the first rank's node, and held there.
+        places: One for each rank, in order: node, host, address, local_rank, local_size, and environment variables.
+        port: A port on the first rank's node, held there.
     """
 
     places: list[dict[str, Any]]
@@ -81,11 +80,11 @@ class PlacedEvent(Event):
 
 @dataclass(slots=True)
 class ServeOrder(Event):
-    """Start the ranks, and have them call the kernel.
+    """Start the ranks, and have them connect to the kernel.
 
     Attributes:
-        address: Where the kernel listens.
-        port: The same.
+        address: Address of the kernel's listener.
+        port: Port of the kernel's listener.
         payload: The run's secret and an order for each rank, pickled.
     """
 
@@ -96,7 +95,7 @@ class ServeOrder(Event):
 
 @dataclass(slots=True)
 class ActorEndedEvent(Event):
-    """A rank's actor has ended, and why, in words."""
+    """A rank's actor has ended, with the reason."""
 
     rank: int
     reason: str
@@ -104,7 +103,7 @@ class ActorEndedEvent(Event):
 
 @dataclass(slots=True)
 class LeaveOrder(Event):
-    """Give everything back and end."""
+    """Release all resources and end."""
 
     ranks: list[int] = field(default_factory=list)
 

@@ -1,1 +1,1 @@
-"""Ranks on other machines: an authenticated stream to each host, and what both of its ends do."""
+"""Ranks on other machines: an authenticated stream to each host, and its two ends."""

@@ -1,4 +1,4 @@
-"""A host: it has ranks on its machine for a kernel on another one, and relays between them and it."""
+"""A host: runs ranks on its machine for a kernel on another machine, and relays between them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 ASK_SECONDS = 0.1
-"""How often ranks are looked at on systems that cannot tell when a process ends."""
+"""Seconds between polls of the ranks, on systems that cannot notify of the end of a process."""
 FAREWELL_SECONDS = 10.0
-"""How long the kernel may take to hear the last rank's end, before the host leaves by itself."""
+"""Seconds that the kernel has to receive the exit of the last rank, before the host leaves without its reply."""
 
 
 class Host(Relay):
-    """Serves one kernel: hears its orders on a thread of its own from now on.
+    """Serves one kernel; a thread receives its orders from construction on.
 
     Args:
-        channel: The stream to the kernel; closed at the end.
+        channel: The stream to the kernel; `close` closes it.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -38,19 +38,19 @@ class Host(Relay):
         self._wake, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, lambda: self._wake.recv(4096))
-        # Orders are heard on a thread of their own: the other one may be waiting for the kernel to take something in.
+        # A separate thread receives orders: the main thread may be blocked until the kernel reads what it sends.
         self._listener = threading.Thread(target=self._listen, name="notebook-accelerate-host", daemon=True)
         self._listener.start()
 
     def serve(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
-        """Start the ranks and relay until all have ended; they are killed when the kernel leaves or is gone.
+        """Start the ranks and relay until all have ended; kill them when the kernel leaves or is lost.
 
         Args:
-            backend: Starts them.
-            orders: One for each rank.
+            backend: Starts the ranks.
+            orders: One order for each rank.
 
         Raises:
-            LaunchError: One could not be started; the kernel has been told.
+            LaunchError: A rank could not be started; the error has been sent to the kernel.
         """
         try:
             self._start(backend, orders)
@@ -66,7 +66,7 @@ class Host(Relay):
             self.close()
 
     def close(self) -> None:
-        """Leave the kernel."""
+        """Stop serving, and close the stream to the kernel."""
         self._left.set()
         self._channel.shut()
         self._listener.join()
@@ -96,10 +96,10 @@ class Host(Relay):
             for rank in asked:
                 self.take_end(rank)
 
-    # ---- from the ranks: Hearing
+    # ---- from the ranks: RankListener
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_frames``; what the rank wrote before it said something goes before."""
+        """See ``RankListener.take_frames``; output that the rank wrote before the frames is sent first."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
         super().take_frames(rank, data)

@@ -1,4 +1,4 @@
-"""The kernel's end of the stream to one host, and the ranks behind it."""
+"""The kernel's end of the stream to one host, and the ranks of that host."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CLOCK_SECONDS = 2.0
 
 
 class HostConnection:
-    """One host and its ranks.
+    """The connection to one host and its ranks.
 
     Args:
-        channel: The stream to it.
+        channel: The stream to the host.
         node: Index of its machine in the run.
         host: Name of its machine.
     """
@@ -46,7 +46,7 @@ class HostConnection:
     def __init__(self, channel: Channel, node: int, host: str) -> None:
         self.channel, self.node, self.host = channel, node, host
         self.clock_offset = 0.0
-        """Seconds to add to the host's time to get this machine's; 0 where the difference cannot be told from delay."""
+        """Seconds to add to the host's time to get this machine's; 0 where the difference is within the delay."""
         self.lost = ""
         self.ranks: dict[int, RemoteRank] = {}
         self._looks: dict[int, LookAnswer] = {}
@@ -57,13 +57,13 @@ class HostConnection:
 
     @property
     def name(self) -> str:
-        """The machine, as messages call it."""
+        """Name of the machine in messages."""
         return f"node {self.node} ({self.host})"
 
     def measure_clock(self) -> None:
-        """Ask the host for its time and keep the difference.
+        """Request the host's time and store the difference.
 
-        The quickest of a few answers has the smallest error, half its round trip (as NTP does, RFC 5905).
+        The fastest of a few replies has the smallest error, half its round trip (as in NTP, RFC 5905).
         """
         best = (CLOCK_SECONDS, 0.0)
         for number in range(CLOCK_ROUNDS):
@@ -76,10 +76,10 @@ class HostConnection:
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
     def await_started(self, timeout: float) -> RemoteRank:
-        """Wait for the next rank that the host has started.
+        """Wait until the host has started its next rank, and return that rank.
 
         Raises:
-            LaunchError: The host says why it could not be started, is gone, or says nothing for ``timeout`` seconds.
+            LaunchError: The host reports a failure, is lost, or sends nothing for ``timeout`` seconds.
         """
         try:
             found = self._await(lambda event: isinstance(event, (StartedEvent, FarewellEvent)), timeout)
@@ -93,11 +93,11 @@ class HostConnection:
         return self.new_rank(found.event)
 
     def new_rank(self, event: StartedEvent) -> RemoteRank:
-        """Return the rank that the host has started."""
+        """Return the rank that ``event`` reports as started."""
         return RemoteRank(self, event.rank, event.pid, event.local_rank)
 
     def _await(self, wanted: Callable[[Event], bool], timeout: float) -> Stamped | None:
-        """Return the next event that is ``wanted``, None when none comes; what else comes is kept for later."""
+        """Return the next event that is ``wanted``, None when none arrives in time; other events are kept for later."""
         deadline = time.monotonic() + timeout
         while True:
             for place, stamped in enumerate(self._early):
@@ -109,14 +109,14 @@ class HostConnection:
             self._early += self.channel.receive(left)
 
     def send(self, event: Event) -> None:
-        """Send something to the host; it being gone is noticed where it is heard."""
+        """Send an event to the host; a lost host is noticed when its stream is read."""
         with suppress(ChannelClosedError):
             self.channel.send(event)
 
     # ---- on the thread of the selector
 
     def connect(self, selector: selectors.BaseSelector, hearing: RankListener, rank: int) -> None:
-        """Register the link, once for all its ranks, and tell what has come of this one already."""
+        """Register the stream, once for all its ranks, and pass on the events of ``rank`` that have arrived already."""
         if self._selector is None:
             self._selector = selector
             selector.register(self.channel, selectors.EVENT_READ, partial(self._read, hearing))
@@ -138,7 +138,7 @@ class HostConnection:
         return True
 
     def take(self, event: Event, hearing: RankListener) -> None:
-        """Take in one event of the host."""
+        """Handle one event of the host."""
         if isinstance(event, FarewellEvent):
             self.lose(f"{self.name} has left: {event.reason}" if event.reason else "", hearing)
         elif isinstance(event, LookAnswer):
@@ -156,7 +156,7 @@ class HostConnection:
             hearing.take_end(event.rank)
 
     def lose(self, reason: str, hearing: RankListener) -> None:
-        """The host is gone, and its ranks with it."""
+        """Record that the host is lost, and its ranks with it."""
         self.disconnect()
         with self._changed:
             self.lost = reason or f"{self.name} has left"
@@ -167,25 +167,25 @@ class HostConnection:
                 hearing.take_end(rank)
 
     def disconnect(self) -> None:
-        """Take back the registration."""
+        """Unregister the stream from the selector."""
         if self._selector is not None:
             with suppress(KeyError, ValueError):
                 self._selector.unregister(self.channel)
         self._selector = None
 
     def drain(self, hearing: RankListener) -> None:
-        """Take in what is there."""
+        """Handle the events that have arrived."""
         while not self.lost and self.channel.readable() and self._read(hearing):
             pass
 
     def forget(self, rank: int) -> None:
-        """A rank is done with; the link closes behind the last one."""
+        """Remove a rank; the connection closes with the last one."""
         self.ranks.pop(rank, None)
         if not self.ranks:
             self.close()
 
     def close(self) -> None:
-        """Leave the host, which ends what ranks it has."""
+        """Close the connection; the host then kills the ranks it still runs."""
         self.send(FarewellEvent())
         self.disconnect()
         self.channel.close()
@@ -193,7 +193,7 @@ class HostConnection:
     # ---- any thread
 
     def look(self, rank: int) -> ProcessStacks:
-        """Have the host look at a rank."""
+        """Have the host capture the stacks of a rank."""
         number = next(self._numbers)
         self.send(LookOrder(rank, number))
         deadline = time.monotonic() + DUMP_SECONDS + NATIVE_SECONDS + 1.0
@@ -209,7 +209,7 @@ def _answers(number: int, event: Event) -> bool:
 
 
 class _Way:
-    """The way down to one rank, through its host."""
+    """The channel to one rank, through its host."""
 
     def __init__(self, link: HostConnection, rank: int) -> None:
         self._link, self._rank = link, rank
@@ -220,12 +220,12 @@ class _Way:
 
 
 class RemoteRank(RankProcess):
-    """A rank behind a link.
+    """A rank on a remote host.
 
     Args:
-        link: The link to its host.
+        link: The connection to its host.
         rank: Global index.
-        pid: Its process there.
+        pid: Its process on that host.
         local_rank: Index on its machine.
     """
 
@@ -249,10 +249,10 @@ class RemoteRank(RankProcess):
         self._link.connect(selector, hearing, self.rank)
 
     def drain(self, hearing: RankListener, *, channel: bool) -> None:
-        """Do nothing: what the rank wrote before comes before on the same stream."""
+        """Do nothing: output and frames arrive in order on the same stream."""
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Do nothing: the link is the other ranks' too, and goes with the last one."""
+        """Do nothing: all ranks of the host share the connection, and it closes with the last one."""
 
     def dated(self, messages: list[Stamped]) -> list[Stamped]:
         """See ``RankProcess.dated``."""
@@ -264,7 +264,7 @@ class RemoteRank(RankProcess):
         return [Stamped(stamp + offset, event) for stamp, event in messages]
 
     def await_end(self, timeout: float) -> None:
-        """Do not wait: the host kills and reaps its ranks when the link closes."""
+        """Do not wait: the host kills and reaps its ranks when the connection closes."""
 
     def open_dump(self, path: str) -> None:
         """See ``RankProcess.open_dump``."""
@@ -279,7 +279,7 @@ class RemoteRank(RankProcess):
         return self._link.look(self.rank)
 
     def close(self) -> None:
-        """See ``RankProcess.close``; the host ends what the rank left running."""
+        """See ``RankProcess.close``; the host ends processes that the rank left running."""
         self._link.forget(self.rank)
 
 

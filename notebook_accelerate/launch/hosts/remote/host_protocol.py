@@ -1,6 +1,6 @@
-"""What travels between a kernel and a host: a process on another machine that has ranks there.
+"""The messages between a kernel and a host, a process on another machine that runs ranks there.
 
-A rank's own channel and output travel inside: nothing of them is decoded on the way.
+They carry the frames and the output of ranks as bytes, which the host does not decode.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from notebook_accelerate.telemetry import Event
 
 @dataclass(slots=True)
 class HelloEvent(Event):
-    """The first word of a host, and the kernel's answer to it.
+    """The first message of a host, and the kernel's reply to it.
 
     Attributes:
         node: Index of the host's machine in the run.
         host: Name of that machine.
-        facts: What the kernel may want to know of it: versions, devices.
+        facts: Properties of that machine for the kernel: versions, devices.
     """
 
     node: int
@@ -28,14 +28,14 @@ class HelloEvent(Event):
 
 @dataclass(slots=True)
 class ClockEvent(Event):
-    """What time is it? The answer carries the same number; its stamp is the other end's time."""
+    """A request for the time; the reply carries the same number, and its stamp is the other end's time."""
 
     number: int
 
 
 @dataclass(slots=True)
 class StartedEvent(Event):
-    """A rank has a process."""
+    """The process of a rank has started."""
 
     rank: int
     pid: int
@@ -53,7 +53,7 @@ class OutputEvent(Event):
 
 @dataclass(slots=True)
 class FramesEvent(Event):
-    """Bytes of a rank's channel, in either direction."""
+    """Bytes of the rank's channel, in either direction."""
 
     rank: int
     payload: bytes
@@ -61,7 +61,7 @@ class FramesEvent(Event):
 
 @dataclass(slots=True)
 class AsideEvent(Event):
-    """What the host says in a rank's name, between what the rank says itself: whole frames."""
+    """Complete frames that the host sends on behalf of a rank, between the frames of the rank itself."""
 
     rank: int
     payload: bytes
@@ -69,7 +69,7 @@ class AsideEvent(Event):
 
 @dataclass(slots=True)
 class EndedEvent(Event):
-    """A rank's process has ended, and everything it left has been sent; see ``backends.base.Exit``."""
+    """A rank's process has ended, and all its output and frames have been sent; see ``launch.state.rank_exit.Exit``."""
 
     rank: int
     code: int | None
@@ -88,7 +88,7 @@ class SignalOrder(Event):
 
 @dataclass(slots=True)
 class DumpOrder(Event):
-    """The rank's stacks appear in this file of the host's machine: keep it open."""
+    """The rank dumps its stacks into this file on the host's machine: keep it open."""
 
     rank: int
     path: str
@@ -96,7 +96,7 @@ class DumpOrder(Event):
 
 @dataclass(slots=True)
 class LookOrder(Event):
-    """Look at a rank that cannot answer."""
+    """Capture the stacks of a rank that cannot answer."""
 
     rank: int
     number: int
@@ -104,7 +104,7 @@ class LookOrder(Event):
 
 @dataclass(slots=True)
 class LookAnswer(Event):
-    """What was seen: faulthandler's dump, and native frames."""
+    """The stacks of a rank: faulthandler's dump, and native frames."""
 
     rank: int
     number: int
@@ -114,6 +114,6 @@ class LookAnswer(Event):
 
 @dataclass(slots=True)
 class FarewellEvent(Event):
-    """This end leaves, and why: "" when the run is over for it."""
+    """The sender leaves, for ``reason``; "" when its part of the run is over."""
 
     reason: str = ""

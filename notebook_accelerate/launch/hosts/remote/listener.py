@@ -1,4 +1,4 @@
-"""Where the hosts of a run knock: the kernel listens until each has come, and not longer."""
+"""The kernel's listener for the hosts of a run; it closes as soon as every host has connected."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.telemetry import Channel
 
 GREETING_SECONDS = 60.0
-"""For the busiest machine, and a stream that goes through several; a silent stranger costs no more than a thread."""
+"""Enough for a busy machine and a stream through several machines; a silent peer costs no more than a thread."""
 MAX_GREETINGS = 64
-"""Strangers that are spoken to at a time; when more knock, the one that has been there longest is sent off."""
+"""Unauthenticated connections at a time; when another one arrives, the oldest is closed."""
 MAX_REPORTS = 20
-"""Refused connections that are told of one by one; of more only how many there were."""
+"""Refused connections that are reported one by one; for the rest only their number is reported."""
 KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 5), ("TCP_USER_TIMEOUT", 20_000))
-"""A machine that has gone silent is noticed within twenty seconds."""
+"""A machine that stops responding is detected within twenty seconds."""
 
 
 class IncomingHost:
-    """A host that has proved that it belongs to the run.
+    """A host that has authenticated.
 
     Attributes:
-        channel: The stream to it.
-        hello: What it said of itself.
-        address: Where it called from.
+        channel: The stream to the host.
+        hello: Its first message.
+        address: The address it connected from.
     """
 
     def __init__(self, channel: Channel, hello: HelloEvent, address: str) -> None:
@@ -43,13 +43,13 @@ class HostListener:
     """Listens for the hosts of one run.
 
     Args:
-        address: Address of this machine to listen on, and no other.
-        secret: What a host must know.
+        address: The one address of this machine to listen on.
+        secret: The secret that a host must know.
         port: Port to listen on; 0 means any.
-        report: Called with a line about each connection that was refused, on a thread of the door.
+        report: Called with a line about each refused connection, on a thread of the listener.
 
     Raises:
-        OSError: It cannot listen there.
+        OSError: The address or the port is not available.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class HostListener:
         self._thread.start()
 
     def next_visitor(self, timeout: float) -> IncomingHost | None:
-        """Return the next host that has come; None after ``timeout`` seconds."""
+        """Return the next host that has connected; None after ``timeout`` seconds."""
         try:
             return self._visitors.get(timeout=timeout)
         except Empty:
             return None
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening, and close the connections that have not been returned."""
         if self._closing.is_set():
             return
         with self._lock:
@@ -92,7 +92,7 @@ class HostListener:
         self._thread.join()
         Ends.kernel_side.discard(self._listener.fileno())
         self._listener.close()
-        while (visitor := self.next_visitor(0.0)) is not None:  # nobody expected it any more
+        while (visitor := self.next_visitor(0.0)) is not None:  # arrived too late to be expected
             visitor.channel.close()
         with self._lock:
             strangers, more = list(self._strangers), self._refused - MAX_REPORTS
@@ -114,7 +114,10 @@ class HostListener:
                     threading.Thread(target=self._greet, args=(connection, address[0]), name=name, daemon=True).start()
 
     def _make_room_for(self, connection: socket.socket) -> None:
-        """Note a stranger; a host of the run is no stranger any more after milliseconds, so the oldest is none."""
+        """Record a new connection and close the oldest one where there are too many.
+
+        A host of the run authenticates within milliseconds, so the oldest unauthenticated connection is not a host.
+        """
         with self._lock:
             self._strangers[connection] = None
             oldest = next(iter(self._strangers)) if len(self._strangers) > MAX_GREETINGS else None
@@ -136,7 +139,7 @@ class HostListener:
         finally:
             with self._lock:
                 self._strangers.pop(connection, None)
-        with self._lock:  # a door that closes between does not close on who was let in
+        with self._lock:  # decided under the lock, so that `close` misses no accepted host
             expected = not self._closing.is_set()
             if expected:
                 self._visitors.put(IncomingHost(channel, hello, address))
@@ -152,11 +155,11 @@ class HostListener:
 
 
 def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = GREETING_SECONDS) -> Channel:
-    """Call a kernel's door and return the channel to it.
+    """Connect to a kernel's listener and return the channel to the kernel.
 
     Raises:
-        AuthenticationError: Who answered does not know the secret.
-        OSError: Nobody answered.
+        AuthenticationError: The peer does not know the secret.
+        OSError: The connection failed.
     """
     connection = socket.create_connection((address, port), timeout=timeout)
     keep_alive(connection)
@@ -166,10 +169,10 @@ def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: flo
 def introduce(
     connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = GREETING_SECONDS
 ) -> Channel:
-    """Greet who is at the other end of a connected stream, and return the channel to it.
+    """Authenticate on a connected stream, send ``hello``, and return the channel.
 
     Raises:
-        AuthenticationError: The other end does not know the secret.
+        AuthenticationError: The peer does not know the secret.
     """
     sealed: AuthenticatedStream = greet(connection, secret, listens=False, timeout=timeout)
     channel = Channel(sealed)
@@ -178,7 +181,7 @@ def introduce(
 
 
 def first_event(channel: Channel, timeout: float) -> object:
-    """Return the first event of a channel; None when none comes in time. What follows is for the next who receives."""
+    """Return the first event of a channel, None when none arrives in time; later events stay in the channel."""
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         if found := channel.receive(left):
@@ -188,13 +191,13 @@ def first_event(channel: Channel, timeout: float) -> object:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """End a connection under the thread that reads from it, which then closes it."""
+    """Shut a connection down while another thread reads from it; that thread then closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system notice a peer that has gone without a word, and send small messages at once."""
+    """Have the system detect a peer that vanished, and send small messages without delay."""
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

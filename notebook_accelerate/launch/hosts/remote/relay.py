@@ -1,4 +1,4 @@
-"""What a process with ranks tells a kernel elsewhere of them, and what it does for that kernel."""
+"""Relays between the ranks of this process and a kernel elsewhere."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Relay(ABC):
-    """One end of the stream between ranks and a kernel that does not have them; the other one is a ``HostConnection``.
+    """The ranks' end of the stream to a kernel elsewhere; the kernel's end is a ``HostConnection``.
 
     Args:
-        channel: The stream; owned from now on.
+        channel: The stream; owned by the relay.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -42,38 +42,38 @@ class Relay(ABC):
 
     @abstractmethod
     def _tell(self, event: Event) -> None:
-        """Send something to the kernel; it being gone is no error. Safe from any thread."""
+        """Send an event to the kernel; a lost kernel is no error. Safe from any thread."""
 
     def _leave(self) -> None:
-        """The kernel has left, or is gone."""
+        """Record that the kernel has left or is lost."""
         self._left.set()
 
-    # ---- of the ranks
+    # ---- from the ranks
 
     def started(self, process: RankProcess) -> None:
-        """A rank has started."""
+        """Report that a rank has started."""
         self._ranks[process.rank] = process
         self._tell(StartedEvent(process.rank, process.pid, process.local_rank))
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """A rank has written something."""
+        """See ``RankListener.take_output``."""
         self._tell(OutputEvent(rank, stream, data))
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """A rank has said something."""
+        """See ``RankListener.take_frames``."""
         self._tell(FramesEvent(rank, data))
 
     def take_aside(self, rank: int, data: bytes) -> None:
-        """Something is said in a rank's name."""
+        """See ``RankListener.take_aside``."""
         self._tell(AsideEvent(rank, data))
 
     def sampled(self, records: list[Record]) -> None:
-        """Something was measured of ranks."""
+        """Send samples of the ranks' resource use."""
         for record in records:
             self.take_aside(record.rank, encode([Stamped(record.time, record.event)]))
 
     def ended(self, rank: int, end: Exit) -> None:
-        """A rank has ended."""
+        """Report that a rank has ended."""
         self._ranks.pop(rank, None)
         self._tell(EndedEvent(rank, end.code, end.signal, end.max_rss))
 

@@ -1,11 +1,10 @@
-"""A stream between two ends that know one secret.
+"""An authenticated stream between two ends that share a secret.
 
-Each end proves that it knows the secret before anything else is read, and every record that follows carries a message
-authentication code over its place in the stream, so that what was injected, changed, repeated or left out on the way
-is noticed. Nothing is encrypted: whoever can read the network can read the run, as with the process group's own
-traffic.
+Each end proves that it knows the secret before anything else is read. Every later record carries a message
+authentication code over its content and its position, which detects records that were injected, changed, repeated or
+dropped. Nothing is encrypted: anyone who can read the network can read the run, as with the process group's traffic.
 
-The greeting is HMAC challenge and response in both directions (RFC 2104, as multiprocessing.connection does it); the
+The handshake is HMAC challenge and response in both directions (RFC 2104, as in multiprocessing.connection); the
 codes are keyed BLAKE2b (RFC 7693).
 """
 
@@ -26,23 +25,23 @@ _NONCE = 32
 _CODE = 16
 _RECORD = struct.Struct("!I16s")
 MAX_RECORD = 1 << 20
-"""Bytes of a record at most: a longer one is not ours."""
+"""Maximum size of a record in bytes; a longer one was not sent by the other end."""
 CHUNK = 1 << 18
 SECRET_BYTES = 32
 
 
 def new_secret() -> bytes:
-    """Return a fresh secret for one run."""
+    """Return a new secret for one run."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 class AuthenticatedStream:
-    """A connected stream whose records are authenticated; behaves like a socket as far as a channel needs one.
+    """A connected stream whose records are authenticated; has the socket methods that a channel uses.
 
     Args:
-        connection: A connected stream socket, owned by this object from now on.
-        ours: Key of what is sent.
-        theirs: Key of what comes.
+        connection: A connected stream socket, owned by this object.
+        ours: Key of the records that this end sends.
+        theirs: Key of the records that it receives.
     """
 
     def __init__(self, connection: socket.socket, ours: bytes, theirs: bytes) -> None:
@@ -57,18 +56,18 @@ class AuthenticatedStream:
         return self._socket.fileno()
 
     def sendall(self, data: bytes, /) -> None:
-        """Send ``data`` as records; the caller sees to it that two threads never send at once."""
+        """Send ``data`` as records; callers must not send from two threads at once."""
         for start in range(0, len(data), MAX_RECORD):
             part = data[start : start + MAX_RECORD]
             self._socket.sendall(_RECORD.pack(len(part), _code(self._ours, self._sent, part)) + part)
             self._sent += 1
 
     def recv(self, size: int, flags: int, /) -> bytes:
-        """Return what whole records have come, ``b""`` at the end of the stream.
+        """Return the content of the complete records received, ``b""`` at the end of the stream.
 
         Raises:
-            BlockingIOError: No whole record is there yet.
-            ConnectionError: A record that the other end did not send.
+            BlockingIOError: No complete record has arrived.
+            ConnectionError: A record was not sent by the other end.
         """
         if self._broken:
             raise ConnectionError(self._broken)
@@ -78,7 +77,7 @@ class AuthenticatedStream:
         self._buffer += data
         try:
             found = self._records()
-        except ConnectionError as error:  # from here on nothing that comes is believed
+        except ConnectionError as error:  # nothing received from here on is trusted
             self._broken = str(error)
             self._buffer.clear()
             with suppress(OSError):
@@ -89,7 +88,7 @@ class AuthenticatedStream:
         return found
 
     def _records(self) -> bytes:
-        """Return what is in the whole records that are there."""
+        """Return the content of the complete records in the buffer, and remove them."""
         found = bytearray()
         start = 0
         while (end := self._record_end(start)) is not None:
@@ -129,13 +128,13 @@ def _code(key: bytes, number: int, part: bytes) -> bytes:
 
 
 def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: float = 10.0) -> AuthenticatedStream:
-    """Prove to the other end that this one knows the secret, have it do the same, and return the sealed stream.
+    """Authenticate both ends with the secret, and return the authenticated stream.
 
     Args:
-        connection: A connected stream socket; closed when this fails.
-        secret: Known to both ends, and to nobody else.
-        listens: Whether this is the end that listened; the other one must say the opposite.
-        timeout: Seconds for the whole greeting.
+        connection: A connected stream socket; closed on failure.
+        secret: Known to the two ends only.
+        listens: Whether this is the end that listened; the other end must pass the opposite.
+        timeout: Seconds for the complete handshake.
 
     Raises:
         AuthenticationError: The other end does not know the secret, does not speak this protocol, or takes too long.
@@ -149,9 +148,9 @@ def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: f
         if not hello.startswith(_MAGIC):
             raise AuthenticationError("it does not speak this protocol")
         theirs = hello[len(_MAGIC) :]
-        # The roles and both nonces are part of every proof: none can be sent back, or used a second time.
+        # The roles and both nonces are part of every proof: a proof cannot be reflected or replayed.
         both = nonce + theirs if listens else theirs + nonce
-        # Who called proves itself first: a stranger that knocks gets nothing to try guesses of the secret on.
+        # The caller proves itself first: an unauthenticated peer receives nothing to test guesses of the secret on.
         if not listens:
             connection.sendall(_proof(secret, _role(listens), both))
         if not hmac.compare_digest(_exactly(connection, 32, deadline), _proof(secret, _role(not listens), both)):

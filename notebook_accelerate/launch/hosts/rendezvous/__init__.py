@@ -1,10 +1,11 @@
-"""Several notebooks, one run: a child process of each kernel meets the others through torch's rendezvous.
+"""One run in several notebooks: a child process of each kernel joins the others through torch's rendezvous.
 
-``child`` is that process. In it ``joining`` hosts or finds the store and waits for the others, and ``watch`` keeps the
-keep-alives and passes news on while the ranks run; ``seat`` is what both share. ``meeting`` is the kernel's end of it,
-and ``party`` what a launch does with it: in the ``lobby`` while it waits, with a common ``standstill`` while a user is
-asked, and with what each has told of its failures (``told_failures``) at the end. ``nodes`` holds the decisions,
-without any process.
+``rendezvous_loop`` is that process. In it, ``joining`` hosts or finds the store and waits for the other notebooks, and
+``keep_alive`` sends keep-alives and news while the ranks run; ``participant`` is the state that both share. In the
+kernel, ``rendezvous_client`` starts the child process, and ``notebook_group`` uses it for a launch:
+``wait_for_peers`` handles commands while the launch waits, ``peer_pauses`` suspends the clocks of all notebooks while
+one of them waits for its user, and ``peer_failures`` merges the failures of all. ``membership`` holds the decisions as
+pure functions.
 """
 
 from __future__ import annotations

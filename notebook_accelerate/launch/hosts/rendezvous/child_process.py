@@ -1,4 +1,4 @@
-"""The process behind a meeting: forked from the server process that has torch, or else a fresh interpreter."""
+"""Starts the rendezvous process: forked from the server process that has imported torch, or a new interpreter."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class ChildProcess(Protocol):
     pid: int
 
     def ended(self, seconds: float) -> bool:
-        """Wait up to so many seconds for its end, reap it, and return whether it has ended."""
+        """Wait up to ``seconds`` for its end, reap it, and return whether it has ended."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release its descriptors."""
 
 
 class ForkedChildProcess:
-    """A child of the server process, which tells of its end.
+    """A child of the server process, which reports its end.
 
     Args:
         pid: Its process id.
-        status: Where the server writes.
+        status: Descriptor of the pipe that the server reports to.
     """
 
     def __init__(self, pid: int, status: int) -> None:
@@ -52,11 +52,11 @@ class ForkedChildProcess:
 
 
 class SpawnedChildProcess:
-    """A child of this kernel: an interpreter that imports torch first, for seconds.
+    """A child of this kernel: a new interpreter, which needs seconds to import torch.
 
     Args:
-        channel: The descriptor it talks through.
-        log: Where its output goes.
+        channel: The descriptor of its channel to the kernel.
+        log: The descriptor of a file for its output.
     """
 
     def __init__(self, channel: int, log: int) -> None:
@@ -80,7 +80,7 @@ def start(channel: int, log: int) -> ChildProcess:
     """Start the process.
 
     Args:
-        channel: The descriptor it talks through.
+        channel: The descriptor of its channel to the kernel.
         log: The descriptor of a file for its output.
     """
     server = running_zygote()
@@ -88,7 +88,7 @@ def start(channel: int, log: int) -> ChildProcess:
         return SpawnedChildProcess(channel, log)
     reader, writer = os.pipe()
     try:
-        with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - in the place of a rank's function
+        with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - replaces a rank's function
             pid = server.fork(TARGET.encode(), [channel, log, log, nothing.fileno(), writer], HELPER)
     except LaunchError:
         os.close(reader)

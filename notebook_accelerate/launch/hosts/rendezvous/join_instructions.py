@@ -1,4 +1,4 @@
-"""What the first notebook says to whoever is to run the cell in the others."""
+"""The instructions of the first notebook for running the cell in the others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "mi
 
 
 def invitation(config: LaunchConfig, function: str) -> list[str]:
-    """Return the cell line for the other notebooks, and what there is to know of it.
+    """Return the line of code to run in the other notebooks, and notes about it.
 
     Args:
-        config: This notebook's.
+        config: This notebook's configuration.
         function: Name of the training function.
     """
     lines = [f"in the other notebooks: {cell_line(config, function)}"]
@@ -40,7 +40,7 @@ def invitation(config: LaunchConfig, function: str) -> list[str]:
 
 
 def cell_line(config: LaunchConfig, function: str) -> str:
-    """Return the call that another notebook makes; a secret is not written into it."""
+    """Return the call to run in another notebook; it never contains a secret."""
     given = config.non_default()
     if function == WARM:
         return _start_line(config)
@@ -63,7 +63,7 @@ def cell_line(config: LaunchConfig, function: str) -> str:
 
 
 def _start_line(config: LaunchConfig) -> str:
-    """Return the line magic with which another notebook starts its warm ranks."""
+    """Return the line magic that starts the warm ranks of another notebook."""
     place = " --node-rank 1" if config.rdzv_backend == "static" else ""
     if config.non_default().keys() & {"rdzv_conf", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes"}:
         return f"%rank_start -c config{place}, where config is the same LaunchConfig"
@@ -83,10 +83,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_address() -> str:
-    """Return the address under which this machine would talk to others; "" when it has none."""
+    """Return this machine's address on its default route; "" when it has none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-            probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737)
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
             return str(probe.getsockname()[0])
     except OSError:
         return ""

@@ -1,4 +1,4 @@
-"""How a notebook joins the others: it connects to the store, signs in, and waits until all have come.
+"""Joins the other notebooks: connects to the store, registers this notebook, and waits until all have arrived.
 
 The phases are methods: ``_connecting``, ``_arriving``, ``_wishing``, ``_joining``, ``_gathering``.
 """
@@ -20,11 +20,11 @@ from notebook_accelerate.launch.hosts.rendezvous.signed_messages import ForgedEr
 
 
 class BrokenError(Exception):
-    """The notebooks cannot meet.
+    """The rendezvous failed.
 
     Args:
-        kind: As in `messages.BrokenEvent`.
-        text: Why, in words.
+        kind: As in `rendezvous_protocol.BrokenEvent`.
+        text: The reason.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -33,10 +33,10 @@ class BrokenError(Exception):
 
 
 class Joining:
-    """One notebook's way into each attempt of a run.
+    """Joins one notebook to each attempt of a run.
 
     Args:
-        seat: The notebook's.
+        seat: This notebook's participant state.
     """
 
     def __init__(self, seat: Participant) -> None:
@@ -68,50 +68,51 @@ class Joining:
             self._start_joining()
 
     def step(self) -> list[Node]:
-        """Do what the phase asks for, and return the notebooks in order once all have come; none before.
+        """Advance the current phase; return the notebooks in order once all have arrived, an empty list before.
 
         Raises:
-            BrokenError: They cannot meet.
+            BrokenError: The rendezvous failed.
         """
         try:
             self._phase()
         except (RuntimeError, OSError):
             if self._phase not in (self._arriving, self._wishing):
                 raise
-            self._look_again()  # the store of a run that has ended went before this notebook had left it
+            self._look_again()  # the store of an ended run closed while this notebook was connected
         return self._members
 
     def leave(self, why: str, kind: str) -> None:
-        """Tell those that wait not to wait for this notebook.
+        """Withdraw this notebook, so that the others do not wait for it.
 
         Args:
-            why: What they are told.
-            kind: What broke the meeting, as in `messages.BrokenEvent`; "" when this notebook leaves by itself.
+            why: The reason that the others receive.
+            kind: Why the rendezvous failed, as in `rendezvous_protocol.BrokenEvent`; "" when this notebook leaves by
+                itself.
         """
         seat = self._seat
         if not self._arrival:
             return
         seat.directory.post(f"gone/{self._arrival}", {"why": why})
-        # Who has found all in this round, and waits for nobody any more, is not to wait for this one's ranks either.
+        # Notebooks that have already found all members of this round must not wait for this one's ranks.
         seat.round.first(f"lost/{seat.node.name}", {"why": why})
         seat.round.count("news", 1)
-        if seat.hosting:  # nobody can meet without the store
+        if seat.hosting:  # without the store no notebook can join
             text = why if kind else f"{rules.title(seat.node.node_rank, seat.node.host)}: {why}"
             seat.directory.first("broken", {"kind": kind or "stopped", "text": text})
         seat.directory.count("generation", 1)
 
     def end_attempt(self) -> None:
-        """Let go of the store of the ranks, which have ended."""
+        """Release the ranks' store; the ranks have ended."""
         self._ranks_store = None
 
-    # ---- to the store
+    # ---- connecting to the store
 
     def _connect(self) -> None:
         self._connecting_task = stores.Task(lambda: stores.connect(self._seat.order))
         self._phase = self._connecting
 
     def _look_again(self) -> None:
-        """Find the store anew, or host it: what answered was that of another run, or of one that has ended."""
+        """Find or host the store again: the store that answered was that of another run, or of one that has ended."""
         self._seat.connection, self._arrival = None, 0
         self._connect()
 
@@ -145,7 +146,7 @@ class Joining:
         self._phase = self._arriving
 
     def _arriving(self) -> None:
-        """See that the store is that of this run, and sign in."""
+        """Check that the store belongs to this run, and register this notebook."""
         seat = self._seat
         hello = seat.directory.read("hello")
         running = None if hello is None else seat.directory.read("running")
@@ -153,7 +154,7 @@ class Joining:
             self._come_late(running)
             return
         if hello is None or running is not None or self._is_over():
-            # A store of another run, or of one that has just ended and will be followed by this one.
+            # The store of another run, or of one that has just ended and that this one follows.
             if hello is not None:
                 self._look_again()
             elif time.monotonic() > self._deadline:
@@ -169,28 +170,28 @@ class Joining:
         self._seat.directory.post(f"arrival/{self._arrival}", self._seat.node.as_dict())
 
     def _is_over(self) -> bool:
-        """Whether the store only waits for the others to have read the last word, or why they could not meet."""
+        """Whether the store stays open only until the others have read the final decision or the failure."""
         return any(self._seat.directory.read(key) is not None for key in ("closed", "broken"))
 
-    # ---- late
+    # ---- a late notebook
 
     def _has_ended(self, running: dict[str, Any]) -> bool:
-        """Whether a run that had all its notebooks has come to its end, though its store is still there."""
+        """Whether a run with all its notebooks has ended, although its store is still open."""
         decision = self._seat.directory.under(running["round"]).read("decision")
         return decision is not None and decision["action"] == "end"
 
     def _began_without_us(self) -> bool:
-        """See whether the others have begun, while this notebook waits to be counted."""
+        """Check whether the others have started while this notebook waits to be admitted."""
         running = self._seat.directory.read("running")
         if running is None or any(each["name"] == self._seat.node.name for each in running["nodes"]):
             return False
-        if self._seat.attempt > running["attempt"]:  # that was before
+        if self._seat.attempt > running["attempt"]:  # an earlier attempt
             return False
         self._come_late(running)
         return True
 
     def _come_late(self, running: dict[str, Any]) -> None:
-        """The run has begun without this notebook: have it start again with it, where it has room."""
+        """Handle a run that started without this notebook: request a restart that includes it, if there is room."""
         seat, order = self._seat, self._seat.order
         members = [Node.from_dict(each) for each in running["nodes"]]
         if trouble := rules.problem(order.backend, [*members, seat.node]):
@@ -207,7 +208,7 @@ class Joining:
         self._phase = self._wishing
 
     def _wishing(self) -> None:
-        """Wait until those that run have decided to start again with this notebook."""
+        """Wait until the running notebooks decide to restart with this one."""
         assert self._wished is not None
         seat = self._seat
         decision = seat.directory.under(self._wished["round"]).read("decision")
@@ -221,9 +222,9 @@ class Joining:
             self._deadline = time.monotonic() + stores.join_seconds(seat.order)
             self._start_joining()
         elif decision["action"] == "end" or seat.directory.read("running") != self._wished:
-            self._phase = self._arriving  # it is over, or has started again without this notebook
+            self._phase = self._arriving  # the run is over, or has restarted without this notebook
 
-    # ---- together
+    # ---- the rendezvous
 
     def _start_joining(self) -> None:
         self._seat.generation = self._seat.directory.count("generation")
@@ -231,7 +232,7 @@ class Joining:
         self._join = stores.Task(self._next_rendezvous)
 
     def _next_rendezvous(self) -> Any:
-        """Join through torch's handler; on a thread of its own, for it waits."""
+        """Join through torch's handler; runs on a separate thread, because it blocks."""
         seat, order = self._seat, self._seat.order
         assert seat.connection is not None
         if order.backend == "static" and self._handler is not None:
@@ -257,7 +258,7 @@ class Joining:
             if not self._began_without_us() and not seat.left:
                 self._say_waiting(come)
             return
-        if seat.hosting and not self._hosted:  # all have come at once: how they were asked is kept
+        if seat.hosting and not self._hosted:  # all arrived at once: record the join instructions anyway
             self._say_waiting(come)
         info = self._join.result()
         member = replace(seat.node, order=info.rank)
@@ -266,11 +267,11 @@ class Joining:
         self._phase = self._gathering
 
     def _gathering(self) -> None:
-        """Read of all members what they bring."""
+        """Read the node of every member."""
         found = [self._seat.round.read(f"member/{rank}") for rank in range(self._expected)]
         members = [Node.from_dict(each) for each in found if each is not None]
         complete = len(members) == self._expected
-        # torch counts two notebooks with one node_rank as two, so that this one may be here before they are noticed.
+        # torch counts two notebooks with the same node_rank as two, so this point can be reached with duplicates.
         if trouble := rules.problem(self._seat.order.backend, members if complete else self._who_has_come()):
             raise BrokenError("mismatch", trouble)
         if not complete:
@@ -282,7 +283,7 @@ class Joining:
             self._met(rules.in_order(members), *place)
 
     def _somebody_left(self) -> bool:
-        """See whether a notebook left before all had come; torch's rendezvous, which still counts it, starts anew."""
+        """Check whether a notebook left early; torch's rendezvous still counts it, so the round starts again."""
         if self._seat.directory.count("generation") == self._seat.generation:
             return False
         broken = self._seat.directory.read("broken")
@@ -292,7 +293,7 @@ class Joining:
         return True
 
     def _ranks_place(self) -> tuple[str, int] | None:
-        """Return where the ranks' store is: each attempt has its own, for torch's ranks use the same keys again."""
+        """Return the address of the ranks' store; each attempt has a new one, because torch's ranks reuse keys."""
         seat, order = self._seat, self._seat.order
         if seat.attempt == 0 and seat.generation == 0:
             return order.address, order.port
@@ -316,10 +317,10 @@ class Joining:
         seat.channel.send(say.MetEvent(seat.attempt, index, told, address, port, *way))
         self._members = members
 
-    # ---- who is there
+    # ---- arrivals
 
     def _who_has_come(self) -> list[Node]:
-        """Return who has come and has not left again."""
+        """Return the notebooks that have arrived and have not left."""
         directory = self._seat.directory
         generation = directory.count("generation")
         changed, self._looked_at = generation != self._looked_at, generation
@@ -340,10 +341,10 @@ class Joining:
             self._seat.channel.send(say.NoteEvent("a notebook without this run's secret was refused"))
 
     def _missing(self, come: list[Node]) -> NoReturn:
-        """The time for joining is over.
+        """Fail because the join timeout was reached.
 
         Raises:
-            BrokenError: Always; it says who has not come.
+            BrokenError: Always; its text lists the missing notebooks.
         """
         seat, order = self._seat, self._seat.order
         if len({node.name for node in come}) >= order.num_nodes:
@@ -363,7 +364,7 @@ class Joining:
 
 
 def _listen_beside(address: str) -> socket.socket:
-    """Return a socket that listens on any free port of an address; on all where it is not this machine's own."""
+    """Return a socket that listens on a free port of ``address``; on all interfaces if the address is not local."""
     try:
         return stores.listen(address, 0)
     except OSError:

@@ -1,4 +1,4 @@
-"""A notebook at the meeting while the ranks run: it keeps alive, passes news on, and decides with the others."""
+"""Participation while the ranks run: sends keep-alives and news, and decides the end together with the others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SILENT = "the rendezvous, which it hosts, does not answer any more"
 
 
 class Watch:
-    """One attempt, from when all have come to the common decision.
+    """One attempt, from the arrival of all notebooks to the common decision.
 
     Args:
-        seat: This notebook's.
-        members: All that take part, in order.
+        seat: This notebook's participant state.
+        members: All notebooks of the attempt, in order.
 
     Attributes:
-        orphaned: Whether the store is gone, and with it whoever hosted it.
+        orphaned: Whether the store is lost, and with it the notebook that hosted it.
     """
 
     def __init__(self, seat: Participant, members: list[Node]) -> None:
@@ -42,30 +42,30 @@ class Watch:
     # ---- from this notebook
 
     def tell(self, kind: str, values: dict[str, Any]) -> None:
-        """Tell the others something of this notebook, in the place of what it told of that kind before."""
+        """Publish values of this notebook to the others; they replace the earlier values of that kind."""
         if not self.orphaned:
             self._seat.round.post(f"{kind}/{self._seat.node.name}", values)
             self._seat.round.count("news", 1)
 
     def tell_end(self, end: dict[str, Any]) -> None:
-        """Tell the others how this notebook's ranks have ended; from now on it waits for the decision."""
+        """Publish how this notebook's ranks have ended; it then waits for the decision."""
         self._ended = True
         self._ends[self._seat.node.name] = end
         self.tell("end", end)
 
     def open_door(self, door: dict[str, Any]) -> None:
-        """Tell the others where the first notebook, which is this one, can be called."""
+        """Publish the address of this notebook's listener; only the first notebook has one."""
         self._door = door
         self._seat.round.post("door", door)
         self._seat.round.count("news", 1)
 
     def leave(self, why: str) -> None:
-        """Tell the others that this notebook leaves, unless its ranks have ended."""
+        """Publish that this notebook leaves, unless its ranks have ended."""
         if self._seat.node.name not in self._ends:
             self._declare_lost(self._seat.node, why)
 
     def store_gone(self) -> None:
-        """The store does not answer any more: tell the kernel that whoever hosts it is lost."""
+        """Handle a store that no longer answers: report the notebook that hosts it as lost."""
         if self.orphaned:
             return
         self.orphaned = True
@@ -74,10 +74,10 @@ class Watch:
         if node.name not in self._ends and node.name not in self._lost:
             self._tell_kernel("lost", index, rules.lost_text(index, node.host, SILENT))
 
-    # ---- of all
+    # ---- all notebooks
 
     def step(self) -> say.DecisionEvent | None:
-        """Look after the others, and return what all do now once that is decided."""
+        """Check the other notebooks, and return the common decision once there is one."""
         if self.orphaned:
             return self._decide_alone()
         self._keep_alive()
@@ -111,7 +111,7 @@ class Watch:
         self._seat.round.first(f"lost/{node.name}", {"why": why})
         self._seat.round.count("news", 1)
 
-    # ---- what the kernel is told
+    # ---- to the kernel
 
     def _read_news(self) -> None:
         here = self._seat.round
@@ -122,7 +122,7 @@ class Watch:
             if node.name not in self._lost and (lost := here.read(f"lost/{node.name}")):
                 self._lost[node.name] = str(lost["why"])
                 self._tell_kernel("lost", index, rules.lost_text(index, node.host, self._lost[node.name]))
-            # One that waits for the others after its ranks have ended may be stopped yet.
+            # A notebook that waits for the others after its ranks have ended can still be stopped.
             if (end := here.read(f"end/{node.name}")) and end != self._ends.get(node.name):
                 self._ends[node.name] = end
                 if end["outcome"] in ("failed", "stopped") and not any(name == node.name for name, _ in self._told):
@@ -153,13 +153,13 @@ class Watch:
     def _tell_kernel(self, kind: str, index: int, text: str) -> None:
         self._seat.channel.send(say.NewsEvent(kind, index, text))
 
-    # ---- what all do now
+    # ---- the common decision
 
     def _has_room(self) -> bool:
         return rules.has_room(self._members, self._seat.attempt, self._seat.order.backend)
 
     def _wishes(self) -> dict[str, Node]:
-        """Return the notebooks that wish to be taken in by the run, by name."""
+        """Return the late notebooks that ask to join the run, by name."""
         directory = self._seat.directory
         found = [directory.read(f"wish/{n}") for n in range(1, directory.count("wishes") + 1)]
         members = {node.name for node in self._members}
@@ -179,11 +179,11 @@ class Watch:
         return None if wanted is None else self._decided(seat.round.first("decision", wanted))
 
     def _decide_alone(self) -> say.DecisionEvent | None:
-        """The store is gone, and with it whoever hosted it: there is nobody to decide with."""
+        """Decide without the others: the store is lost, and with it the notebook that hosted it."""
         if not self._ended:
             return None
         gone = next((node for node in self._members if node.hosting), self._members[0])
-        if any(node.name not in self._ends for node in self._members):  # else nothing was to come any more
+        if any(node.name not in self._ends for node in self._members):  # otherwise the host had nothing more to publish
             self._lost.setdefault(gone.name, SILENT)
         return self._decided({"action": "end", "reason": "", "left": [self._seat.node.name]})
 

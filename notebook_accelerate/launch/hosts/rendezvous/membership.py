@@ -1,4 +1,4 @@
-"""Who takes part, who is missing, and what all do next: decided from facts alone."""
+"""Pure functions that decide who takes part, who is missing, and whether all end or restart."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class Node:
     """One notebook of a run.
 
     Attributes:
-        name: Unique among all notebooks that ever come.
+        name: Unique among all notebooks that ever arrive.
         host: Name of its machine.
-        pid: Its kernel.
-        node_rank: What it was told to be.
+        pid: Process id of its kernel.
+        node_rank: The ``node_rank`` it was launched with.
         processes: Ranks it starts.
         accelerator: Device type of its ranks.
-        torch: Version of its torch.
-        num_nodes: How many notebooks it was told there are.
-        min_nodes: How many it was told are enough.
-        max_restarts: How often it was told to start again.
-        hosting: Whether the store is in its child process.
-        order: Its place in torch's rendezvous.
+        torch: Its version of torch.
+        num_nodes: The number of notebooks it was launched with.
+        min_nodes: The minimum number of notebooks it was launched with.
+        max_restarts: The ``max_restarts`` it was launched with.
+        hosting: Whether its child process hosts the store.
+        order: Its index in torch's rendezvous.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Node:
     order: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` takes."""
+        """Return the node as a dict, for `from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Node:
-        """Return the node that `as_dict` told of; what is not known is left out."""
+        """Return the node from the result of `as_dict`; unknown keys are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 def in_order(nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes as the ranks count them: by ``node_rank``, then who hosts the store, then as they came."""
+    """Return the nodes in rank order: by ``node_rank``, then the host of the store, then by arrival."""
     return sorted(nodes, key=lambda node: (node.node_rank, not node.hosting, node.order))
 
 
@@ -67,12 +67,12 @@ def ranks_of(nodes: Sequence[Node], index: int) -> range:
 
 
 def title(index: int, host: str) -> str:
-    """Return what a node is called in messages."""
+    """Return the name of a node in messages."""
     return f"node {index} ({host})" if host else f"node {index}"
 
 
 def waiting_text(backend: str, num_nodes: int, come: Sequence[Node]) -> str:
-    """Return who has come and who is waited for, in one line."""
+    """Return one line with the notebooks that have arrived and those that are missing."""
     text = f"{len(come)} of {num_nodes} notebooks have joined"
     if backend == "static":
         missing = sorted(set(range(num_nodes)) - {node.node_rank for node in come})
@@ -88,7 +88,7 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 
 
 def timeout_text(backend: str, num_nodes: int, come: Sequence[Node], seconds: float) -> str:
-    """Return who had not come when the join timeout was reached."""
+    """Return the message that lists the notebooks missing at the join timeout."""
     text = waiting_text(backend, num_nodes, come).partition(";")[0]
     limit = f"within {seconds:g} s (rdzv_conf={{'join_timeout': {seconds:g}}})"
     if backend == "static":
@@ -100,11 +100,11 @@ def timeout_text(backend: str, num_nodes: int, come: Sequence[Node], seconds: fl
 
 
 def late_text(members: Sequence[Node], num_nodes: int) -> str:
-    """Return what a notebook is told that comes when the run has begun, and that is not taken in.
+    """Return the message to a notebook that arrives after the start of the run and is refused.
 
     Args:
-        members: Those that run.
-        num_nodes: How many the late notebook was told there are.
+        members: The notebooks of the run.
+        num_nodes: The number of notebooks that the late one was launched with.
     """
     who = ", ".join(f"{node.host} (kernel {node.pid})" for node in members)
     again = "stop it in one of them, and run the cell in every notebook again"
@@ -119,24 +119,24 @@ def late_text(members: Sequence[Node], num_nodes: int) -> str:
 
 
 def has_room(members: Sequence[Node], attempt: int, backend: str) -> bool:
-    """Return whether a run that has begun starts again for a further notebook."""
+    """Return whether a run that has started restarts to include another notebook."""
     first = members[0]
     return backend == "c10d" and len(members) < first.num_nodes and attempt < first.max_restarts
 
 
 def wish_text(members: Sequence[Node], num_nodes: int) -> str:
-    """Return what a late notebook says while it waits to be taken in."""
+    """Return the message of a late notebook while it waits to join."""
     who = ", ".join(f"{node.host} (kernel {node.pid})" for node in members)
     return f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; they start again with it"
 
 
 def joining_text(node: Node) -> str:
-    """Return what those that run say of a late notebook."""
+    """Return the message of the running notebooks about a late one."""
     return f"a late notebook joins, {node.host} (kernel {node.pid}): all start again with it"
 
 
 def problem(backend: str, come: Sequence[Node]) -> str:
-    """Return why these notebooks cannot be one run; "" when they can."""
+    """Return why these notebooks cannot form one run; "" when they can."""
     asked = {node.num_nodes for node in come}
     if len(asked) > 1:
         return f"the notebooks were told different numbers of notebooks, num_nodes={_values(asked)}; pass the same"
@@ -156,7 +156,7 @@ def _values(values: Collection[object]) -> str:
 
 
 def version_note(nodes: Sequence[Node]) -> str:
-    """Return a warning where the notebooks have different versions of torch; "" otherwise."""
+    """Return a warning if the notebooks have different versions of torch; "" otherwise."""
     versions = {node.torch.partition("+")[0] for node in nodes}
     if len(versions) < 2:
         return ""
@@ -172,19 +172,19 @@ def decide(
     backend: str,
     wishes: Sequence[Node] = (),
 ) -> dict[str, Any] | None:
-    """Return what all notebooks do now, once every one of them has told its end or was lost.
+    """Return the common decision, once every notebook has reported its end or was lost.
 
     Args:
         nodes: The nodes in order.
-        ends: What each told ("outcome", "text", "failures", "final"), by name.
+        ends: The end that each reported ("outcome", "text", "failures", "final"), by name.
         lost: Why a node counts as lost, by name.
         attempt: Number of this attempt, from 0.
         backend: "static" or "c10d".
-        wishes: Late notebooks that wish to be taken in.
+        wishes: Late notebooks that ask to join.
 
     Returns:
-        A decision: "action" ("end" or "restart"), "reason", and "left", the names of those that go on; None while
-        somebody has not told its end.
+        A decision: "action" ("end" or "restart"), "reason", and "left", the names of the nodes that continue; None
+        while a node has not reported its end.
     """
     if any(node.name not in ends and node.name not in lost for node in nodes):
         return None
@@ -193,7 +193,7 @@ def decide(
     left = [node.name for node in nodes if node.name not in lost]
     outcomes = {ends[name]["outcome"] for name in left if name in ends}
     reason = _reason(nodes, ends, lost)
-    # Where nobody failed and nobody was lost, those that followed made room for a late notebook.
+    # Without a failure or a lost node, a notebook with the outcome "followed" stopped to let a late one join.
     cause = "failed" in outcomes or "followed" in outcomes or bool(gone)
     again = attempt < first.max_restarts and "stopped" not in outcomes and cause
     again = again and not any(end.get("final") for end in ends.values())
@@ -219,7 +219,7 @@ def _reason(nodes: Sequence[Node], ends: Mapping[str, Mapping[str, Any]], lost: 
 
 
 def lost_text(index: int, host: str, why: str) -> str:
-    """Return the sentence that says that a node was lost, and why."""
+    """Return a sentence that reports a lost node and the reason."""
     return f"{title(index, host)} was lost: {why}"
 
 

@@ -1,4 +1,4 @@
-"""A launch in several notebooks: this one's part of gathering, of telling the others, and of the common end."""
+"""A launch in several notebooks: waits for the others, exchanges news with them, and agrees on the common end."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.store import Record
 
 PATIENCE = 1.0
-"""Seconds that the others may take to end after this notebook before it says that it waits for them."""
+"""Seconds that the others have to end after this notebook, before it reports that it waits for them."""
 GOODBYE_SECONDS = 2.0
 _Event = TypeVar("_Event", bound=Event)
 
 
 class NotebookGroup:
-    """The notebooks of one run, as one of them sees them.
+    """The notebooks of one run, from the side of one of them.
 
     Args:
         context: This notebook's run.
-        plan: What was planned before anybody was met.
+        plan: The plan before the rendezvous.
     """
 
     def __init__(self, context: RunContext, plan: LaunchPlan) -> None:
@@ -75,13 +75,13 @@ class NotebookGroup:
         self._links: dict[int, PeerConnection] = {}
         self._tap: RankMirror | None = None
 
-    # ---- before
+    # ---- before the ranks start
 
     def gather(self, attempt: int) -> LaunchPlan | None:
         """Wait for the others and return this notebook's plan; None when it was stopped meanwhile.
 
         Raises:
-            LaunchError: The others did not come, or cannot be one run with this notebook.
+            LaunchError: The others did not arrive, or cannot form one run with this notebook.
         """
         self._meeting.send(say.JoinOrder(attempt))
         met = self._await(say.MetEvent)
@@ -105,7 +105,7 @@ class NotebookGroup:
         return self._plan
 
     def _link(self, met: say.MetEvent) -> None:
-        """Link the other notebooks to the first, where they share a secret, unless stopped meanwhile."""
+        """Connect the other notebooks to the first if they share a secret, unless stopped meanwhile."""
         if not self._secret or len(self.nodes) == 1:
             return
         if met.index == 0:
@@ -121,7 +121,7 @@ class NotebookGroup:
             self._note(f"the first notebook does not show the ranks of this one: {heard.address}:{heard.port}: {error}")
 
     def _receive(self, address: str) -> None:
-        """Have the others call, and listen no longer than that takes."""
+        """Accept the connections of the others, and stop listening after that."""
         try:
             door = HostListener(address, self._secret, report=self._note)
         except OSError as error:
@@ -149,12 +149,12 @@ class NotebookGroup:
         self._context.note(text, shown_as=f"⚠ {text}")
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
-        """Return what starts this notebook's ranks, and brings those of the others where this one shows them."""
+        """Return the backend that starts this notebook's ranks and, if it shows all ranks, attaches the others'."""
         links = [(link, self.nodes[index].processes) for index, link in sorted(self._links.items())]
         return Together(own, self.index, links)
 
     def keep(self, records: list[Record]) -> None:
-        """Keep what was measured of this notebook's ranks."""
+        """Store samples of this notebook's ranks."""
         self._context.journal.add(records)
         if self._tap is not None:
             self._tap.sampled(records)
@@ -169,10 +169,10 @@ class NotebookGroup:
             parts[7:] = [f"… {parts[-1]}"]
         return f"all {len(self.nodes)} notebooks have joined: {'; '.join(parts)}"
 
-    # ---- meanwhile
+    # ---- while the ranks run
 
     def attend(self, group: RankGroup) -> None:
-        """Hear the others while ``group`` runs, and tell them when it stops."""
+        """Exchange news with the others while ``group`` runs."""
         self._group = group
         self.stopped, self._own_stop = "", None
         self._standstill.begin()
@@ -186,7 +186,7 @@ class NotebookGroup:
             link.stopping, link.react = lambda: group.stops.stopping, partial(self._react, group=group)
 
     def _tell_others(self, reason: StopReason | None) -> None:
-        """This notebook's ranks are being stopped: because of ``reason``, or because one of them failed."""
+        """Report that this notebook stops its ranks: because of ``reason``, or because one of them failed."""
         if reason is not None:
             self._own_stop = reason
             if self._tap is not None:
@@ -194,7 +194,7 @@ class NotebookGroup:
             self._meeting.send(say.NewsOrder("stopped", reason.text))
         elif self._group is not None:
             found = failures.ordered(self._group.stops.failures)
-            # Of a peer that has gone, whoever has lost it tells: this rank only followed.
+            # This rank's failure is a consequence: the notebook of the lost peer reports the cause.
             if not failures.looks_like_lost_peer(found[0]):
                 told = peer_failures.as_told(found, self.index)
                 self._meeting.send(say.NewsOrder("failed", error_messages.headline(found), told))
@@ -204,13 +204,13 @@ class NotebookGroup:
 
     def _step(self, group: RankGroup) -> None:
         heard, self._heard = self._heard, []
-        self._take(heard, group)  # what came together with a word that was waited for
+        self._take(heard, group)  # events that arrived together with an awaited one
         self._standstill.tell()
         self._standstill.announce()
         self._make_room(group)
 
     def _make_room(self, group: RankGroup) -> None:
-        """Stop for a late notebook, but take nobody's debugger away for it."""
+        """Stop to let a late notebook join, unless a debugger is in use."""
         busy = self._context.clock.suspended or group.stops.failures or group.stops.held
         if self._joining is None or busy or not group.stops.follow(self._joining):
             return
@@ -257,14 +257,14 @@ class NotebookGroup:
         if group.stops.follow(StopReason(error, news.text), hold=hold):
             self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
 
-    # ---- after
+    # ---- after the ranks have ended
 
     def conclude(self, group: RankGroup, found: tuple[RankFailure, ...]) -> bool:
         """Send the others how this notebook's ranks ended, and return whether all start again."""
         self._group = None
         self._standstill.tell()
         self._unlink()
-        if self._over:  # without the child there is nobody to ask
+        if self._over:  # without the child process the others cannot be reached
             lost = peer_failures.of_lost(self.nodes, {str(self.index): "its rendezvous process ended"})
             self._record(found or lost)
             return False
@@ -278,11 +278,11 @@ class NotebookGroup:
         text = self._own_stop.text if self._own_stop else error_messages.headline(found) if found else ""
         own = [failure for failure in found if failure.rank in self._own_ranks or failure.kind == "lost"]
         told = peer_failures.as_told(own, self.index)
-        # A run whose ranks were kept after its failure has ended for the user long ago.
+        # A run whose ranks were held after its failure has already ended for the user.
         end = say.EndOrder(outcome, text, told, final=self._context.state.ended is not None)
         self._meeting.send(end)
         decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
-        if decision is None:  # stopped, after all ranks here had ended: nobody is to start again for it
+        if decision is None:  # stopped after all ranks here had ended: no restart
             self._meeting.send(replace(end, outcome="stopped", text=self.why_stopped.text))
             decision = self._await(say.DecisionEvent, stoppable=False)
         assert decision is not None
@@ -337,7 +337,7 @@ class NotebookGroup:
         return self._own_stop or USER_STOP
 
     def close(self) -> None:
-        """End the child process; the others are told if they still wait for this notebook."""
+        """End the child process; it notifies the others if they still wait for this notebook."""
         self._unlink()
         self._meeting.close(leaving="" if self._over else self.trouble)
 
@@ -351,7 +351,7 @@ class NotebookGroup:
         saying: Callable[[], str] | None = None,
         seconds: float | None = None,
     ) -> _Event | None:
-        """Return the next event of a kind; None when the run is stopped before it comes, or it takes too long."""
+        """Return the next event of a kind; None when the run is stopped or the time is over before it arrives."""
         since, said = time.monotonic(), saying is None
         with selectors.DefaultSelector() as selector:
             selector.register(self._meeting.channel, selectors.EVENT_READ, lambda: self._heard.extend(self._hear()))
@@ -372,9 +372,10 @@ class NotebookGroup:
                 self._context.publisher.flush()
 
     def _take_until(self, wanted: type[_Event]) -> _Event | None:
-        """Take in what has been heard up to the first event of a kind, and return that; what came after it is kept.
+        """Handle the received events up to the first one of a kind, and return that one; later events are kept.
 
-        So is what is told of the attempt at hand while its door is waited for: `_step` takes it once there are ranks.
+        News of the current attempt that arrives before the listener's address is kept too: `_step` handles it once
+        there are ranks.
         """
         found, kept = None, []
         while self._heard and found is None:
@@ -408,7 +409,7 @@ class NotebookGroup:
         self._context.commands.carry_out(self._lobby)
 
     def _stopped_waiting(self) -> bool:
-        """See whether this notebook is to wait no longer, and if so tell the others."""
+        """Check whether this notebook must stop waiting; if so, notify the others."""
         lobby = self._lobby
         if self._own_stop is not None and self._own_stop is lobby.stop_reason:
             return True

@@ -1,4 +1,4 @@
-"""A notebook's seat at the meeting: who it is there, what it is connected to, and which round it takes part in."""
+"""A notebook as a participant of the rendezvous: its node, its connection and its current round."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from notebook_accelerate.telemetry import Channel
 
 
 class Participant:
-    """What all that the child process does has in common.
+    """The state that all parts of the child process share.
 
     Args:
-        channel: To the kernel.
-        order: Its first message.
+        channel: The channel to the kernel.
+        order: The kernel's first message.
 
     Attributes:
         node: This notebook.
-        connection: To the store; None while there is none.
-        attempt: Number of the attempt at hand, from 0.
-        generation: How many notebooks had left before they were counted when this round began.
-        left: Names of those that go on after the last decision; empty before it.
+        connection: The connection to the store; None while there is none.
+        attempt: Number of the current attempt, from 0.
+        generation: How many notebooks had left before they were admitted when this round started.
+        left: Names of the nodes that continue after the last decision; empty before it.
     """
 
     def __init__(self, channel: Channel, order: say.RendezvousOrder) -> None:
@@ -36,28 +36,28 @@ class Participant:
 
     @property
     def where(self) -> str:
-        """Where the notebooks meet."""
+        """Address of the rendezvous."""
         return f"{self.order.address}:{self.order.port}"
 
     @property
     def hosting(self) -> bool:
-        """Whether the store is in this process."""
+        """Whether this process hosts the store."""
         return self.connection is not None and self.connection.hosting
 
     @property
     def directory(self) -> Directory:
-        """What the run keeps in the store."""
+        """The run's part of the store."""
         assert self.connection is not None
         return Directory(self.connection.store, f"notebook_accelerate/{self.order.run_id}", self.seal)
 
     @property
     def round_name(self) -> str:
-        """What the round is called in the store: each attempt is one, and begins anew when somebody leaves."""
+        """Name of the round in the store: one per attempt, and a new one when a notebook leaves early."""
         return f"{self.attempt}.{self.generation}"
 
     @property
     def round(self) -> Directory:
-        """What the round at hand keeps in the store."""
+        """The current round's part of the store."""
         return self.directory.under(self.round_name)
 
 

@@ -1,4 +1,4 @@
-"""The cells of another notebook, by the names that this one gives them."""
+"""Names and sources of the cells of other notebooks, for tracebacks and stacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.telemetry.tracebacks import cell_name
 
 @dataclass(slots=True)
 class CellsEvent(Event):
-    """Cells that a notebook has run: by the name of each one's file, what it is called there, and its source."""
+    """Cells that a notebook has run: by file name, the cell's name in that notebook and its source."""
 
     cells: dict[str, list[str]] = field(default_factory=dict)
 
@@ -26,10 +26,10 @@ def own_cells() -> dict[str, list[str]]:
 
 
 class ForeignCells:
-    """Puts the names and the source lines of another notebook's cells into what its ranks say.
+    """Adds the names and source lines of another notebook's cells to the events of its ranks.
 
     Args:
-        where: Put behind the names of cells, as " of node 1".
+        where: Suffix of the names of cells, as " of node 1".
     """
 
     def __init__(self, where: str) -> None:
@@ -37,26 +37,26 @@ class ForeignCells:
         self._names: dict[str, str] = {}
 
     def learn(self, cells: Mapping[str, list[str]]) -> None:
-        """Take in cells as `CellsEvent` has them; their lines are found by their names from now on."""
+        """Add cells in the format of `CellsEvent`, and register their source lines under their names."""
         for filename, (name, source) in cells.items():
             self._names[filename] = named = f"{name}{self._where}"
             install_sources({named: source})
 
     def forget(self) -> None:
-        """Leave nothing of them in this process."""
+        """Remove all registered cells from this process."""
         for name in self._names.values():
             linecache.cache.pop(name, None)
         self._names.clear()
 
     def named(self, event: Event) -> Event:
-        """Return what a rank has said with the names that cells have here."""
+        """Return a rank's event with its cells named as in this notebook."""
         handler = _HANDLERS.get(type(event))
         if handler is not None:
             handler(self, event)
         return event
 
     def in_text(self, text: str) -> str:
-        """Return ``text`` with the names of cells in the place of those of their files."""
+        """Return ``text`` with the file names of cells replaced by the cells' names."""
         for filename, name in list(self._names.items()):  # another thread adds to them
             if filename in text:
                 text = text.replace(filename, name)

@@ -1,4 +1,4 @@
-"""Failures as the notebooks of a run tell one another of them."""
+"""Converts failures for exchange between notebooks, and merges those of all notebooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accelerate.telemetry.failure import to_chain
 
 
 def as_told(found: Iterable[RankFailure], index: int) -> list[dict[str, Any]]:
-    """Return what JSON can say of failures of node ``index``: the exception objects stay in their own notebook."""
+    """Return the failures of node ``index`` as JSON values; exception objects stay in their own notebook."""
     return [
         {
             "rank": failure.rank, "kind": failure.kind, "time": failure.time, "message": failure.message,
@@ -27,7 +27,7 @@ def as_told(found: Iterable[RankFailure], index: int) -> list[dict[str, Any]]:
 
 
 def from_told(told: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
-    """Return the failures that `as_told` told of; those of another version are left out."""
+    """Return the failures from the result of `as_told`; those of an incompatible version are skipped."""
     found = []
     for each in told:
         with suppress(KeyError, TypeError, ValueError):
@@ -44,7 +44,7 @@ def of_lost(nodes: Sequence[Node], lost: Mapping[str, str]) -> tuple[RankFailure
     """Return a failure for each rank of the nodes that were lost.
 
     Args:
-        nodes: All, in order.
+        nodes: All nodes, in order.
         lost: Why a node was lost, by its index.
     """
     found = []
@@ -60,13 +60,13 @@ def of_all(
     told: Iterable[RankFailure],
     lost: Sequence[RankFailure],
 ) -> tuple[RankFailure, ...]:
-    """Return every rank's failure, the first ones first: what follows a lost node is its consequence.
+    """Return every rank's failure, the first failure first; after a lost node the others are its consequences.
 
     Args:
-        here: What this notebook has seen; these have their exceptions.
+        here: Failures that this notebook has seen; these have their exceptions.
         own_ranks: The ranks that it starts.
-        told: What all notebooks told; these have the names of the others' cells.
-        lost: The ranks that were lost.
+        told: Failures that all notebooks reported; these have the names of the others' cells.
+        lost: Failures of the ranks that were lost.
     """
     by_rank = {failure.rank: failure for failure in told}
     for failure in here:

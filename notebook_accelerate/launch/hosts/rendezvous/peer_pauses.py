@@ -1,4 +1,4 @@
-"""Time that stands still in all notebooks while one of them waits for its user."""
+"""Suspends the clock of every notebook while one of them waits for its user."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STOPPED, ASKING = "stopped at a breakpoint", "waiting for input"
 
 
 class PeerPauses:
-    """What this notebook tells the others of its waiting for the user, and hears of theirs.
+    """Exchanges with the other notebooks whether the clock is suspended, and why.
 
     Args:
         context: This notebook's run.
-        meeting: Through it the others are told.
-        shows_all: Whether this notebook shows the ranks of the others at this moment.
+        meeting: Sends to the others.
+        shows_all: Returns whether this notebook currently shows the ranks of the others.
     """
 
     def __init__(self, context: RunContext, meeting: RendezvousClient, shows_all: Callable[[], bool]) -> None:
@@ -37,16 +37,16 @@ class PeerPauses:
         self._unsaid: dict[int, say.StandEvent] = {}
 
     def meet(self, nodes: list[Node], index: int) -> None:
-        """Take in who has met; this notebook is ``nodes[index]``."""
+        """Record the notebooks of the attempt; this one is ``nodes[index]``."""
         self._nodes, self._own_ranks = nodes, rules.ranks_of(nodes, index)
 
     def begin(self) -> None:
-        """Start an attempt, in which nobody waits yet."""
+        """Start an attempt, in which no clock is suspended."""
         self._told, self._said, self._unsaid = (False, ""), {}, {}
         self._clock.forget_elsewhere()
 
     def tell(self) -> None:
-        """Tell the others when time begins to stand still here, because a rank waits for the user, and when it ends."""
+        """Report to the others when this notebook's clock is suspended for its user, and when it resumes."""
         here = self._clock.holders_here()
         told = (bool(here), self._where_it_waits(here))
         if told != self._told:
@@ -54,7 +54,7 @@ class PeerPauses:
             self._meeting.send(say.StandOrder(*told))
 
     def hear(self, event: say.StandEvent) -> None:
-        """Have time stand still here as long as it does in another notebook, and say where it is waited for."""
+        """Suspend or resume this clock with that of another notebook, and show where the user is expected."""
         change = self._clock.pause if event.standing else self._clock.resume
         change(Elsewhere(event.node))
         told, self._said[event.node] = self._said.get(event.node, ""), event.text
@@ -63,7 +63,10 @@ class PeerPauses:
         self.announce()
 
     def announce(self) -> None:
-        """Say where other notebooks are waited for, once what can be opened here has come: it takes another way."""
+        """Show where other notebooks wait for the user, once the prompts that can be opened here have arrived.
+
+        Prompts take another path, so they can arrive after the event.
+        """
         for event in list(self._unsaid.values()):
             asks = any(kind in event.text for kind in (STOPPED, ASKING))
             if asks and self._can_open() and not self._open_here(event):
@@ -94,11 +97,11 @@ class PeerPauses:
         return f", in its notebook; run.debug(rank={open_here[0]}) opens it here too"
 
     def _can_open(self) -> bool:
-        """Whether this notebook's user can come to ranks of the others, as soon as their questions have come."""
+        """Whether this notebook's user can answer ranks of the others, as soon as their prompts have arrived."""
         return self._shows_all() and not self._context.config.block
 
     def _open_here(self, event: say.StandEvent) -> list[int]:
-        """Return the ranks of a notebook whose questions have come to this one."""
+        """Return the ranks of the event's notebook whose prompts have arrived here."""
         ranks, prompts = rules.ranks_of(self._nodes, event.node), self._prompts
         return [rank for rank in ranks if rank in prompts.debugged() or prompts.is_open(rank)]
 

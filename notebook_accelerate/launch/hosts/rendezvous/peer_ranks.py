@@ -1,4 +1,4 @@
-"""In the first notebook: the ranks of the others, heard through a link to each."""
+"""In the first notebook: the ranks of the other notebooks, each reached through a connection to its notebook."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 VISIT_SECONDS = 20.0
-"""How long the other notebooks may take to call."""
+"""Seconds that the other notebooks have to connect."""
 START_SECONDS = 120.0
 
 
 class PeerRank(RemoteRank):
-    """A rank of another notebook, which stops it by itself and asks its own user."""
+    """A rank of another notebook; that notebook stops it and asks its own user."""
 
     asks_here = False
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
-        """See ``RankProcess.send_signal``; when all stop, each notebook sends its own ranks the signals."""
+        """See ``RankProcess.send_signal``; in a common stop each notebook signals its own ranks."""
         link = self._link
         assert isinstance(link, PeerConnection)
         if number not in LADDER or not link.stopping():
             super().send_signal(number, group=group)
 
     def dated(self, messages: list[Stamped]) -> list[Stamped]:
-        """See ``RankProcess.dated``; cells get the names that they have in this notebook."""
+        """See ``RankProcess.dated``; cells are named as in this notebook."""
         assert isinstance(self._link, PeerConnection)
         cells = self._link.cells
         return [Stamped(stamp, cells.named(event)) for stamp, event in super().dated(messages)]
 
 
 class PeerConnection(HostConnection):
-    """The link to another notebook.
+    """The connection to another notebook.
 
     Attributes:
         stopping: Whether this notebook's group is being stopped.
         cells: The other notebook's cells.
-        react: Called with what the other notebook tells.
+        react: Called with the news of the other notebook.
     """
 
     stopping: Callable[[], bool] = staticmethod(lambda: False)
@@ -89,9 +89,9 @@ class Together(ProcessBackend):
     """Starts this notebook's ranks and waits for those of the others.
 
     Args:
-        own: Starts this notebook's.
+        own: Starts this notebook's ranks.
         node: Index of this notebook.
-        links: To the others, with how many ranks each starts.
+        links: Connections to the others, with the number of ranks that each starts.
     """
 
     def __init__(self, own: ProcessBackend, node: int, links: Sequence[tuple[PeerConnection, int]] = ()) -> None:
@@ -120,12 +120,12 @@ class Together(ProcessBackend):
 
 
 def receive(door: HostListener, nodes: Sequence[Node], stopping: Callable[[], bool]) -> dict[int, PeerConnection]:
-    """Wait for the calls of the other notebooks and return the link to each that called, by its index.
+    """Wait until the other notebooks connect; return the connection to each that did, by its index.
 
     Args:
-        door: Where they call.
-        nodes: All, in order; this is the first.
-        stopping: Whether this notebook is to stop waiting.
+        door: The listener they connect to.
+        nodes: All nodes, in order; this is the first.
+        stopping: Returns whether to stop waiting.
     """
     links: dict[int, PeerConnection] = {}
     deadline = time.monotonic() + VISIT_SECONDS
@@ -146,7 +146,7 @@ def receive(door: HostListener, nodes: Sequence[Node], stopping: Callable[[], bo
         try:
             link.measure_clock()
             links[index] = link
-        except ChannelClosedError:  # it has left again
+        except ChannelClosedError:  # it has already left
             gone.add(index)
     return links
 

@@ -1,4 +1,4 @@
-"""In the other notebooks: a copy of what their ranks say and do, sent to the first one."""
+"""In the other notebooks: mirrors everything their ranks send to the first notebook."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import News
 from notebook_accelerate.telemetry import Channel, Event
 
 MAX_WAITING = 64 << 20
-"""Bytes that may wait for the first notebook: one that has stopped reading must not hold up this one's ranks."""
+"""Maximum bytes queued for the first notebook; if it stops reading, this notebook's ranks must not block."""
 FAREWELL_SECONDS = 5.0
 
 
 class RankMirror(Relay):
-    """The stream to the first notebook, for one attempt.
+    """Mirrors the ranks of one attempt to the first notebook.
 
     Args:
-        channel: To it; owned from now on.
-        note: Called with a line for the user, on a thread of the tap.
+        channel: The channel to the first notebook; owned by the mirror.
+        note: Called with a line for the user, on a thread of the mirror.
     """
 
     def __init__(self, channel: Channel, note: Callable[[str], None]) -> None:
@@ -44,18 +44,18 @@ class RankMirror(Relay):
     # ---- from this notebook
 
     def stopping(self, node: int, kind: str, text: str) -> None:
-        """This notebook stops its ranks; the first one hears it before it hears them end."""
+        """Report that this notebook stops its ranks; the first one receives it before their exits."""
         self._tell(NewsEvent(kind, node, text))
 
     def tell_cells(self) -> None:
-        """Tell of the cells that this notebook has run since it last told of them."""
+        """Send the cells that this notebook has run since the last call."""
         new = {filename: cell for filename, cell in own_cells().items() if self._cells.get(filename) != cell}
         if new:
             self._cells |= new
             self._tell(CellsEvent(new))
 
     def close(self) -> None:
-        """Let the first notebook hear everything, then leave."""
+        """Send everything that is queued, then leave."""
         self._waiting.put(None)
         self._threads[0].join(FAREWELL_SECONDS)
         self._left.wait(FAREWELL_SECONDS)
@@ -86,11 +86,11 @@ class RankMirror(Relay):
             self._count(-len(getattr(event, "payload", b"")))
 
     def _count(self, size: int) -> None:
-        with self._counting:  # the run, its sampler and the sending threads count
+        with self._counting:  # used by the run, its sampler and the sending threads
             self._bytes += size
 
 
 LADDER = (signal.SIGINT, signal.SIGTERM)
-"""Signals with which every notebook stops its own ranks."""
+"""Signals that every notebook sends to its own ranks in a stop."""
 
 __all__ = ["LADDER", "RankMirror"]

@@ -1,4 +1,4 @@
-"""The kernel's end of a meeting: starts the child process, gives it orders, hears it, and sees it to its end."""
+"""The kernel's end of a rendezvous: starts the child process, exchanges messages with it, and ends it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 SECRET_VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"  # noqa: S105 - the name of a variable
 END_SECONDS = 8.0
-"""How long the child may take to say goodbye to the others at the common end."""
+"""Seconds that the child has to take leave of the others at the common end."""
 LEAVE_SECONDS = 3.0
-"""How long it may take to say that this notebook leaves before."""
+"""Seconds that it has to report that this notebook leaves early."""
 
 
 class RendezvousClient:
     """The child process of one run.
 
     Args:
-        config: The run's.
-        plan: What is planned for this notebook.
+        config: The run's configuration.
+        plan: This notebook's plan.
     """
 
     def __init__(self, config: LaunchConfig, plan: LaunchPlan) -> None:
@@ -52,15 +52,15 @@ class RendezvousClient:
         return self._process.pid
 
     def send(self, order: Event) -> None:
-        """Give the child an order; one that has gone says so where it is heard."""
+        """Send an order to the child; `heard` reports a child that has died."""
         with suppress(ChannelClosedError):
             self.channel.send(order)
 
     def heard(self) -> list[Event]:
-        """Return what the child has said.
+        """Return the events that the child has sent.
 
         Raises:
-            LaunchError: It has died.
+            LaunchError: The child has died.
         """
         try:
             return [event for _, event in self.channel.receive_available()]
@@ -68,10 +68,10 @@ class RendezvousClient:
             raise LaunchError(f"the process that meets the other notebooks has ended{self._last_words()}") from None
 
     def close(self, leaving: str) -> None:
-        """See the child to its end: by itself, or killed when it takes too long.
+        """End the child; kill it when it takes too long.
 
         Args:
-            leaving: What the others, who may still wait for this notebook, are told; "" after the common end.
+            leaving: The reason for the other notebooks that still wait for this one; "" after the common end.
         """
         if leaving:
             self.send(say.LeaveOrder(leaving))
@@ -89,7 +89,7 @@ class RendezvousClient:
 
 
 def shared_secret(config: LaunchConfig) -> str:
-    """Return the secret that the notebooks of a run share; "" where there is none."""
+    """Return the secret that the notebooks of a run share; "" without one."""
     return str((config.rdzv_conf or {}).get("secret") or os.environ.get(SECRET_VARIABLE, ""))
 
 

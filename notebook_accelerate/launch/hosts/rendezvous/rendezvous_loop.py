@@ -1,7 +1,7 @@
-"""The child process of a kernel that meets the other notebooks: everything that waits, listens or keeps alive is here.
+"""The child process of a kernel for the rendezvous: it waits for, listens to and keeps in touch with other notebooks.
 
-It is one loop over the kernel's orders and the state of the meeting: ``joining`` until all have come, ``watch`` while
-their ranks run, and then the farewell. It ends with the run, and soon after its kernel.
+It is one loop over the kernel's orders and the state of the rendezvous: ``joining`` until all have arrived,
+``keep_alive`` while their ranks run, then the farewell. It ends with the run, and soon after its kernel.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from notebook_accelerate.launch.hosts.rendezvous.signed_messages import ForgedEr
 from notebook_accelerate.telemetry import Channel, Event
 
 TICK = 0.1
-"""Seconds between two looks at the store."""
+"""Seconds between two polls of the store."""
 LINGER = 3.0
-"""Seconds that a store outlives the kernel that died beside it, so that the others can read why."""
+"""Seconds that a store outlives its notebook's kernel after a crash, so that the others can read the reason."""
 PARTING = 0.6
-"""Seconds that a store waits for those who wait at it, or whose ranks run, to read why its notebook leaves."""
+"""Seconds that a store stays open for waiting or running notebooks to read why its notebook leaves."""
 FAREWELL = 5.0
-"""Seconds that a store waits for the others to have read the last word."""
+"""Seconds that a store stays open for the others to read the final decision."""
 
 
 class Child:
-    """One notebook's part in a meeting.
+    """One notebook's part in the rendezvous.
 
     Args:
-        channel: To the kernel.
-        order: Its first message.
+        channel: The channel to the kernel.
+        order: The kernel's first message.
     """
 
     def __init__(self, channel: Channel, order: say.RendezvousOrder) -> None:
@@ -57,12 +57,12 @@ class Child:
         self._leave_by = 0.0
 
     def run(self, orders: Sequence[Event]) -> None:
-        """Serve until the kernel has no more use for this process, or is gone.
+        """Serve until the kernel ends this process or is lost.
 
-        What asks the store runs on a thread beside: a machine that has gone without a word is waited for, for minutes.
+        Calls to the store run on another thread: they block for minutes when the store's machine has vanished.
 
         Args:
-            orders: What has come already.
+            orders: Orders that have already arrived.
         """
         self._orders.extend(orders)
         try:
@@ -80,16 +80,16 @@ class Child:
         self._orders.extend(event for _, event in self._channel.receive(TICK))
 
     def _overdue(self, began: float) -> bool:
-        """See whether the store has not answered for so long that whoever hosts it is taken for lost."""
+        """Check whether the store has not answered for so long that its host counts as lost."""
         limit = stores.keep_alive(self._seat.order)[1]
         if self._seat.connection is None or self._seat.hosting or time.monotonic() - began < limit:
             return False
-        self._aside = ThreadPoolExecutor(1)  # the other thread may wait for minutes, and then has nothing to say
+        self._aside = ThreadPoolExecutor(1)  # the old thread may block for minutes, and its result no longer matters
         self._store_failed(TimeoutError(f"it did not answer for {limit:g} s"))
         return True
 
     def _step(self) -> None:
-        """Do what the kernel has ordered, then what the phase asks for."""
+        """Carry out the kernel's orders, then advance the current phase."""
         try:
             while self._orders:
                 self._obey(self._orders.popleft())
@@ -99,10 +99,10 @@ class Child:
             self._break(error.kind, str(error))
         except ForgedError as error:
             self._break("secret", str(error))
-        except (RuntimeError, OSError, ValueError, RendezvousError) as error:  # what torch raises when a store has gone
+        except (RuntimeError, OSError, ValueError, RendezvousError) as error:  # what torch raises without a store
             self._store_failed(error)
 
-    # ---- what the kernel says
+    # ---- orders from the kernel
 
     def _obey(self, event: Event) -> None:
         if isinstance(event, say.JoinOrder):
@@ -146,14 +146,14 @@ class Child:
         """Wait for an order."""
 
     def _gathering(self) -> None:
-        """Wait until all have come."""
+        """Wait until all notebooks have arrived."""
         members = self._joining.step()
         if members:
             self._watch = Watch(self._seat, members)
             self._phase = self._running
 
     def _running(self) -> None:
-        """Look after the others while the ranks run."""
+        """Keep in touch with the others while the ranks run."""
         assert self._watch is not None
         decision = self._watch.step()
         if decision is not None:
@@ -176,12 +176,12 @@ class Child:
             seat.round.count("byes", 1)
 
     def _leaving(self) -> None:
-        """Host the store until the others have read the last word."""
+        """Host the store until the others have read the final decision."""
         seat = self._seat
         if not seat.hosting or seat.round.count("byes") >= len(seat.left) - 1 or time.monotonic() > self._leave_by:
             self._over = True
 
-    # ---- what goes wrong
+    # ---- failures
 
     def _break(self, kind: str, text: str) -> None:
         self._channel.send(say.BrokenEvent(kind, text))
@@ -201,7 +201,7 @@ class Child:
             self._phase = self._idle
 
     def _bereaved(self) -> None:
-        """Tell the others that this kernel is gone, as far as the store still answers."""
+        """Notify the others that this kernel has died, if the store still answers."""
         leaving = self._phase == self._leaving
         wait([self._aside.submit(self._wait_for_byes if leaving else self._say_farewell)], 2 * FAREWELL)
 
@@ -216,7 +216,7 @@ class Child:
             time.sleep(TICK)
 
     def _go(self, why: str) -> None:
-        """Tell the others not to wait for this notebook any longer."""
+        """Notify the others that they need not wait for this notebook."""
         if self._seat.connection is None or (self._watch is not None and self._watch.orphaned):
             return
         with contextlib.suppress(RuntimeError, OSError, ValueError):
@@ -227,16 +227,16 @@ class Child:
 
 
 def main(descriptor: int) -> NoReturn:
-    """Be the child process.
+    """Run the child process; never returns.
 
     Args:
         descriptor: Its end of the socket pair with the kernel.
     """
-    # torch would open a store of its own for the ranks, on every interface: they use the one at the meeting point.
+    # torch would open a store of its own for the ranks, on every interface; they use the rendezvous store's address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     channel = Channel(socket.socket(fileno=descriptor))
     with contextlib.suppress(ChannelClosedError):
         first, *more = [event for _, event in channel.receive()]
         assert isinstance(first, say.RendezvousOrder)
         Child(channel, first).run(more)
-    os._exit(0)  # torch's waiting threads have nothing more to say
+    os._exit(0)  # torch's blocked threads must not delay the exit

@@ -1,4 +1,4 @@
-"""What travels between a kernel and the child process that meets the other notebooks for it."""
+"""The messages between a kernel and its rendezvous child process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from notebook_accelerate.telemetry import Event
 
 @dataclass(slots=True)
 class RendezvousOrder(Event):
-    """The first message down: where to meet, as what, and how long to wait.
+    """The kernel's first message: the address of the rendezvous, this notebook's node, and the time limits.
 
-    ``node`` is a `nodes.Node` as a dict, less what the child finds out; ``settings`` is `rdzv_conf` without the secret.
+    ``node`` is a `membership.Node` as a dict, without the fields that the child fills in; ``settings`` is `rdzv_conf`
+    without the secret.
     """
 
     backend: str
@@ -34,7 +35,7 @@ class JoinOrder(Event):
 
 @dataclass(slots=True)
 class ListenerEvent(Event):
-    """Where the first notebook can be called, for the attempt at hand: told by it, and heard by the others."""
+    """The address of the first notebook's listener for the current attempt: sent by it, received by the others."""
 
     address: str
     port: int
@@ -42,7 +43,7 @@ class ListenerEvent(Event):
 
 @dataclass(slots=True)
 class WaitingEvent(Event):
-    """Who has come so far, in words; ``first``: this notebook hosts the store, and says so for the first time."""
+    """Text about who has arrived so far; ``first``: the first such event of the notebook that hosts the store."""
 
     text: str
     first: bool = False
@@ -50,14 +51,14 @@ class WaitingEvent(Event):
 
 @dataclass(slots=True)
 class NoteEvent(Event):
-    """Something the user should read, such as a notebook that was refused."""
+    """A remark for the user, such as a notebook that was refused."""
 
     text: str
 
 
 @dataclass(slots=True)
 class MetEvent(Event):
-    """All have come: the nodes in order, which one this is, and where the ranks' store is."""
+    """All have arrived: the nodes in order, the index of this one, and the address of the ranks' store."""
 
     attempt: int
     index: int
@@ -78,9 +79,9 @@ class BrokenEvent(Event):
 
 @dataclass(slots=True)
 class NewsOrder(Event):
-    """Tell the other notebooks: ``kind`` is "failed", "stopped" or "released" (failed ranks are kept no longer).
+    """News for the other notebooks: ``kind`` is "failed", "stopped" or "released" (failed ranks are no longer held).
 
-    ``failures`` are those of this notebook's ranks, as an `EndOrder` has them.
+    ``failures`` are those of this notebook's ranks, as in `EndOrder`.
     """
 
     kind: str
@@ -90,7 +91,7 @@ class NewsOrder(Event):
 
 @dataclass(slots=True)
 class NewsEvent(Event):
-    """What another notebook told, as `NewsOrder` has it, or that it was lost: ``kind`` is "lost" then."""
+    """News of another notebook, as in `NewsOrder`, or its loss: ``kind`` is then "lost"."""
 
     kind: str
     node: int
@@ -100,7 +101,7 @@ class NewsEvent(Event):
 
 @dataclass(slots=True)
 class StandOrder(Event):
-    """Tell the other notebooks whether time stands still in this one, and where it waits for its user, in words."""
+    """For the other notebooks: whether this one's clock is suspended, and a text about where it waits for its user."""
 
     standing: bool
     text: str = ""
@@ -108,7 +109,7 @@ class StandOrder(Event):
 
 @dataclass(slots=True)
 class StandEvent(Event):
-    """Whether time stands still in another notebook, as it told."""
+    """Whether the clock of another notebook is suspended."""
 
     node: int
     standing: bool
@@ -117,9 +118,9 @@ class StandEvent(Event):
 
 @dataclass(slots=True)
 class EndOrder(Event):
-    """All ranks of this notebook have ended: how ("succeeded", "failed", "stopped"), why, and what failed.
+    """All ranks of this notebook have ended: the outcome ("succeeded", "failed", "stopped"), reason and failures.
 
-    ``final``: it must not start again.
+    ``final``: it must not restart.
     """
 
     outcome: str
@@ -130,7 +131,7 @@ class EndOrder(Event):
 
 @dataclass(slots=True)
 class DecisionEvent(Event):
-    """What all notebooks do now: ``action`` is "end" or "restart"; ``ends`` is what each told, by node."""
+    """The common decision: ``action`` is "end" or "restart"; ``ends`` is the end that each node reported."""
 
     action: str
     reason: str
@@ -141,7 +142,7 @@ class DecisionEvent(Event):
 
 @dataclass(slots=True)
 class LeaveOrder(Event):
-    """Nothing more is wanted: tell the others if they still wait for this notebook, and end."""
+    """End the child process; notify the others first if they still wait for this notebook."""
 
     text: str = ""
 

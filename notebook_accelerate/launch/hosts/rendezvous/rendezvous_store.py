@@ -1,4 +1,4 @@
-"""The store the notebooks meet at: hosted by one child process, found by the others; and torch's handlers on it."""
+"""The rendezvous store, hosted by one child process and found by the others, and torch's handlers on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Value = TypeVar("_Value")
 
 
 class Task(Generic[_Value]):
-    """A call on a thread of its own, because torch lets it wait and nobody can end it."""
+    """A call on a separate thread, because torch blocks in it and offers no way to cancel it."""
 
     def __init__(self, call: Callable[[], _Value]) -> None:
         self._call = call
@@ -40,7 +40,7 @@ class Task(Generic[_Value]):
     def _run(self) -> None:
         try:
             self._value = self._call()
-        except Exception as error:  # noqa: BLE001 - handed on
+        except Exception as error:  # noqa: BLE001 - raised by `result`
             self._error = error
 
     @property
@@ -49,7 +49,7 @@ class Task(Generic[_Value]):
         return not self._thread.is_alive()
 
     def result(self) -> _Value:
-        """Return what it returned, or raise what it raised."""
+        """Return the call's result, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[return-value]
@@ -57,33 +57,33 @@ class Task(Generic[_Value]):
 
 @dataclass
 class Connection:
-    """A store, and whether it lives in this process."""
+    """A store, and whether this process hosts it."""
 
     store: Any
     hosting: bool
 
 
 class PortTakenError(Exception):
-    """The port of the rendezvous is taken on the machine that must listen on it."""
+    """The rendezvous port is in use on the machine that must listen on it."""
 
 
 def join_seconds(order: RendezvousOrder) -> float:
-    """Return how long the others are waited for."""
+    """Return the join timeout in seconds."""
     settings = order.settings
     return float(settings.get("join_timeout", settings.get("timeout", JOIN_SECONDS)))
 
 
 def keep_alive(order: RendezvousOrder) -> tuple[float, float]:
-    """Return the seconds between two signs of life, and those without one after which a node is lost."""
+    """Return the seconds between two keep-alives, and those without one after which a node is lost."""
     interval = float(order.settings.get("keep_alive_interval", 5))
     return interval, interval * float(order.settings.get("keep_alive_max_attempt", 3))
 
 
 def connect(order: RendezvousOrder) -> Connection:
-    """Host the store or find it, waiting as long as the join timeout says.
+    """Host the store or find it, waiting up to the join timeout.
 
     Raises:
-        PortTakenError: This notebook must host it, and cannot.
+        PortTakenError: This notebook must host it, and its port is in use.
     """
     listener = _listener(order)
     if listener is not None:
@@ -97,7 +97,7 @@ def connect(order: RendezvousOrder) -> Connection:
 
 
 def host(address: str, listener: socket.socket, order: RendezvousOrder) -> Any:
-    """Return a store that listens on ``listener``; torch by itself would listen on every interface."""
+    """Return a store that listens on ``listener``; by default torch listens on every interface."""
     port = listener.getsockname()[1]
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach(),
@@ -106,7 +106,7 @@ def host(address: str, listener: socket.socket, order: RendezvousOrder) -> Any:
 
 
 def _listener(order: RendezvousOrder) -> socket.socket | None:
-    """Return a socket that listens where the notebooks meet; None where another notebook has it."""
+    """Return a socket that listens on the rendezvous address; None when another notebook listens there."""
     is_host = order.settings.get("is_host")
     must = order.backend == "static" and order.node["node_rank"] == 0
     if (order.backend == "static" and not must) or is_host is False:
@@ -118,7 +118,7 @@ def _listener(order: RendezvousOrder) -> socket.socket | None:
             return None
         if error.errno == errno.EADDRINUSE:
             raise PortTakenError(f"port {order.port} is taken on this machine; pass another everywhere") from None
-        if error.errno == errno.EADDRNOTAVAIL and (must or is_host):  # an address that a router turns into ours
+        if error.errno == errno.EADDRNOTAVAIL and (must or is_host):  # a router translates the address (NAT)
             return listen("", order.port)
         if error.errno == errno.EADDRNOTAVAIL:
             return None
@@ -126,7 +126,7 @@ def _listener(order: RendezvousOrder) -> socket.socket | None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on one address of this machine alone; "" means all."""
+    """Return a socket that listens on one address of this machine only; "" means all."""
     flags = socket.AI_PASSIVE if not address else 0
     family, kind, protocol, _, where = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)[
         0
@@ -145,12 +145,12 @@ def listen(address: str, port: int) -> socket.socket:
 def handler(
     order: RendezvousOrder, seal: MessageSigner, run_id: str, least: int, most: int, *, hosting: bool
 ) -> RendezvousHandler:
-    """Return torch's own handler for one rendezvous of at least ``least`` and at most ``most`` nodes."""
+    """Return torch's handler for one rendezvous of at least ``least`` and at most ``most`` nodes."""
     conf: dict[str, Any] = {k: int(float(v)) for k, v in order.settings.items() if k.endswith(("_timeout", "_attempt"))}
-    conf["join_timeout"] = int(join_seconds(order)) + 60  # the child's own, which says who is missing, comes first
+    conf["join_timeout"] = int(join_seconds(order)) + 60  # the child's own timeout, which lists the missing, is shorter
     conf["keep_alive_interval"] = max(1, int(keep_alive(order)[0]))
     endpoint = f"[{order.address}]:{order.port}" if ":" in order.address else f"{order.address}:{order.port}"
-    # Machines may have the same name, and processes in containers the same number.
+    # Machines may share a name, and processes in containers a process id.
     own = order.settings.get("local_addr") or f"{order.node['host']}-{order.node['name']}"
     parameters = RendezvousParameters(order.backend, endpoint, run_id, least, most, own)
     if order.backend == "static":
@@ -164,7 +164,7 @@ def handler(
 def way_to(address: str, port: int) -> tuple[str, str]:
     """Return the network interface through which this machine reaches an address, and its own address there.
 
-    Both are "" when they are not known.
+    Both are "" when unknown.
     """
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]

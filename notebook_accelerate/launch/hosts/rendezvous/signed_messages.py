@@ -1,4 +1,4 @@
-"""What the notebooks of a run tell each other through torch's store: JSON under keys, sealed with a shared secret."""
+"""Messages between notebooks through torch's store: JSON values, authenticated with a shared secret."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 OPEN = b"-"
-"""In the place of the seal where there is no secret."""
+"""Replaces the signature when there is no secret."""
 
 
 class ForgedError(RendezvousStateError):
-    """Something came that was not sealed with this run's secret."""
+    """A stored value was not signed with this run's secret."""
 
 
 class MessageSigner:
-    """Seals what is put under a key of a store with a secret, and opens what others put there.
+    """Signs the values that are stored under a key, and verifies those of others.
 
     Args:
-        secret: Shared by all notebooks of the run; "" seals nothing.
-        run_id: Name of the run, which is sealed too.
+        secret: Shared by all notebooks of the run; "" disables signing.
+        run_id: Name of the run, which is part of the signature.
     """
 
     def __init__(self, secret: str, run_id: str) -> None:
         self._run_id = run_id.encode()
-        # Whoever reads the store can try guesses of the secret on the seals: each costs as much as this (RFC 7914).
+        # A reader of the store can test guesses of the secret on the signatures: each guess costs this (RFC 7914).
         salt = b"notebook_accelerate rendezvous " + self._run_id
         self._key = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 14, r=8, p=1) if secret else b""
 
     def close(self, key: str, body: bytes) -> bytes:
-        """Return ``body`` behind its seal."""
+        """Return ``body`` with its signature in front."""
         return self._mark(key, body) + b":" + body
 
     def open(self, key: str, data: bytes) -> bytes:
-        """Return what ``close`` was given.
+        """Verify the result of ``close`` and return its body.
 
         Raises:
-            ForgedError: The seal is missing or wrong.
+            ForgedError: The signature is missing or wrong.
         """
         mark, _, body = data.partition(b":")
         if hmac.compare_digest(mark, self._mark(key, body)):
@@ -65,8 +65,8 @@ class Directory:
 
     Args:
         store: A `torch.distributed.Store`.
-        prefix: Put before every key.
-        seal: Opens and closes what is stored.
+        prefix: Prepended to every key.
+        seal: Signs and verifies the stored values.
     """
 
     def __init__(self, store: Any, prefix: str, seal: MessageSigner) -> None:
@@ -77,21 +77,21 @@ class Directory:
         return Directory(self._store, f"{self._prefix}/{name}", self._seal)
 
     def post(self, key: str, values: dict[str, Any]) -> None:
-        """Put ``values`` there."""
+        """Store ``values`` under ``key``."""
         full = self._full(key)
         self._store.set(full, self._seal.close(full, json.dumps(values).encode()))
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return what is there; None when nothing is.
+        """Return the values under ``key``; None when there are none.
 
         Raises:
-            ForgedError: It was not put there by one of this run's notebooks.
+            ForgedError: They were not stored by a notebook of this run.
         """
         full = self._full(key)
         return self._decoded(full, self._store.get(full)) if self._store.check([full]) else None
 
     def first(self, key: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Put ``values`` there unless something is there already, and return what is there then."""
+        """Store ``values`` under ``key`` unless it has a value, and return the stored values."""
         full = self._full(key)
         data = self._seal.close(full, json.dumps(values).encode())
         return self._decoded(full, self._store.compare_set(full, "", data.decode()))
@@ -114,11 +114,11 @@ class Directory:
 
 
 class SignedBackend(RendezvousBackend):
-    """A back end of torch's dynamic rendezvous whose state, which torch pickles, is sealed with the run's secret.
+    """A backend of torch's dynamic rendezvous whose state, which torch pickles, is signed with the run's secret.
 
     Args:
-        backend: torch's own.
-        seal: Opens and closes its state.
+        backend: torch's backend.
+        seal: Signs and verifies its state.
     """
 
     def __init__(self, backend: RendezvousBackend, seal: MessageSigner) -> None:

@@ -20,8 +20,8 @@ class PeerWait:
         context: This notebook's run.
 
     Attributes:
-        stop_reason: Why the waiting is to stop; None while it is not. It stays: a stop that arrives together with what
-            was waited for must be seen by whoever waits next.
+        stop_reason: Why the waiting stops; None while it continues. It is never reset: a stop that arrives together
+            with the awaited event must be seen by the next wait.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -30,7 +30,7 @@ class PeerWait:
 
     @property
     def clock(self) -> PausableClock:
-        """See ``CommandTarget.clock``: a rank may be paused in the moment before it begins or after it has ended."""
+        """See ``CommandTarget.clock``: a rank may be paused just before it starts or just after it has ended."""
         return self._context.clock
 
     def stop(self, grace: float, reason: StopReason) -> None:
@@ -43,7 +43,7 @@ class PeerWait:
         self._context.publisher.show_under(cell)
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """See ``RunCommands.interrupt``: there is no rank."""
+        """See ``RunCommands.interrupt``; there are no ranks to interrupt."""
 
     def warn(self, text: str) -> None:
         """See ``RunCommands.warn``."""
