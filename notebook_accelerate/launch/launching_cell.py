@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import RunInterrupted, WorkerError
+from notebook_accelerate.launch.processes.interrupts import handle_interrupts
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
@@ -44,7 +40,7 @@ class LaunchingCell:
             RunInterrupted: The cell was interrupted meanwhile.
             BaseException: The error that prevented the start of the ranks.
         """
-        with self._interrupts_stop():
+        with handle_interrupts(self._on_signal):
             self._supervisor.thread.start()
             self._supervisor.started.wait()
             if self._supervisor.problem is not None or self._interrupted:
@@ -58,22 +54,21 @@ class LaunchingCell:
         if self._interrupted:
             raise RunInterrupted(self._run)
         if (problem := self._supervisor.problem) is not None:
-            if isinstance(problem, WorkerError):  # stopped before the ranks had started
+            if isinstance(problem, WorkerError) and problem.run is None:  # stopped before the ranks had started
                 problem.run = self._run
             raise problem
 
     def _wait(self) -> None:
         """Wait for the end of the run, or until its ranks are held, and show prompts and the live panel meanwhile."""
         show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
-        prompts = self._run.commands.prompts
-        while self._run.ended is None:
+        run = self._run
+        while not run.done:
             left = None if show_at is None else max(0.0, show_at - time.monotonic())
-            if (prompt := prompts.take(left)) is not None:
+            if (prompt := run.commands.prompts.take(left, until=lambda: run.done)) is not None:
                 self._ask(prompt)
-            elif show_at is not None and (time.monotonic() >= show_at or self._run.ended is not None):
+            elif show_at is not None and time.monotonic() >= show_at:
                 show_at = None
-                self._run.show_live()
-        self._run.wait()
+                run.show_live()
         if show_at is not None:
             self._run.show_live()
         if not self._run.held:
@@ -97,24 +92,11 @@ class LaunchingCell:
         self._interrupted = True
         self._run.commands.stop(DEFAULT_GRACE)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asking:  # only an exception ends input()
+    def _on_signal(self) -> None:
+        if self._asking:  # input() ends by an exception only
             self._asking = False
             raise KeyboardInterrupt
         self._interrupt()
-
-    @contextmanager
-    def _interrupts_stop(self) -> Iterator[None]:
-        """Have SIGINT stop the run, if this thread receives it."""
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
-            yield
-            return
-        signal.signal(signal.SIGINT, self._on_signal)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
 
 __all__ = ["LaunchingCell"]

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.report.run_report import Report
     from notebook_accelerate.telemetry.store import Record
 
-OWN_THREADS = ("notebook-accelerate-run-", "notebook-accelerate-sampler")
-"""Name prefixes of the threads that call subscribers."""
 
 _numbers = itertools.count(1)
 
@@ -113,6 +112,11 @@ class Run(RunDebugging, RunDisplay):
     def ended(self) -> float | None:
         """When the run ended, in seconds since the epoch; None while it runs."""
         return self._state.ended
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended and its views have left their static form: ``wait()`` returns at once."""
+        return self._done.is_set()
 
     @property
     def held(self) -> bool:
@@ -230,7 +234,7 @@ class Run(RunDebugging, RunDisplay):
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done.is_set():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            prompt = self.commands.prompts.take(left)
+            prompt = self.commands.prompts.take(left, until=self._done.is_set)
             if prompt is not None:
                 self._show_prompt(prompt, keep=not self.config.block)  # in a blocking launch an interrupt stops the run
             elif left == 0.0:
@@ -250,7 +254,7 @@ class Run(RunDebugging, RunDisplay):
             raise ValueError(f"grace={grace!r} is not allowed; pass seconds of at least 0")
         self.request_stop(grace)
         # A subscriber may stop its run; the threads that call subscribers cannot wait for their own end.
-        if not threading.current_thread().name.startswith(OWN_THREADS):
+        if threading.current_thread().name not in (f"notebook-accelerate-run-{self.id}", "notebook-accelerate-sampler"):
             self._done.wait()
             self._released.wait()
 
@@ -343,7 +347,8 @@ def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
         try:
             callback(run)
         except Exception as problem:  # noqa: BLE001 - user code on the supervisor's thread
-            warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
+            with suppress(Warning):  # where warnings are errors: the other callbacks are called all the same
+                warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:

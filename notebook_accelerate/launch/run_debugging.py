@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate.debug.diagnosis import Diagnosis
 from notebook_accelerate.debug.session import Session, Stacks
 from notebook_accelerate.launch.state.prompts import Prompt
+from notebook_accelerate.launch.state.run_events import WarningAdded
 from notebook_accelerate.telemetry import tracebacks
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.launch.state.run_commands import RunCommands
     from notebook_accelerate.launch.state.run_state import RankInfo
     from notebook_accelerate.telemetry import RankFailure
@@ -34,6 +36,7 @@ class RunDebugging:
     """The debugging half of ``Run``."""
 
     commands: RunCommands
+    journal: Journal
 
     @property
     def failures(self) -> tuple[RankFailure, ...]:
@@ -63,7 +66,7 @@ class RunDebugging:
         """
         found = self._session().diagnose()
         if found.mistake:
-            self.commands.warn(found.mistake)
+            self.journal.append(WarningAdded(found.mistake))
         return found
 
     def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:

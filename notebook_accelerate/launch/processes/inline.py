@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.config.launch_arguments import launch_arguments_set
 from notebook_accelerate.launch.plan.planner import rank_environment
+from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
@@ -124,12 +125,14 @@ def execute(context: InlineContext, function: Callable[..., Any], arguments: tup
         KeyboardInterrupt: The user stopped it.
     """
     journal = context.journal
-    journal.append(AttemptStarted(0))
-    journal.append(RankStarted(0, os.getpid()))
-    journal.append(RankRunning(0))
+    with deferred_interrupts():
+        for event in (AttemptStarted(0), RankStarted(0, os.getpid()), RankRunning(0)):
+            journal.append(event)
     try:
         with _guest(context):
-            journal.append(RankReturned(0, function(*arguments)))
+            result = function(*arguments)
+            with deferred_interrupts():
+                journal.append(RankReturned(0, result))
     except KeyboardInterrupt:
         _end(context, error_messages.stopped(context.id, journal.state.started))
         raise
@@ -140,6 +143,7 @@ def execute(context: InlineContext, function: Callable[..., Any], arguments: tup
     _end(context, RunEnded("succeeded"))
 
 
+@deferred_interrupts()
 def end_before_start(context: InlineContext) -> None:
     """End a run that was interrupted before its function had begun: who stops all runs waits for this one's end too."""
     state = context.journal.state
@@ -147,6 +151,7 @@ def end_before_start(context: InlineContext) -> None:
         _end(context, error_messages.stopped(context.id, state.started))
 
 
+@deferred_interrupts()
 def _end(context: InlineContext, ended: RunEnded) -> None:
     journal = context.journal
     if journal.state.attempt_status == "running":
@@ -157,6 +162,7 @@ def _end(context: InlineContext, ended: RunEnded) -> None:
     journal.append(ended)
 
 
+@deferred_interrupts()
 def _fail(context: InlineContext, error: BaseException) -> None:
     chain = tracebacks.chain_of(error)
     kind = "exit" if isinstance(error, SystemExit) else "exception"

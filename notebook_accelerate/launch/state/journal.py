@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from notebook_accelerate.launch.state.run_events import RUN, RunEvent
 from notebook_accelerate.launch.state.run_state import RunState
@@ -81,7 +83,11 @@ class Journal:
 
     def _notify(self, records: Sequence[Record]) -> None:
         for listener in self._listeners:
-            listener(records)
+            try:
+                listener(records)
+            except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
+                with suppress(Warning):  # where warnings are errors
+                    warnings.warn(f"a listener failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 __all__ = ["Journal", "Listener"]

@@ -121,7 +121,11 @@ class PromptQueue:
             return [self._open[rank] for rank in sorted(self._open)]
 
     def take(
-        self, timeout: float | None = None, rank: int | None = None, among: Collection[int] | None = None
+        self,
+        timeout: float | None = None,
+        rank: int | None = None,
+        among: Collection[int] | None = None,
+        until: Callable[[], bool] = lambda: False,
     ) -> Prompt | None:
         """Wait for a prompt and take it.
 
@@ -129,6 +133,7 @@ class PromptQueue:
             timeout: Seconds; None waits until the run ends.
             rank: Take only prompts of this rank, and only while its debugger holds it.
             among: Take only prompts of these ranks; None means those whose prompts are for this notebook's user.
+            until: Ends the wait where it returns true; called again after every change.
 
         Returns:
             The prompt; None when the time is over, the run has ended, or the debugger has released ``rank``.
@@ -136,7 +141,7 @@ class PromptQueue:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             ending = self._endings
-            while not self._closed and ending == self._endings:
+            while not (self._closed or until()) and ending == self._endings:
                 if (prompt := self._next(rank, among)) is not None:
                     return self._open.pop(prompt.rank)
                 left = None if deadline is None else deadline - time.monotonic()

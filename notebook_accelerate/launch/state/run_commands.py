@@ -38,9 +38,6 @@ class RunCommands(Protocol):
     def release_clock(self, rank: int) -> None:
         """Undo ``hold_clock``."""
 
-    def warn(self, text: str) -> None:
-        """Record a warning of a sanity check."""
-
 
 class NoCommands:
     """The commands of a run without a supervisor: an inline run, or one rebuilt from its journal."""
@@ -61,9 +58,6 @@ class NoCommands:
         """Do nothing."""
 
     def release_clock(self, rank: int) -> None:
-        """Do nothing."""
-
-    def warn(self, text: str) -> None:
         """Do nothing."""
 
 

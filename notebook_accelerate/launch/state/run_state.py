@@ -263,7 +263,8 @@ class RunState:
         status = self.status
         if event.restarts and status != "starting":
             status = _check("run", RUN_TRANSITIONS, status, "starting")
-        return self._while_not_ended(event, attempts=(*self.attempts[:-1], last), status=status)
+        phase = "none" if event.restarts else self.stop_phase
+        return self._while_not_ended(event, attempts=(*self.attempts[:-1], last), status=status, stop_phase=phase)
 
     def _run_ended(self, event: events.RunEnded, time: float) -> RunState:
         self._require(self.attempt_status != "running" and event.status in ENDED, event)

@@ -30,9 +30,6 @@ class CommandTarget(Protocol):
     def show_under(self, cell: object) -> None:
         """See ``RunCommands.show_under``."""
 
-    def warn(self, text: str) -> None:
-        """See ``RunCommands.warn``."""
-
 
 Command = Callable[[CommandTarget], None]
 
@@ -81,10 +78,6 @@ class CommandQueue:
     def release_clock(self, rank: int) -> None:
         """See ``RunCommands.release_clock``."""
         self.post(lambda target: target.clock.resume(paused(rank)))
-
-    def warn(self, text: str) -> None:
-        """See ``RunCommands.warn``."""
-        self.post(lambda target: target.warn(text))
 
     # ---- the run's thread
 

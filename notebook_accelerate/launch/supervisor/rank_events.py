@@ -122,8 +122,8 @@ class RankEventHandler:
             stream: RankOutput(process.rank, stream, label, self._keep_lines, self._publisher)
             for stream in ("stdout", "stderr")
         }
+        self._ranks.add(SupervisedRank(process, outputs))  # first: what is not known here is not reaped
         self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
-        self._ranks.add(SupervisedRank(process, outputs))
         self._requests.open(process.rank, process.channel, process.look)
         if self.observer is not None:
             self.observer.started(process)
@@ -286,9 +286,13 @@ class RankEventHandler:
         supervised.process.disconnect(self._selector)
         supervised.process.close()
         self._ranks.remove(supervised)
+        self._requests.close(rank)
+        self.forget_prompt(rank)
+
+    def forget_prompt(self, rank: int) -> None:
+        """Drop the prompt of a rank that has ended, and let the clock go on that it held."""
         self._clock.resume(rank)
         self._clock.resume(paused(rank))
-        self._requests.close(rank)
         self._drop_prompt(rank)
 
     def _state_of(self, supervised: SupervisedRank) -> str:

@@ -19,7 +19,7 @@ from notebook_accelerate.launch.processes.selecting import HasFileno, call_ready
 from notebook_accelerate.launch.state import failure_causes, failures
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import RankExited
-from notebook_accelerate.launch.state.run_state import ENDED
+from notebook_accelerate.launch.state.run_state import ENDED, TransitionError
 from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
 from notebook_accelerate.launch.supervisor.rank_events import RankEventHandler
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason, StopSequence
@@ -112,10 +112,6 @@ class RankGroup:
         """Stop the ranks within ``grace`` seconds; a second call kills at once."""
         self.stops.stop(grace, reason)
 
-    def warn(self, text: str) -> None:
-        """See ``RunCommands.warn``."""
-        self.events.warn([text])
-
     def _carry_out(self) -> None:
         self._context.commands.carry_out(self)
 
@@ -173,6 +169,8 @@ class RankGroup:
             self.events.stall.diagnose_then(partial(self._give_up, reason))
 
     def _give_up(self, reason: str, verdict: str) -> None:
+        if not self._ranks.living:  # they ended while they were diagnosed; another attempt may have begun
+            return
         self.stop(DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {verdict}" if verdict else reason))
 
     # ---- queries
@@ -215,8 +213,10 @@ class RankGroup:
         process.close()
         self._ranks.remove(rank)
         self._context.commands.requests.close(process.rank)
-        state = self._context.state.rank(process.rank).state
-        self._context.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
+        self.events.forget_prompt(process.rank)
+        with suppress(TransitionError):  # the process is gone, whatever has been recorded of it
+            state = self._context.state.rank(process.rank).state
+            self._context.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
 
 
 def _launch_environment(context: RunContext, attempt: int) -> dict[str, str]:

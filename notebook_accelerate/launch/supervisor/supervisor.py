@@ -112,7 +112,11 @@ class Supervisor:
     # ---- the run's thread
 
     def _main(self) -> None:
-        self._end(self._run())
+        ended = RunEnded("failed", "WorkerError", "the launch failed")
+        try:
+            ended = self._run()
+        finally:
+            self._end(ended)
 
     def _run(self) -> RunEnded:
         """Run to the end and return how it ended."""
@@ -131,8 +135,6 @@ class Supervisor:
     ) -> RunEnded:
         if not self.started.is_set():
             self.problem = problem
-        if self._context.state.attempt_status == "running":
-            self._journal.append(AttemptEnded(status if status == "stopped" else text))
         return RunEnded(status, error, text, cause)
 
     def _end(self, ended: RunEnded) -> None:
@@ -140,13 +142,20 @@ class Supervisor:
         try:
             self._leave()
         finally:
-            if self._context.state.ended is None:
-                self._journal.append(ended)
-            else:
-                self._journal.append(RanksReleased())
-            self._context.commands.prompts.close()
-            self.started.set()
-            self.over.set()
+            try:
+                self._record_end(ended)
+            finally:
+                self._context.commands.prompts.close()
+                self.started.set()
+                self.over.set()
+
+    def _record_end(self, ended: RunEnded) -> None:
+        if self._context.state.attempt_status == "running":
+            self._journal.append(AttemptEnded(ended.message or ended.status))
+        if self._context.state.ended is None:
+            self._journal.append(ended)
+        if self._context.state.held:
+            self._journal.append(RanksReleased())
 
     def _leave(self) -> None:
         try:
@@ -240,9 +249,9 @@ class Supervisor:
     def _hold(self, group: RankGroup) -> None:
         """End the run with its failure while its ranks are held for the debugger."""
         found = group.verdicts() or (self._notebooks.failures_elsewhere if self._notebooks else ())
+        self._context.publisher.flush(force=True)
         self._journal.append(FailuresRecorded(found))
         self._journal.append(AttemptEnded(error_messages.headline(found)))
-        self._context.publisher.flush(force=True)
         self._journal.append(self._failed())
         self._context.commands.prompts.reopen()
 

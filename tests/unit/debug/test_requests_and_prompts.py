@@ -256,3 +256,12 @@ def test_seconds_that_are_left_out_do_not_count(clock: _Clock) -> None:
     watch.leave_out(9.0)  # they do not count already
     watch.resume(0)
     assert watch.now() == 1006
+
+
+def test_a_wait_that_begins_when_the_run_is_held_already_ends(ends: tuple[Channel, Channel]) -> None:
+    queue = PromptQueue()
+    queue.close()
+    queue.reopen()
+    assert queue.take(until=lambda: True) is None
+    queue.put(_question(ends, 0, "debugger", []))
+    assert queue.take(1.0) is not None

@@ -7,8 +7,10 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ import notebook_accelerate
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.errors import RunInterrupted
 from notebook_accelerate.launch import Run
+from notebook_accelerate.launch.state.journal import Journal
 
 
 @pytest.fixture
@@ -92,3 +95,71 @@ def test_a_run_ends_though_its_end_cannot_be_shown(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stdout", _Gone())
     run = notebook_launcher(body, num_processes=1, use_port=0, start_method="fork", block=False, panel=False)
     assert run.wait(20)
+
+
+OPTIONS: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ranks_that_cannot_be_held_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is to be shown while the ranks are held, and nobody reads any more."""
+
+    def body() -> None:
+        if os.environ["RANK"] == "1":
+            os.write(1, b"late\n")
+            raise KeyError("missing")
+        time.sleep(600)
+
+    monkeypatch.setattr(sys, "stdout", _Gone())
+    run = notebook_launcher(body, **OPTIONS, debug=True, block=False)
+    assert run.wait(30)
+    run.stop(grace=1.0)
+    assert run.status == "failed"
+    assert not run.held
+    assert all(info.exited for info in run.ranks)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [SystemExit, ValueError])
+def test_a_callback_that_fails_keeps_no_launch_waiting(error: type[BaseException]) -> None:
+    def body() -> None:
+        time.sleep(0.3)
+
+    run = notebook_launcher(body, **OPTIONS, block=False)
+
+    def fail(_: object) -> None:
+        raise error
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.add_done_callback(fail)
+        assert run.wait(30)
+        run.stop()
+    assert run.status == "succeeded"
+
+
+def test_the_end_of_one_run_can_wait_for_that_of_another() -> None:
+    other = notebook_launcher(time.sleep, (600,), **OPTIONS, block=False)
+    seen: list[str] = []
+
+    def stop_other(_: object) -> None:
+        other.stop(grace=1.0)
+        seen.append(other.status)
+
+    run = notebook_launcher(time.sleep, (0.3,), **OPTIONS, block=False)
+    run.add_done_callback(stop_other)
+    assert run.wait(30)
+    deadline = time.monotonic() + 30
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert seen == ["stopped"]
+
+
+def test_an_interrupt_as_an_inline_run_ends_leaves_it_done(press: Press) -> None:
+    press(Journal.append.__code__, 7)  # RunCreated, RunPlanned, four of the attempt, RankExited
+    with pytest.raises(KeyboardInterrupt):
+        notebook_launcher(int)
+    run = notebook_accelerate.runs()[-1]
+    assert run.done
+    assert run.status == "succeeded"
+    assert Run.rebuilt(run.config, run.function_name, run.journal.records).status == "succeeded"

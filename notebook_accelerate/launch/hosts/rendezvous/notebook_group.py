@@ -419,7 +419,7 @@ class NotebookGroup:
         if lobby.stop_reason is None:
             return False
         self._own_stop = lobby.stop_reason
-        if self._context.state.stop_phase == "none" and self._context.state.attempt_status != "running":
+        if self._context.state.stop_phase == "none" and self._context.state.ended is None:
             self._context.journal.append(StopAdvanced("interrupting", lobby.stop_reason.text))
         self._meeting.send(say.NewsOrder("stopped", lobby.stop_reason.text))
         return True

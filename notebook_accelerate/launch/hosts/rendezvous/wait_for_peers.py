@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.launch.state.run_events import WarningAdded
-
 if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.pausable_clock import PausableClock
     from notebook_accelerate.launch.supervisor.run_context import RunContext
@@ -44,10 +42,6 @@ class PeerWait:
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``; there are no ranks to interrupt."""
-
-    def warn(self, text: str) -> None:
-        """See ``RunCommands.warn``."""
-        self._context.journal.append(WarningAdded(text))
 
 
 __all__ = ["PeerWait"]
