@@ -19,7 +19,7 @@ HOST = platform.node()
 SECRET = {"secret": "hush"}
 ONE_EACH = ("num_processes=1", "num_processes=1")
 RUN = "notebook_accelerate.runs()[-1]"
-STANDS = f"{RUN}._stopper.__self__._watch.standing"
+STANDS = f"{RUN}.commands.clock.suspended"
 HANG = 20.0
 FUNCTIONS = """
 def stops(*who):
@@ -156,7 +156,7 @@ def test_a_failure_keeps_the_ranks_of_all_notebooks(pair: Notebooks, failing: in
         assert first.value(f"{RUN}.ask('value', timeout=60)[0]", LIMIT) == 40
         second.check(f"{RUN}.stop()", LIMIT)
     for kernel in pair.kernels:
-        kernel.until(f"{RUN}._released.is_set()", LIMIT)
+        kernel.until(f"not {RUN}.held", LIMIT)
     assert pair.values(f"{RUN}.status") == ["failed", "failed"]
 
 
