@@ -172,7 +172,7 @@ def test_a_return_value_that_cannot_be_built_again(kernel: Kernel, method: str) 
         "class TwoArguments(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
     )
     text = _run(kernel, "return Trap() if rank() == 0 else 5", method)
-    assert "cannot be brought back: ZeroDivisionError" in text
+    assert "cannot be unpickled: ZeroDivisionError" in text
     assert kernel.value("dict(notebook_accelerate.runs()[-1].error.results)") == {"1": 5}
 
 

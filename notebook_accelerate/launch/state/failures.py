@@ -31,7 +31,7 @@ def from_event(rank: int, event: FailureEvent) -> RankFailure:
         try:
             exception = load_bytes(event.payload)
         except Exception as error:  # noqa: BLE001 - an exception class may refuse its own arguments
-            note = f"the exception cannot be brought back: {type(error).__name__}: {error}"
+            note = f"the exception cannot be unpickled: {type(error).__name__}: {error}"
     message = f"{last.type}: {last.message}".rstrip(": ")
     if event.kind == "exit":
         code = repr(exception.code) if isinstance(exception, SystemExit) else last.message

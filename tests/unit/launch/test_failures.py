@@ -169,7 +169,7 @@ def test_an_exception_comes_back_as_itself() -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OddError(3, reason="bad"), ["OddError: 3 bad", "cannot be brought back"]),
+        (OddError(3, reason="bad"), ["OddError: 3 bad", "cannot be unpickled"]),
         (HoldingError(), ["HoldingError: holds a lock", "cannot be pickled"]),
         (UnspeakableError(), ["UnspeakableError: <its message cannot be shown: ValueError>"]),
     ],
