@@ -14,7 +14,6 @@ from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     AttemptStarted,
     FailuresRecorded,
-    NoteAdded,
     RanksReleased,
     RunEnded,
 )
@@ -219,14 +218,10 @@ class Supervisor:
         if self._notebooks is not None:
             backend = self._notebooks.backend(backend)
             self._notebooks.attend(group)
-        backend.configure(self._context.config, self._show_note, self._context.commands.pending)
+        backend.configure(self._context.config, self._context.note, self._context.commands.pending)
         group.start(backend, number, self._inherited)
         self.started.set()
         return group
-
-    def _show_note(self, text: str) -> None:
-        self._journal.append(NoteAdded(text))
-        self._context.show(text, "stderr")
 
     # ---- the end of an attempt
 
