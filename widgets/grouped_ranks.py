@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report.node_summary import (
-    MANY,
     SHOWN_NODES,
     SHOWN_RANKS,
     by_node,
@@ -147,11 +146,6 @@ def outliers(ranks: Iterable[RankSnapshot]) -> list[RankSnapshot]:
     return sorted(found, key=lambda r: (r.state != "failed", not r.silent, -r.behind, -(r.own_seconds or 0.0), r.rank))
 
 
-def has_many_ranks(run: RunSnapshot) -> bool:
-    """Return whether there are more ranks than a table lists one by one."""
-    return len(run.ranks) > MANY
-
-
 def _ago(seconds: float | None, *, steady: bool) -> str:
     if seconds is None:
         return "–"
@@ -192,7 +186,6 @@ __all__ = [
     "Section",
     "TableRow",
     "has_gpu",
-    "has_many_ranks",
     "head",
     "node_row",
     "outliers",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.report.markup import element
 from notebook_accelerate.widgets.assets import script
 from notebook_accelerate.widgets.feed import Feed
 
@@ -20,7 +19,6 @@ ALL_FIRST_LINES, ALL_NEW_LINES = 8_000, 1_600
 """The same over all ranks: the more ranks, the fewer lines of each."""
 MAX_LINE = 4_000
 """Characters of a line that are shown."""
-TAIL = 50
 
 
 class LogView(Feed):
@@ -69,16 +67,6 @@ class LogView(Feed):
         if not everything or len(set(nodes.values())) < 2:
             nodes = {}
         self._send_message(kind, {"lines": lines, "skipped": skipped, "nodes": nodes})
-
-    @property
-    def text(self) -> str:
-        """The last lines of all ranks."""
-        return "\n".join(self._run.logs(tail=TAIL))
-
-    @property
-    def html(self) -> str:
-        """The last lines of all ranks, preformatted."""
-        return element("pre", self.text)
 
 
 def _cut(line: LogLine) -> str:

@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import traitlets
 
-from notebook_accelerate.launch.report import svg_curves
-from notebook_accelerate.launch.report.markup import element, join
 from notebook_accelerate.telemetry.downsampling import m4
 from notebook_accelerate.widgets.assets import asset, script
 from notebook_accelerate.widgets.feed import Feed
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch import Run
     from notebook_accelerate.telemetry import Store
     from notebook_accelerate.telemetry.envelope import EnvelopeTail
 
@@ -81,11 +78,6 @@ def chosen_ranks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def sources_of(run: Run) -> list[Source]:
-    """Return the source that draws each rank of ``run``."""
-    return [Source(run.store, run.started)]
-
-
 class _Packet:
     """Collects series for one message."""
 
@@ -101,11 +93,11 @@ class _Packet:
         self.entries.append((metric, label, len(kept)))
         self._columns += [steps, times, tail.values[kept]]
 
-    def add_envelope(self, metric: str, label: str, tail: EnvelopeTail, origin: float) -> None:
+    def add_envelope(self, metric: str, tail: EnvelopeTail, origin: float) -> None:
         times = tail.times - origin
         x = np.where(np.isnan(tail.steps), times, tail.steps)
         first = float(x[0]) if math.isfinite(tail.cut) else None
-        self.entries.append((metric, label, len(x), first))
+        self.entries.append((metric, ENVELOPE_LABEL, len(x), first))
         self._columns += [x, times, tail.mean, tail.low, tail.high]
 
     def message(self) -> dict[str, Any]:
@@ -202,7 +194,7 @@ class Plot(Feed):
         assert envelope is not None, "the store keeps one for fewer ranks than ENVELOPE_RANKS"
         source.cursors[name, ENVELOPE] = envelope.cursor
         if len(envelope.times):
-            packet.add_envelope(name, ENVELOPE_LABEL, envelope, source.origin)
+            packet.add_envelope(name, envelope, source.origin)
 
     def _send_new(self, names: Sequence[str]) -> bool:
         """Send the points since the last message; return False if the store has moved its points."""
@@ -225,28 +217,5 @@ class Plot(Feed):
             self._send_message("delta", packet.message())
         return True
 
-    # ---- without a browser
 
-    def _described(self, limit: int | None = None) -> Iterator[tuple[Source, str, str]]:
-        """Yield source, metric and description of each chart."""
-        for source in self._sources:
-            for name in source.store.metric_names()[:limit]:
-                description = svg_curves.description(source.store.series(name))
-                yield source, name, f"{source.label}: {description}" if source.label else description
-
-    @property
-    def html(self) -> str:
-        """The curves as images with alternative texts."""
-        images = [
-            svg_curves.image(name, svg_curves.tracks_of(source.store, name), description)
-            for source, name, description in self._described(MAX_METRICS)
-        ]
-        return join(images, " ") or element("p", self.empty_text)
-
-    @property
-    def text(self) -> str:
-        """The descriptions of the curves, one per line."""
-        return "\n".join(description for *_, description in self._described()) or self.empty_text
-
-
-__all__ = ["ENVELOPE_LABEL", "ENVELOPE_RANKS", "MAX_METRICS", "Plot", "Source", "chosen_ranks", "sources_of"]
+__all__ = ["ENVELOPE_LABEL", "ENVELOPE_RANKS", "MAX_METRICS", "Plot", "Source", "chosen_ranks"]

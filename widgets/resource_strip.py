@@ -75,7 +75,7 @@ def strip(now: RunSnapshot, watcher: RunWatcher) -> Markup:
         return _node_meters(now.ranks)
     if len(now.ranks) > MAX_CARDS:
         return _rank_meters(now.ranks)
-    cards = [_card(rank, list(watcher.processor.get(rank.rank, ()))) for rank in now.ranks[:MAX_SHOWN]]
+    cards = [_card(rank, list(watcher.processor.get(rank.rank, ()))) for rank in now.ranks]
     return element("ul", *cards, class_="na-strip", aria_label="Resources by rank") if cards else Markup()
 
 

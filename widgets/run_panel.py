@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from notebook_accelerate.launch.report.node_summary import MANY
 from notebook_accelerate.widgets import grouped_ranks, run_panel_html
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.log_view import LogView
 from notebook_accelerate.widgets.panel_elements import card, problem, row, widget_bundle
-from notebook_accelerate.widgets.plot import Plot, sources_of
+from notebook_accelerate.widgets.plot import Plot, Source
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
 from notebook_accelerate.widgets.run_summary import RunWatcher, loss_name
@@ -49,9 +50,8 @@ class RunPanel(LivePanel):
     def _build(self) -> Any:
         self._head, self._problem, self._progress, self._strip = (ipywidgets.HTML() for _ in range(4))
         self._ranks, self._times, self._sharding, self._errors, self._setup = (ipywidgets.HTML() for _ in range(5))
-        self.plot = Plot(
-            sources_of(self.run), "No metric has been logged yet: accelerator.log({...}) draws curves here."
-        )
+        source = Source(self.run.store, self.run.started)
+        self.plot = Plot([source], "No metric has been logged yet: accelerator.log({...}) draws curves here.")
         self.logs = LogView(self.run)
         self.stop_button = ipywidgets.Button(description="Stop", tooltip="Stop the run")
         self.stop_button.add_class("na-stop")
@@ -90,7 +90,7 @@ class RunPanel(LivePanel):
 
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
         """Update the parts that grow with the ranks; of many ranks once a second."""
-        run, many = self.run, grouped_ranks.has_many_ranks(seen)
+        run, many = self.run, len(seen.ranks) > MANY
         self.rank_table.layout.display = "" if many else "none"
         if many:
             self._ranks.value = run_panel_html.verdict(seen)

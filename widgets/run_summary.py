@@ -36,7 +36,6 @@ class RankSnapshot:
 
     rank: int
     state: str
-    pid: int | None
     step: int | None
     behind: int
     rate: float | None
@@ -174,7 +173,6 @@ class RunWatcher:
         return RankSnapshot(
             rank=rank,
             state=info.state,
-            pid=info.pid,
             step=step,
             behind=ahead - step if ahead is not None and step is not None else 0,
             rate=rate,

@@ -39,7 +39,7 @@ class ShardingPage:
     def html(self) -> Markup:
         """Return the page."""
         latest = sharding_table.latest_reports(self.run)
-        if latest.keys() != self._shown.keys() or any(latest[rank] is not self._shown[rank] for rank in latest):
+        if latest != self._shown:
             self._shown, self._html = latest, page(latest)
         return self._html
 
