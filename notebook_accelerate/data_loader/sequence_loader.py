@@ -108,6 +108,3 @@ def _check(batch: Any, rows: int | None) -> None:
 def _contiguous(piece: Any) -> Any:
     """Return a piece with contiguous tensors: models reshape them, and a view would keep the full sequence alive."""
     return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in piece.items()}
-
-
-__all__ = ["SequenceLoader"]

@@ -48,6 +48,3 @@ def _seed_device(seed: int) -> None:
 def wait_for_everyone() -> None:
     """Wait until all ranks reach this call; every rank must call this."""
     PartialState().wait_for_everyone()
-
-
-__all__ = ["set_seed", "wait_for_everyone"]

@@ -31,20 +31,28 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
         return np.arange(count)
     size = -(-count // max(1, points // 4))
     full = count // size * size
-    groups = values[:full].reshape(-1, size)
     base = np.arange(0, full, size)
-    missing = np.isnan(groups)
-    kept = [
-        base,
-        base + size - 1,
-        base + np.where(missing, np.inf, groups).argmin(axis=1),
-        base + np.where(missing, -np.inf, groups).argmax(axis=1),
-    ]
-    rows = missing.any(axis=1)
-    kept.append(base[rows] + missing[rows].argmax(axis=1))
+    kept = [base, base + size - 1, *extremes(values[:full], size)]
     if full < count:  # the last, shorter group
         kept.append(full + m4(values[full:], 4) if count - full > 4 else np.arange(full, count))
     return np.unique(np.concatenate(kept))
 
 
-__all__ = ["m4"]
+def extremes(values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the indices of the smallest and of the largest value of each group, and of one NaN of groups with NaN.
+
+    Args:
+        values: float64, shape (n,), a multiple of ``size``.
+        size: Number of neighbours in a group.
+    """
+    import numpy as np
+
+    groups = values.reshape(-1, size)
+    first = np.arange(0, len(values), size)
+    missing = np.isnan(groups)
+    rows = missing.any(axis=1)
+    return (
+        first + np.where(missing, np.inf, groups).argmin(axis=1),
+        first + np.where(missing, -np.inf, groups).argmax(axis=1),
+        first[rows] + missing[rows].argmax(axis=1),
+    )

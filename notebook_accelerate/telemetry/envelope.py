@@ -148,6 +148,3 @@ _COLUMNS = (
     ("_low", "d", math.inf),
     ("_high", "d", -math.inf),
 )
-
-
-__all__ = ["FEW_RANKS", "MAX_BUCKETS", "EnvelopeTail", "MetricEnvelope"]

@@ -19,6 +19,3 @@ def rank_names(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = [f"{run[0]}–{run[-1]}" if len(run) >= MIN_RANGE else ", ".join(map(str, run)) for run in runs]
     return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(parts)
-
-
-__all__ = ["rank_names"]

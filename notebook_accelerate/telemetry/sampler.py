@@ -98,16 +98,14 @@ class Sampler:
         self._thread.join()
 
     def _run(self) -> None:
-        gpus: GpuReader | None = None
         # The first sample is early, for short runs; psutil needs two readings for a CPU rate.
-        delay = min(0.2, self._period)
-        while not self._stop.wait(delay):
-            if gpus is None:
-                gpus = GpuReader()
+        if self._stop.wait(min(0.2, self._period)):
+            return
+        gpus = GpuReader()
+        self._sink(self.sample(gpus))
+        while not self._stop.wait(self._period):
             self._sink(self.sample(gpus))
-            delay = self._period
-        if gpus is not None:
-            gpus.close()
+        gpus.close()
 
     def sample(self, gpus: GpuReader) -> list[Record]:
         """Return one record per living process."""

@@ -83,6 +83,3 @@ def _held(given: Mapping[str, Any], axes: Mapping[str, int]) -> ShardSizes:
 
 def _bytes(given: Any) -> int | None:
     return None if given is None else max(0, int(given))
-
-
-__all__ = ["KINDS", "ShardReport", "ShardSizes", "to_report"]

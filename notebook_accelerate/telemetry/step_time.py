@@ -143,20 +143,3 @@ def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
         close = getattr(batches, "close", None)
         if close is not None:
             close()
-
-
-__all__ = [
-    "COLLECTIVES",
-    "COMPUTE",
-    "DATA",
-    "OPTIMIZER",
-    "OTHER",
-    "PARTS",
-    "StepTimeEvent",
-    "backward",
-    "collective",
-    "end_step",
-    "running",
-    "switch",
-    "waiting",
-]

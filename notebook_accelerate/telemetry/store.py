@@ -12,11 +12,12 @@ from __future__ import annotations
 import threading
 import warnings
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from notebook_accelerate.telemetry.downsampling import extremes
 from notebook_accelerate.telemetry.envelope import FEW_RANKS, EnvelopeTail, MetricEnvelope
 from notebook_accelerate.telemetry.events import (
     DroppedEvent,
@@ -104,7 +105,7 @@ class _Points:
         while len(self.values) > max(4, limit):
             self._thin()
 
-    def since(self, cursor: tuple[int, int]) -> SeriesTail:
+    def since(self, cursor: tuple[int, int] = (0, 0)) -> SeriesTail:
         import numpy as np
 
         # Thinning moves points, which makes earlier indices invalid.
@@ -121,15 +122,8 @@ class _Points:
         import numpy as np
 
         values = np.frombuffer(self.values, dtype=float)
-        groups = values[: len(values) // 4 * 4].reshape(-1, 4)
-        finite = np.where(np.isnan(groups), np.inf, groups), np.where(np.isnan(groups), -np.inf, groups)
-        base = np.arange(len(groups)) * 4
-        picked = np.concatenate([base + finite[0].argmin(axis=1), base + finite[1].argmax(axis=1)])
-        # A group with NaN keeps one NaN, because readers look for it.
-        nan_rows = np.isnan(groups).any(axis=1)
-        picked = np.concatenate([picked, base[nan_rows] + np.isnan(groups[nan_rows]).argmax(axis=1)])
-        keep = np.unique(np.concatenate([picked, np.arange(len(base) * 4, len(values))]))
-        del values, groups
+        full = len(values) // 4 * 4
+        keep = np.unique(np.concatenate([*extremes(values[:full], 4), np.arange(full, len(values))]))
         self.steps = array("q", np.frombuffer(self.steps, dtype=np.int64)[keep].tobytes())
         self.times = array("d", np.frombuffer(self.times, dtype=float)[keep].tobytes())
         self.values = array("d", np.frombuffer(self.values, dtype=float)[keep].tobytes())
@@ -235,8 +229,8 @@ class Store:
         self._points_count = 0
         self._most_points = max_points
         self._logs: dict[int, deque[LogLine]] = {}
-        self._log_bytes: dict[int, int] = {}
-        self._log_count: dict[int, int] = {}
+        self._log_bytes: Counter[int] = Counter()
+        self._log_count: Counter[int] = Counter()
         self.log_total = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
         self._counted: set[int] = set()
@@ -248,9 +242,9 @@ class Store:
         self.shard_reports: dict[int, ShardReport] = {}
         self._traces: dict[tuple[int, str], int] = {}
         self.last_step: dict[int, int] = {}
-        self.dropped: dict[int, int] = {}
+        self.dropped: Counter[int] = Counter()
         self.last_activity: dict[int, float] = {}
-        self._handlers: dict[type[Event], Callable[[Record], None]] = {
+        self._handlers: dict[type[Event], Callable[[Record, Any], None]] = {
             MetricEvent: self._add_metric,
             ProgressEvent: self._add_progress,
             LogEvent: self._add_log,
@@ -269,7 +263,7 @@ class Store:
                     self.last_activity[record.rank] = record.time
                 handler = self._handlers.get(type(record.event))
                 if handler is not None:
-                    handler(record)
+                    handler(record, record.event)
             subscribers = list(self._subscribers)
         for subscriber in subscribers:
             self._notify(subscriber, records)
@@ -298,8 +292,7 @@ class Store:
 
     # ---- one handler per kind of event, called with the lock held
 
-    def _add_metric(self, record: Record) -> None:
-        event: Any = record.event
+    def _add_metric(self, record: Record, event: MetricEvent) -> None:
         step = self.last_step.get(record.rank, -1) if event.step is None else _int64(event.step)
         if step is not None:
             self.last_step[record.rank] = step
@@ -308,7 +301,7 @@ class Store:
             number = value if type(value) is float else _float(value)
             ranks = self._metrics.get(name)
             if step is None or number is None or (ranks is None and len(self._metrics) >= self._max_series):
-                self.dropped[record.rank] = self.dropped.get(record.rank, 0) + 1
+                self.dropped[record.rank] += 1
                 continue
             if ranks is None:
                 ranks = self._metrics[name] = {}
@@ -337,8 +330,7 @@ class Store:
             points.thin_to(self._limit())
         self._points_count = sum(len(points.values) for points in series)
 
-    def _add_progress(self, record: Record) -> None:
-        event: Any = record.event
+    def _add_progress(self, record: Record, event: ProgressEvent) -> None:
         self.progress[record.rank] = event
         if event.total is None:
             self._counted.add(record.rank)
@@ -348,18 +340,15 @@ class Store:
         if event.total is None or record.rank not in self._counted:
             self.last_step[record.rank] = event.step
 
-    def _add_step_time(self, record: Record) -> None:
-        event: Any = record.event
+    def _add_step_time(self, record: Record, event: StepTimeEvent) -> None:
         if isinstance(event.parts, dict) and all(_float(seconds) is not None for seconds in event.parts.values()):
             self._step_times.setdefault(record.rank, deque(maxlen=RECENT_STEP_TIMES)).append(event)
 
-    def _add_resource(self, record: Record) -> None:
-        event: Any = record.event
+    def _add_resource(self, record: Record, event: ResourceEvent) -> None:
         self.resources[record.rank] = event
         self.peak_memory[record.rank] = max(self.peak_memory.get(record.rank, 0), event.memory_bytes)
 
-    def _add_trace(self, record: Record) -> None:
-        event: Any = record.event
+    def _add_trace(self, record: Record, event: TraceEvent) -> None:
         size = _int64(event.size)
         if size is None:
             return
@@ -369,27 +358,22 @@ class Store:
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
 
-    def _add_sharding(self, record: Record) -> None:
-        event: Any = record.event
+    def _add_sharding(self, record: Record, event: ShardingEvent) -> None:
         if (report := to_report(event)) is not None:
             self.shard_reports[record.rank] = report
 
-    def _add_dropped(self, record: Record) -> None:
-        event: Any = record.event
-        self.dropped[record.rank] = self.dropped.get(record.rank, 0) + event.count
+    def _add_dropped(self, record: Record, event: DroppedEvent) -> None:
+        self.dropped[record.rank] += event.count
 
-    def _add_log(self, record: Record) -> None:
-        event: Any = record.event
+    def _add_log(self, record: Record, event: LogEvent) -> None:
         lines = self._logs.setdefault(record.rank, deque())
-        self._log_count[record.rank] = self._log_count.get(record.rank, 0) + 1
+        self._log_count[record.rank] += 1
         self.log_total += 1
-        size = self._log_bytes.get(record.rank, 0)
         # A text of many lines is stored as one object until it is read: a flood must not cost an object per line.
         lines.append(LogLine(record.time, event.stream, event.text))
-        size += len(event.text) + 200  # about the size of the tuple and its parts
-        while size > self._max_log_bytes and len(lines) > 1:
-            size -= len(lines.popleft().text) + 200
-        self._log_bytes[record.rank] = size
+        self._log_bytes[record.rank] += len(event.text) + 200  # about the size of the tuple and its parts
+        while self._log_bytes[record.rank] > self._max_log_bytes and len(lines) > 1:
+            self._log_bytes[record.rank] -= len(lines.popleft().text) + 200
 
     # ---- reading
 
@@ -409,17 +393,10 @@ class Store:
         with self._lock:
             if name not in self._metrics:
                 raise KeyError(f"no metric {name!r}; there are: {', '.join(self._metrics) or 'none yet'}")
-            columns = [
-                (
-                    np.array(points.steps, dtype=np.int64),
-                    np.array(points.times, dtype=float),
-                    np.full(len(points.values), rank, dtype=np.int64),
-                    np.array(points.values, dtype=float),
-                )
-                for rank, points in self._metrics[name].items()
-            ]
-            thinned = any(points.thinned > 0 for points in self._metrics[name].values())
-        steps, times, ranks, values = (np.concatenate(column) for column in zip(*columns, strict=True))
+            tails = {rank: points.since() for rank, points in self._metrics[name].items()}
+            thinned = any(points.thinned for points in self._metrics[name].values())
+        steps, times, values = (np.concatenate(column) for column in list(zip(*tails.values(), strict=True))[:3])
+        ranks = np.repeat(list(tails), [len(tail.values) for tail in tails.values()])
         order = np.argsort(times, kind="stable")
         return MetricSeries(name, steps[order], times[order], ranks[order], values[order], thinned)
 
@@ -478,7 +455,7 @@ class Store:
             already removed).
         """
         with self._lock:
-            count = self._log_count.get(rank, 0)
+            count = self._log_count[rank]
             chunks = list(islice(reversed(self._logs.get(rank, ())), count - cursor))
         lines: list[LogLine] = []
         skipped = 0

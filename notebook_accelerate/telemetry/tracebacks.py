@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.telemetry import ExceptionInfo, FrameInfo
-from notebook_accelerate.telemetry.launch_payload import NAMED_CELL, is_cell
+from notebook_accelerate.telemetry.cell_sources import NAMED_CELL, is_cell
 
 MAX_FRAMES = 60
 """Frames kept of one exception: the first and the last half of a deeper one."""

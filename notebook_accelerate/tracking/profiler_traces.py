@@ -66,6 +66,3 @@ def _write_after_failure(profiler: Any, target: Path) -> None:
         _write_trace(profiler, target)
     except Exception as error:  # noqa: BLE001 - the training's own error must not be replaced
         warn_once(f"the profiler's trace {target} could not be written ({type(error).__name__}: {error})")
-
-
-__all__ = ["profiled"]

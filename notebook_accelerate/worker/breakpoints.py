@@ -8,28 +8,20 @@ import pdb  # noqa: T100 - this module opens a rank's debugger
 import sys
 from bdb import BdbQuit
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from notebook_accelerate.errors import NotebookAccelerateError
 from notebook_accelerate.telemetry import emit
 from notebook_accelerate.telemetry.debug_protocol import DebuggerLeftEvent
 from notebook_accelerate.worker import stacks
-
-CONTEXT_LINES = 7
-
-
-class Prompter(Protocol):
-    """Prompts the user."""
-
-    def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Return the user's line; raise EOFError where no notebook can prompt."""
+from notebook_accelerate.worker.agent import Agent
 
 
 class Terminal(io.TextIOBase):
     """A debugger's input and output: what it writes is sent with the next prompt."""
 
-    def __init__(self, prompter: Prompter) -> None:
-        self._prompter = prompter
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._written = ""
 
     def readable(self) -> bool:  # noqa: D102 - io's interface
@@ -46,7 +38,7 @@ class Terminal(io.TextIOBase):
         shown, newline, prompt = self._written.rpartition("\n")
         self._written = ""
         try:
-            return self._prompter.ask(prompt, shown=shown + newline, kind="debugger") + "\n"
+            return self._agent.ask(prompt, shown=shown + newline, kind="debugger") + "\n"
         except EOFError:
             return ""
 
@@ -60,16 +52,16 @@ class Terminal(io.TextIOBase):
 class _Session:
     """State of this rank's debugger."""
 
-    prompter: Prompter | None = None
+    agent: Agent | None = None
     process = 0
     debugger: Any = None
     terminal: Terminal | None = None
     frame: FrameType | None = None
 
 
-def install(prompter: Prompter) -> None:
+def install(agent: Agent) -> None:
     """Send every breakpoint of this process to the notebook."""
-    _Session.prompter, _Session.process = prompter, os.getpid()
+    _Session.agent, _Session.process = agent, os.getpid()
     sys.breakpointhook = _hook
     pdb.set_trace = _set_trace
 
@@ -88,10 +80,8 @@ def variables(frame: FrameType) -> dict[str, Any]:
     """Return the names that an expression in ``frame`` can use, with assignments at the debugger's prompt."""
     debugger = _Session.debugger
     if _Session.frame is not None and getattr(debugger, "curframe", None) is frame:
-        return {
-            **frame.f_globals,
-            **debugger.curframe_locals,
-        }  # before Python 3.13, reading f_locals undoes them
+        # Before Python 3.13, reading f_locals undoes the assignments.
+        return {**frame.f_globals, **debugger.curframe_locals}
     return stacks.frame_variables(frame)
 
 
@@ -151,8 +141,8 @@ def post_mortem(traceback: TracebackType) -> None:
 def _debugger() -> Any:
     """Return this rank's debugger: one for all breakpoints, so that breakpoints set in it stay."""
     if _Session.debugger is None:
-        assert _Session.prompter is not None, "a rank is connected before it runs"
-        _Session.terminal = Terminal(_Session.prompter)
+        assert _Session.agent is not None, "a rank is connected before it runs"
+        _Session.terminal = Terminal(_Session.agent)
         _Session.debugger = _debugger_class()(stdin=_Session.terminal, stdout=_Session.terminal, nosigint=True)
         _Session.debugger.use_rawinput = False
     return _Session.debugger
@@ -186,7 +176,7 @@ def _debugger_class() -> Any:
                 self.set_next(frame)
 
         def interaction(self, frame: Any, traceback: Any, *args: Any, **kwargs: Any) -> None:
-            _Session.frame = frame if frame is not None else stacks.innermost_frame(traceback)
+            _Session.frame = frame if frame is not None else stacks.frame_in_traceback(traceback)
             try:
                 super().interaction(frame, traceback, *args, **kwargs)
             finally:

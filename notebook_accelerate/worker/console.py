@@ -8,13 +8,11 @@ import functools
 import getpass
 import io
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from notebook_accelerate.telemetry import DisplayEvent, emit
 from notebook_accelerate.worker import breakpoints
-
-if TYPE_CHECKING:
-    from notebook_accelerate.worker.agent import Agent
+from notebook_accelerate.worker.agent import Agent
 
 
 class Console:

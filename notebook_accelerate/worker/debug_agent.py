@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from notebook_accelerate.telemetry import Event, GroupTimeoutEvent, Sink
+from notebook_accelerate.telemetry import GroupTimeoutEvent
 from notebook_accelerate.telemetry.debug_protocol import (
     HEARTBEAT_SECONDS,
     AskReply,
@@ -40,6 +40,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
 )
 from notebook_accelerate.telemetry.pickling import dump_answer
 from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stacks
+from notebook_accelerate.worker.agent import Agent
 
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
@@ -47,18 +48,6 @@ BYTECODE_SECONDS = 0.5
 """How long the request then waits for the next bytecode, before the agent's thread serves it."""
 STUCK_SECONDS = 2.0
 """The heartbeat names the open collective of a main thread that has not moved for this long."""
-
-
-class AgentApi(breakpoints.Prompter, Protocol):
-    """The interface of the rank's agent."""
-
-    sink: Sink
-
-    def on(self, kind: type[Event], handler: Callable[[Any], None]) -> None:
-        """See ``Agent.on``."""
-
-    def every_tick(self, callback: Callable[[], None]) -> None:
-        """See ``Agent.every_tick``."""
 
 
 cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
@@ -82,7 +71,7 @@ class DebugAgent:
         agent: The rank's agent.
     """
 
-    def __init__(self, agent: AgentApi) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._code: CodeType | None = None
         # Re-entrant: the signal handler may interrupt the main thread while it holds the lock. For the same reason the
@@ -97,24 +86,20 @@ class DebugAgent:
         self._resume = threading.Event()
         self._paused = ""
         self._timeouts: collective_timeouts.GroupTimeouts | None = None
-        self._main = threading.main_thread()
+        self._main = threading.main_thread().ident or 0
         self._position: tuple[object, int] | None = None
-        self._cpu_clock = time.pthread_getcpuclockid(self._main.ident) if self._main.ident is not None else None
+        self._cpu_clock = time.pthread_getcpuclockid(self._main)
         self._cpu = 0.0
         self._moved = time.time()
         self._next_heartbeat = 0.0
-        handlers: dict[type[Event], Callable[[Any], None]] = {
-            StacksRequest: self._on_stacks,
-            AskRequest: self._on_ask,
-            CompleteRequest: self._on_complete,
-            PauseRequest: self._on_pause,
-            ResumeRequest: self._on_resume,
-            BreakRequest: self._on_break,
-            AttachRequest: self._on_attach,
-            CellRequest: cell_requests.put,
-        }
-        for kind, handler in handlers.items():
-            agent.on(kind, handler)
+        agent.on(StacksRequest, self._on_stacks)
+        agent.on(AskRequest, self._on_ask)
+        agent.on(CompleteRequest, self._on_complete)
+        agent.on(PauseRequest, self._on_pause)
+        agent.on(ResumeRequest, self._on_resume)
+        agent.on(BreakRequest, self._on_break)
+        agent.on(AttachRequest, self._on_attach)
+        agent.on(CellRequest, cell_requests.put)
         agent.every_tick(self._tick)
 
     def install(self, function: Callable[..., Any]) -> None:
@@ -145,12 +130,12 @@ class DebugAgent:
         self._quit = True
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
-        self._serve(frame, "")
+        self._serve(frame)
 
     def _at_boundary(self) -> None:
-        self._serve(stacks.main_frame(), "")
+        self._serve(stacks.main_frame())
 
-    def _serve(self, frame: FrameType | None, note: str) -> None:
+    def _serve(self, frame: FrameType | None) -> None:
         while True:
             with self._lock:
                 if not self._pending:
@@ -158,7 +143,7 @@ class DebugAgent:
                     return
                 pending = self._pending.pop(0)
             resumes = self._resumes
-            pending.serve(frame, note)
+            pending.serve(frame, "")
             if self._resumes != resumes:  # the request paused the rank here: the next pause is for the next boundary
                 return
 
@@ -167,7 +152,7 @@ class DebugAgent:
         self._paused = why
         try:
             while self._resumes == resumes:
-                self._serve(frame, "")
+                self._serve(frame)
                 self._resume.wait(0.2)  # short, for KeyboardInterrupt and the debugger
         finally:
             self._paused = ""
@@ -187,8 +172,7 @@ class DebugAgent:
         for pending in due:
             if not pending.signalled:
                 pending.signalled, pending.deadline = True, now + BYTECODE_SECONDS
-                if self._main.ident is not None:
-                    signal.pthread_kill(self._main.ident, signal.SIGUSR2)
+                signal.pthread_kill(self._main, signal.SIGUSR2)
             elif pending.from_agent:
                 pending.serve(stacks.main_frame(), "read by another thread: the main thread waits in C")
         if now >= self._next_heartbeat:
@@ -199,7 +183,7 @@ class DebugAgent:
         """Record when the main thread moves: it is at another bytecode, or has used processor time."""
         frame = stacks.main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
-        cpu = time.clock_gettime(self._cpu_clock) if self._cpu_clock is not None else 0.0
+        cpu = time.clock_gettime(self._cpu_clock)
         if position != self._position or cpu - self._cpu > 0.01:
             self._moved = time.time()
         self._position, self._cpu = position, cpu
@@ -222,11 +206,8 @@ class DebugAgent:
         threads = stacks.all_stacks()
         if self._traceback is not None:
             threads["MainThread"] = stacks.traceback_stack(self._traceback)
-        reply = StacksReply(request.number, threads, self._moved, waiting, last, self._paused_text())
-        self._agent.sink.send(reply)
-
-    def _paused_text(self) -> str:
-        return self._paused or breakpoints.stopped_at()
+        paused = self._paused or breakpoints.stopped_at()
+        self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused))
 
     def _on_ask(self, request: AskRequest) -> None:
         self._in_frame(lambda frame, note: self._answer(request, frame, note))

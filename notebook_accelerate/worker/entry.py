@@ -36,7 +36,8 @@ from notebook_accelerate.telemetry import (
     install_sink,
     tracebacks,
 )
-from notebook_accelerate.telemetry.launch_payload import dump_bytes, install_sources, load_bytes
+from notebook_accelerate.telemetry.cell_sources import install_sources
+from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from notebook_accelerate.worker import state_resets
 from notebook_accelerate.worker.agent import Agent
@@ -288,6 +289,3 @@ def leave_process_group() -> None:
         with contextlib.suppress(Exception):
             if distributed.get_backend() != "gloo":
                 distributed.destroy_process_group()
-
-
-__all__ = ["Function", "Loader", "Wiring", "WorkerOrder", "main"]

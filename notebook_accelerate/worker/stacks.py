@@ -7,8 +7,10 @@ import re
 import rlcompleter
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -22,17 +24,24 @@ LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "
 
 def main_frame() -> FrameType | None:
     """Return the innermost frame of the main thread; callable from any thread."""
-    identity = threading.main_thread().ident
-    return sys._current_frames().get(identity) if identity is not None else None
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield ``frame`` and its callers, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _in_function(frame: FrameType) -> bool:
+    return frame.f_code.co_filename not in LAUNCHERS
 
 
 def stack(frame: FrameType | None) -> tuple[FrameInfo, ...]:
     """Return ``frame`` and its callers up to the launched function, outermost first."""
-    found: list[FrameInfo] = []
-    while frame is not None and len(found) < MAX_FRAMES and frame.f_code.co_filename not in LAUNCHERS:
-        found.append(_frame_info(frame, frame.f_lineno or 0))
-        frame = frame.f_back
-    return tuple(reversed(found))
+    frames = islice(takewhile(_in_function, _callers(frame)), MAX_FRAMES)
+    return tuple(reversed([_frame_info(each, each.f_lineno or 0) for each in frames]))
 
 
 def _frame_info(frame: FrameType, line: int) -> FrameInfo:
@@ -64,21 +73,17 @@ def function_code(function: Callable[..., Any]) -> CodeType | None:
 
 def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
     """Return the innermost frame of the function ``name``; without a name, of ``default``, or else ``frame``."""
-    current = frame
-    while current is not None:
-        if current.f_code.co_name == name if name else current.f_code is default:
-            return current
-        current = current.f_back
+    for caller in _callers(frame):
+        if caller.f_code.co_name == name if name else caller.f_code is default:
+            return caller
     return frame if not name else None
 
 
 def user_frame(frame: FrameType | None, default: CodeType | None) -> FrameType | None:
     """Return the innermost frame of the user's own code; the launched function's frame where there is none."""
-    current = frame
-    while current is not None and current.f_code.co_filename not in LAUNCHERS:
-        if is_user_code(current.f_code.co_filename):
-            return current
-        current = current.f_back
+    for caller in takewhile(_in_function, _callers(frame)):
+        if is_user_code(caller.f_code.co_filename):
+            return caller
     return find_frame(frame, "", default)
 
 
@@ -100,36 +105,16 @@ def completions(names: dict[str, Any], text: str) -> list[str]:
 
 def function_names(frame: FrameType | None) -> list[str]:
     """Return the names of the functions on the stack, innermost first."""
-    found: list[str] = []
-    while frame is not None:
-        found.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return found
+    return [caller.f_code.co_name for caller in _callers(frame)]
 
 
-def innermost_frame(traceback: TracebackType | None) -> FrameType | None:
-    """Return the frame that raised the exception."""
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame if traceback is not None else None
-
-
-def frame_in_traceback(traceback: TracebackType | None, name: str) -> FrameType | None:
+def frame_in_traceback(traceback: TracebackType | None, name: str = "") -> FrameType | None:
     """Return the innermost frame of a traceback; with a name, the innermost frame of that function."""
-    found = None
-    while traceback is not None:
-        if not name or traceback.tb_frame.f_code.co_name == name:
-            found = traceback.tb_frame
-        traceback = traceback.tb_next
-    return found
+    frames = [frame for frame, _ in walk_tb(traceback) if not name or frame.f_code.co_name == name]
+    return frames[-1] if frames else None
 
 
 def traceback_stack(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
     """Return the frames of a traceback from the launched function on, outermost first."""
-    found: list[FrameInfo] = []
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in LAUNCHERS:
-        traceback = traceback.tb_next
-    while traceback is not None:
-        found.append(_frame_info(traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return tuple(found)
+    frames = dropwhile(lambda entry: not _in_function(entry[0]), walk_tb(traceback))
+    return tuple(_frame_info(frame, line) for frame, line in frames)

@@ -11,8 +11,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from notebook_accelerate.telemetry import StatusEvent, tracebacks
+from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
-from notebook_accelerate.telemetry.launch_payload import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.worker import debug_agent, state_resets
 

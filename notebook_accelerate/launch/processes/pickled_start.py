@@ -13,7 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
-from notebook_accelerate.telemetry.launch_payload import cell_sources, dump, dump_bytes
+from notebook_accelerate.telemetry.cell_sources import cell_sources
+from notebook_accelerate.telemetry.pickling import dump, dump_bytes
 from notebook_accelerate.worker.entry import die_with_parent
 
 if TYPE_CHECKING:

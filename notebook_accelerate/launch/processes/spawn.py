@@ -53,9 +53,9 @@ class SpawnBackend(PickledBackend):
 
 def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int) -> NoReturn:
     """Run a rank in a fresh interpreter; reads the order from standard input."""
-    from notebook_accelerate.telemetry.launch_payload import loader
+    from notebook_accelerate.telemetry.pickling import load_file
     from notebook_accelerate.worker import entry
 
     entry.discard_interrupt(parent)
     order = pickle.load(sys.stdin.buffer)  # not until its end: a rank forked meanwhile may hold the other end open
-    entry.main(order, entry.Wiring(channel, stdout, stderr, parent), loader(payload), inherited=None)
+    entry.main(order, entry.Wiring(channel, stdout, stderr, parent), lambda: load_file(payload), inherited=None)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes.zygote import GUARD, HELPER, LENGTH, STATUS
-from notebook_accelerate.telemetry.launch_payload import loader
+from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.worker import entry
 
 PRELOADED = (
@@ -111,7 +111,7 @@ class _Server:
                 os.close(payload)
                 run_helper(body.decode(), channel, stdout, stderr)
             wiring = entry.Wiring(channel, stdout, stderr, parent)
-            entry.main(pickle.loads(body), wiring, loader(payload), inherited=None)
+            entry.main(pickle.loads(body), wiring, lambda: load_file(payload), inherited=None)
         with suppress(OSError):
             os.setpgid(pid, pid)
         for descriptor in (channel, stdout, stderr, payload):

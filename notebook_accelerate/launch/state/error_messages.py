@@ -10,7 +10,7 @@ from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_events import RunEnded
 from notebook_accelerate.telemetry import tracebacks
-from notebook_accelerate.telemetry.launch_payload import is_cell
+from notebook_accelerate.telemetry.cell_sources import is_cell
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from pathlib import Path
 from notebook_accelerate.errors import NotebookAccelerateError
 from notebook_accelerate.launch.state.rank_exit import Exit
 from notebook_accelerate.telemetry import FailureEvent, RankFailure, tracebacks
-from notebook_accelerate.telemetry.launch_payload import is_cell, load_bytes
+from notebook_accelerate.telemetry.cell_sources import is_cell
+from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.sampler import machine_memory
 
 _PEER_LOST = re.compile(

@@ -53,7 +53,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
     Reply,
     StacksReply,
 )
-from notebook_accelerate.telemetry.launch_payload import load_bytes
+from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.store import Record
 
 if TYPE_CHECKING:

@@ -93,4 +93,4 @@ def test_an_interrupt_ends_a_pause(host: Host, monkeypatch: pytest.MonkeyPatch) 
     host.hear(PauseRequest(1))
     with pytest.raises(KeyboardInterrupt):
         agent._at_boundary()
-    assert agent._paused_text() == ""
+    assert agent._paused == ""

@@ -14,15 +14,8 @@ import pytest
 import torch
 
 from notebook_accelerate.errors import SerializationError
-from notebook_accelerate.telemetry.launch_payload import (
-    cell_sources,
-    dump,
-    dump_bytes,
-    install_sources,
-    is_cell,
-    load_bytes,
-    load_file,
-)
+from notebook_accelerate.telemetry.cell_sources import cell_sources, install_sources, is_cell
+from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_bytes, load_file
 
 
 def _through_file(value: Any) -> Any:

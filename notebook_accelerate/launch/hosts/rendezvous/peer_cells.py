@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from notebook_accelerate.telemetry import Event, ExceptionInfo, FailureEvent, FrameInfo, InputRequest
+from notebook_accelerate.telemetry.cell_sources import cell_sources, install_sources
 from notebook_accelerate.telemetry.debug_protocol import CellReply, StacksReply
-from notebook_accelerate.telemetry.launch_payload import cell_sources, install_sources
 from notebook_accelerate.telemetry.tracebacks import cell_name
 
 

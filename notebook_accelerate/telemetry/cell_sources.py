@@ -1,12 +1,8 @@
-"""A launch's payload: the function with its arguments, and the sources of notebook cells for tracebacks."""
+"""The sources of notebook cells, which a launch sends to its ranks for tracebacks."""
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
-from typing import Any
-
-from notebook_accelerate.telemetry.pickling import Payload, dump, dump_bytes, load_bytes, load_file
 
 MAX_SOURCE_BYTES = 8 << 20
 """Cell sources beyond this are omitted, the oldest first."""
@@ -41,21 +37,3 @@ def install_sources(sources: dict[str, str]) -> None:
     for name, source in sources.items():
         # No loader and no modification time: linecache.checkcache leaves such entries alone.
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-
-
-def loader(descriptor: int) -> Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Return a function that loads (function, arguments) from a payload's file."""
-    return lambda: load_file(descriptor)
-
-
-__all__ = [
-    "Payload",
-    "cell_sources",
-    "dump",
-    "dump_bytes",
-    "install_sources",
-    "is_cell",
-    "load_bytes",
-    "load_file",
-    "loader",
-]
