@@ -94,6 +94,3 @@ def is_writer(path: AnyPath, state: RankControl, each_node: bool) -> bool:
         each_node: Whether the first rank of every machine writes, for machines with disks of their own.
     """
     return state.is_local_main_process if each_node and isinstance(path, Path) else state.is_main_process
-
-
-__all__ = ["atomic_write", "is_writer", "local_copy", "make_folder"]

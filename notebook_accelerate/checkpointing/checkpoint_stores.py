@@ -212,6 +212,3 @@ def store_for(target: AnyPath) -> Store:
     from notebook_accelerate.checkpointing.object_store import ObjectStore
 
     return ObjectStore(target)
-
-
-__all__ = ["FileRecords", "ReadLocation", "Store", "store_for"]

@@ -151,6 +151,3 @@ def folder_size(folder: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             size += path.stat().st_size
     return size
-
-
-__all__ = ["DiskStore", "folder_size"]

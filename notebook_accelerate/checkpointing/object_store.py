@@ -272,6 +272,3 @@ class ObjectStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 (self.target / name).download(destination)
         return share
-
-
-__all__ = ["ObjectStore"]

@@ -96,6 +96,3 @@ class HasTrackers(RankControl, Protocol):
     @property
     def logging_dir(self) -> str | None:
         """Folder of logs."""
-
-
-__all__ = ["HasState", "HasStrategy", "HasTrackers", "PreparedObjects", "PreparesDataLoaders", "RankControl"]

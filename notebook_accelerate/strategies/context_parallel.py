@@ -77,6 +77,3 @@ def _causal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if "is_causal" in kwargs:
         changed["is_causal"] = True
     return args, {**kwargs, **changed}
-
-
-__all__ = ["make_attention_causal", "split_sequences"]

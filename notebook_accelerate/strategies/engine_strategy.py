@@ -199,6 +199,3 @@ class EngineStrategy(Strategy):
             ValueError: Always.
         """
         raise ValueError(f"{self.library} cannot clip single gradients; call accelerator.clip_grad_norm_ instead")
-
-
-__all__ = ["PREPARE_TOGETHER", "EngineOptimizer", "EngineScheduler", "EngineStrategy", "indices_by_kind"]

@@ -103,16 +103,3 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
 
 compile_regions_deepspeed = compile_regions
 compile_regions_fsdp2 = compile_regions
-
-
-__all__ = [
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "has_compiled_regions",
-    "has_repeated_blocks",
-    "is_repeated_blocks",
-    "model_has_dtensor",
-]

@@ -28,6 +28,3 @@ class PipelineStrategy(Strategy):
             f"pp_size={size} distributes layers for inference (prepare_pippy), and {type(optimizer).__name__} trains; "
             f"train a pipeline by Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree={size})), or set pp_size=1"
         )
-
-
-__all__ = ["PipelineStrategy"]

@@ -194,6 +194,3 @@ class TensorParallelStrategy(ShardedStrategy):
             for module in model.modules()
         )
         return shard_report.count_shards(self, axis="tp", units=(split, "split layers"))
-
-
-__all__ = ["STYLES", "TensorParallelStrategy", "split_tensors", "tensor_parallel_plan"]

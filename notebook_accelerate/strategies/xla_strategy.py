@@ -150,6 +150,3 @@ def _split_batch(
         return tensor
 
     return recursively_apply(split, args), recursively_apply(split, kwargs)
-
-
-__all__ = ["XLAOptimizer", "XLAStrategy"]

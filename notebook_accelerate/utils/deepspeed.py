@@ -15,10 +15,14 @@ if TYPE_CHECKING:
         DummyScheduler as DummyScheduler,
     )
     from notebook_accelerate.strategies.deepspeed.deepspeed_strategy import (
+        get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+    )
+    from notebook_accelerate.strategies.deepspeed.engine_wrappers import (
         DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
         DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
         DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
-        get_active_deepspeed_plugin as get_active_deepspeed_plugin,
+    )
+    from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
         map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
     )
 else:

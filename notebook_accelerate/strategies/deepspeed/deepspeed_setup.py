@@ -153,6 +153,3 @@ def _clear_stage3_caches() -> None:
         for cell in getattr(method, "__closure__", None) or ():  # a decorator is around the cache
             if hasattr(cell.cell_contents, "cache_clear"):
                 cell.cell_contents.cache_clear()
-
-
-__all__ = ["check_support", "destroy_engine", "import_deepspeed", "start_communication", "track_engine"]

@@ -33,7 +33,6 @@ from notebook_accelerate.strategies.deepspeed.engine_wrappers import (
 )
 from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
     EngineParts,
-    map_pytorch_optim_to_deepspeed,
     object_kind,
     optimizer_parameters,
 )
@@ -370,13 +369,3 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _unwrapped_schedule(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-
-
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "DeepSpeedStrategy",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]

@@ -112,6 +112,3 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 def _is_float32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
-
-
-__all__ = ["add_half_precision_casts", "convert_to_fp8", "initialize_module"]

@@ -86,6 +86,3 @@ class DeepSpeedOptimizerWrapper(EngineOptimizer):
 
 class DeepSpeedSchedulerWrapper(EngineScheduler):
     """DeepSpeed's schedule; see `EngineScheduler`."""
-
-
-__all__ = ["DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]

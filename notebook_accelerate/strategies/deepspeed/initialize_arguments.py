@@ -375,19 +375,3 @@ def is_stepped_by_engine(scheduler: Any) -> bool:
         scheduler: The schedule.
     """
     return isinstance(scheduler, DummyScheduler) or type(scheduler).__module__.startswith("deepspeed.")
-
-
-__all__ = [
-    "EngineParts",
-    "check_parts",
-    "engine_arguments",
-    "engine_config",
-    "fill_config",
-    "hidden_size",
-    "inference_config",
-    "is_stepped_by_engine",
-    "map_pytorch_optim_to_deepspeed",
-    "object_kind",
-    "optimizer_parameters",
-    "refresh_autos",
-]

@@ -153,6 +153,3 @@ def _file_system_type(path: Path) -> str:
             if path.is_relative_to(place.replace("\\040", " ")) and len(place) >= best:
                 best, kind = len(place), found
     return kind
-
-
-__all__ = ["compilation_context", "extensions_folder", "remove_dead_locks"]

@@ -241,6 +241,3 @@ def _attention_name(model: nn.Module, wanted: str | None, ranks: int) -> str:
             "split; load it with attn_implementation='sdpa', or a flash attention"
         )
     return str(name)
-
-
-__all__ = ["SplitAttention", "UlyssesStrategy"]

@@ -60,6 +60,3 @@ def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **op
         if "unexpected keyword argument" in str(error):
             raise ValueError(f"{call} with DeepSpeed: {error}; leave it out") from error
         raise
-
-
-__all__ = ["load_engine", "save_engine"]

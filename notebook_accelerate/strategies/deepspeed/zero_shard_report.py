@@ -82,6 +82,3 @@ def _offload_device(offload: Any) -> str:
     device = getattr(offload, "device", None)
     name = str(getattr(device, "value", device) or "none")  # a string or a member of an enum, by version
     return "" if name == "none" else name
-
-
-__all__ = ["report_engine"]

@@ -452,12 +452,3 @@ TRAIN_STEPS: dict[str, Callable[[HasState, Any], AbstractTrainStep]] = {
     "t5": T5TrainStep,
 }
 """The train steps, by `model_type_name` of the arguments."""
-
-__all__ = [
-    "TRAIN_STEPS",
-    "AbstractTrainStep",
-    "BertTrainStep",
-    "GPTTrainStep",
-    "MegatronOutput",
-    "T5TrainStep",
-]

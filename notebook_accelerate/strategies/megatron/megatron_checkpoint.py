@@ -267,6 +267,3 @@ def _load_torch_dist(engine: MegatronEngine, source: Path, strict: bool) -> None
     generators = source / _rng_file(engine)
     if generators.exists():
         rng_tracker().set_states(torch.load(generators, map_location="cpu", weights_only=True))
-
-
-__all__ = ["FORMATS", "LATEST", "iteration_name", "load_engine", "newest_iteration", "save_engine", "single_optimizers"]

@@ -354,12 +354,3 @@ class MegatronLMSchedulerWrapper(EngineScheduler):
             A list of floats.
         """
         return [self.scheduler.get_lr(group) for group in self.scheduler.optimizer.param_groups]
-
-
-__all__ = [
-    "MegatronEngine",
-    "MegatronLMOptimizerWrapper",
-    "MegatronLMSchedulerWrapper",
-    "avg_losses_across_data_parallel_group",
-    "gather_across_data_parallel_groups",
-]

@@ -356,6 +356,3 @@ def _check_beams(inputs: torch.Tensor, attention_mask: torch.Tensor | None, num_
         raise ValueError(
             f"beam search takes one prompt without padding, and got {inputs.shape[0]}: call it for each of them"
         )
-
-
-__all__ = ["Sampling", "beam_search", "choose_tokens", "generate", "megatron_generate", "next_logits"]

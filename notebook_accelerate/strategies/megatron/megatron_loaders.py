@@ -195,6 +195,3 @@ def window_loader(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
         settings["sampler"] = loader.sampler
     return type(loader)(loader.dataset, batch_size=(loader.batch_size or 1) * count, **settings)
-
-
-__all__ = ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "micro_batch_size", "window_loader"]

@@ -317,6 +317,3 @@ def make_schedule(optimizer: Any, plugin: MegatronLMPlugin, scheduled: bool) -> 
         wd_incr_steps=(plugin.train_iters or 0) * each or decay or each,
         wd_incr_style=plugin.weight_decay_incr_style,
     )
-
-
-__all__ = ["MODELS", "make_chunks", "make_optimizer", "make_schedule", "padded_vocabulary_size", "wrap_chunks"]

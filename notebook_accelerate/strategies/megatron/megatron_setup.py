@@ -135,6 +135,3 @@ def seed_generators(device: torch.device) -> int:
     random: Any = import_module("megatron.core.tensor_parallel.random")
     random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return int(seed)
-
-
-__all__ = ["active_plugin", "check_degrees", "import_parallel_state", "initialize_groups", "seed_generators"]

@@ -75,6 +75,3 @@ def _optimizer_state(engine: Any, trained: ShardTally, shards: int) -> ShardSize
     return ShardSizes(
         round(here * shards * trained.whole / trained.here), here, sharded, "", "with master weights" * masters
     )
-
-
-__all__ = ["report_engine"]

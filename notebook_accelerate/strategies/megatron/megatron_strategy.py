@@ -25,18 +25,10 @@ from notebook_accelerate.strategies.megatron import (
     megatron_shard_report,
     model_parts,
 )
-from notebook_accelerate.strategies.megatron.forward_steps import (
-    AbstractTrainStep,
-    BertTrainStep,
-    GPTTrainStep,
-    T5TrainStep,
-)
 from notebook_accelerate.strategies.megatron.megatron_engine import (
     MegatronEngine,
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
-    avg_losses_across_data_parallel_group,
-    gather_across_data_parallel_groups,
 )
 from notebook_accelerate.strategies.megatron.megatron_loaders import (
     MegatronLMDummyDataLoader,
@@ -429,24 +421,3 @@ def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
         splits.append(min(seen, 2))
         seen += _is_placeholder(objects[at])
     return splits
-
-
-__all__ = [
-    "AbstractTrainStep",
-    "BertTrainStep",
-    "GPTTrainStep",
-    "MegatronEngine",
-    "MegatronLMDummyDataLoader",
-    "MegatronLMDummyScheduler",
-    "MegatronLMOptimizerWrapper",
-    "MegatronLMSchedulerWrapper",
-    "MegatronLMStrategy",
-    "T5TrainStep",
-    "avg_losses_across_data_parallel_group",
-    "gather_across_data_parallel_groups",
-    "megatron_lm_initialize",
-    "megatron_lm_prepare_data_loader",
-    "megatron_lm_prepare_model_optimizer_scheduler",
-    "megatron_lm_prepare_optimizer",
-    "megatron_lm_prepare_scheduler",
-]

@@ -257,6 +257,3 @@ def _assemble(pieces: list[_Piece], rows: int) -> dict[str, Any]:
         if rows and state[name].shape[0] > rows:
             state[name] = state[name][:rows].clone()
     return state
-
-
-__all__ = ["FILE", "gather_state", "load_part", "named_parts", "part_name", "rng_tracker", "save_part", "unwrap_chunk"]
