@@ -121,15 +121,12 @@ class Unsynchronised:
     def __enter__(self) -> None:
         self._before = [model.require_backward_grad_sync for model in self._models]
         for model in self._models:
-            model.require_backward_grad_sync = model.static_graph and not _has_recorded_graph(model)
+            recorded = getattr(model, "_static_graph_delay_allreduce_enqueued", True)
+            model.require_backward_grad_sync = model.static_graph and not recorded
 
     def __exit__(self, *_: object) -> None:
         for model, before in zip(self._models, self._before, strict=True):
             model.require_backward_grad_sync = before
-
-
-def _has_recorded_graph(model: DistributedDataParallel) -> bool:
-    return getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
 _outputs: WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = WeakKeyDictionary()

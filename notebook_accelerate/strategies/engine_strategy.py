@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -18,22 +17,6 @@ from notebook_accelerate.strategies.strategy_setup import Setup
 
 PREPARE_TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 """The line to type, for messages."""
-
-
-def indices_by_kind(objects: Sequence[Any], kind_of: Callable[[Any], str]) -> Mapping[str, list[int]]:
-    """Group the arguments of `prepare` by their kinds.
-
-    Args:
-        objects: The arguments.
-        kind_of: Returns the kind of an object.
-
-    Returns:
-        The indices of the objects of each kind; empty lists for other kinds.
-    """
-    indices: defaultdict[str, list[int]] = defaultdict(list)
-    for at, item in enumerate(objects):
-        indices[kind_of(item)].append(at)
-    return indices
 
 
 class EngineOptimizer(AcceleratedOptimizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, TypeAlias
 
 from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
@@ -17,14 +18,13 @@ from notebook_accelerate.config.kwargs_handlers import (
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 
 Fp8Recipe: TypeAlias = AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | FP8RecipeKwargs
-_FP8 = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
-_FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | tuple[type[KwargsHandler], ...], str], ...] = (
+_FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | UnionType, str], ...] = (
     (DistributedDataParallelKwargs, "ddp"),
     (GradScalerKwargs, "scaler"),
     (InitProcessGroupKwargs, "init"),
     (AutocastKwargs, "autocast"),
     (ProfileKwargs, "profile"),
-    (_FP8, "fp8"),
+    (Fp8Recipe, "fp8"),
 )
 
 

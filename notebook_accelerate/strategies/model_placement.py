@@ -7,22 +7,6 @@ from typing import Any
 import torch
 
 
-def find_device_map(model: torch.nn.Module) -> dict[str, Any] | None:
-    """Return the device map of a model.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Its `hf_device_map`, or that of the first submodule that has one; None without one.
-    """
-    for module in model.modules():
-        found = getattr(module, "hf_device_map", None)
-        if found is not None:
-            return dict(found)
-    return None
-
-
 def is_on_several_devices(model: torch.nn.Module) -> bool:
     """Tell whether a device map spreads a model over several devices.
 
@@ -30,10 +14,11 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
         model: The model.
 
     Returns:
-        True if its map has more than one device.
+        True if its `hf_device_map`, or that of the first submodule that has one, has more than one device.
     """
-    found = find_device_map(model)
-    return found is not None and len(set(found.values())) > 1
+    maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+    found: dict[str, Any] = next((found for found in maps if found is not None), {})
+    return len(set(found.values())) > 1
 
 
 def place_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:

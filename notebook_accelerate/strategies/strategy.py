@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -67,6 +67,22 @@ def _short(item: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def indices_by_kind(objects: Sequence[Any], kind: Callable[[Any], str] = kind_of) -> Mapping[str, list[int]]:
+    """Group the arguments of `prepare` by their kinds.
+
+    Args:
+        objects: The arguments.
+        kind: Returns the kind of an object.
+
+    Returns:
+        The indices of the objects of each kind; empty lists for other kinds.
+    """
+    indices: defaultdict[str, list[int]] = defaultdict(list)
+    for at, item in enumerate(objects):
+        indices[kind(item)].append(at)
+    return indices
+
+
 class Strategy:
     """One process, and the base class of the other strategies.
 
@@ -109,19 +125,17 @@ class Strategy:
         Returns:
             The prepared objects, in the order given.
         """
-        at: dict[str, list[int]] = defaultdict(list)
-        for position, item in enumerate(objects):
-            at[kind_of(item)].append(position)
+        indices = indices_by_kind(objects)
         results = list(objects)
-        self._join_precision(results, at["model"], at["optimizer"])
-        for position in at["model"]:
-            results[position] = self.prepare_model(results[position], placements[position])
-        for position in at["optimizer"]:
-            results[position] = self.prepare_optimizer(results[position], placements[position])
-        for position in at["data_loader"]:
-            results[position] = self.prepare_data_loader(results[position], placements[position])
-        for position in at["scheduler"]:
-            results[position] = self.prepare_scheduler(results[position])
+        self._join_precision(results, indices["model"], indices["optimizer"])
+        for at in indices["model"]:
+            results[at] = self.prepare_model(results[at], placements[at])
+        for at in indices["optimizer"]:
+            results[at] = self.prepare_optimizer(results[at], placements[at])
+        for at in indices["data_loader"]:
+            results[at] = self.prepare_data_loader(results[at], placements[at])
+        for at in indices["scheduler"]:
+            results[at] = self.prepare_scheduler(results[at])
         return results
 
     def _join_precision(self, objects: list[Any], models: Sequence[int], optimizers: Sequence[int]) -> None:

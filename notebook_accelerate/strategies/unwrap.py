@@ -43,7 +43,9 @@ def without_compile(model: Any) -> Any:
     Args:
         model: A model, compiled or not.
     """
-    return model._orig_mod if is_compiled_module(model) else model
+    while is_compiled_module(model):
+        model = model._orig_mod
+    return model
 
 
 def ddp_inside(model: Any) -> DistributedDataParallel | None:
@@ -55,11 +57,8 @@ def ddp_inside(model: Any) -> DistributedDataParallel | None:
     Returns:
         The DDP module, or None.
     """
-    if isinstance(model, DistributedDataParallel):
-        return model
-    if is_compiled_module(model):
-        return ddp_inside(model._orig_mod)
-    return None
+    inner = without_compile(model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def extract_model_from_parallel(

@@ -13,7 +13,7 @@ from torch import nn
 
 from notebook_accelerate.collectives.collective_watchdog import start_watchdog
 from notebook_accelerate.config.deepspeed_config import AUTO
-from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOptim
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
@@ -37,9 +37,9 @@ from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
     optimizer_parameters,
 )
 from notebook_accelerate.strategies.deepspeed.op_compilation import compilation_context
-from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy, indices_by_kind
+from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
 from notebook_accelerate.strategies.module_queries import compile_regions_deepspeed
-from notebook_accelerate.strategies.strategy import NOTHING
+from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.telemetry.sharding_events import ShardReport
@@ -177,8 +177,6 @@ class DeepSpeedStrategy(EngineStrategy):
         (at_optimizer,) = self._new_optimizers(objects, indices)
         schedules = indices["scheduler"]
         optimizer = objects[at_optimizer]
-        if isinstance(optimizer, DummyOptim):
-            optimizer.params = list(optimizer.params)
         parts = EngineParts(
             model=_unwrapped(objects[trained]),
             optimizer=optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer,

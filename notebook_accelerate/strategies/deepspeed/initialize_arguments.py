@@ -34,9 +34,9 @@ class EngineParts:
 
     model: torch.nn.Module
     """The trained model."""
-    optimizer: Any
-    """A torch optimizer, or a `DummyOptim` for one that the configuration defines."""
-    scheduler: Any
+    optimizer: Any = None
+    """A torch optimizer, or a `DummyOptim` for one that the configuration defines; None for inference."""
+    scheduler: Any = None
     """A schedule, a `DummyScheduler`, or None."""
     batch_sizes: Sequence[int | None]
     """Samples per rank and batch, for each loader."""
@@ -44,7 +44,7 @@ class EngineParts:
     """Batches per window of accumulation."""
     world_size: int
     """Number of ranks."""
-    split_batches: bool
+    split_batches: bool = False
     """Whether ranks share each batch of a loader."""
     sequence_ranks: int = 1
     """Number of ranks that share a batch, each with a piece of its sequences."""
@@ -231,16 +231,7 @@ def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size
     alone.hf_ds_config = HfDeepSpeedConfig(sections)
     alone.deepspeed_config = alone.hf_ds_config.config
     # Batch sizes have no effect without training, but DeepSpeed requires them.
-    parts = EngineParts(
-        model=model,
-        optimizer=None,
-        scheduler=None,
-        batch_sizes=[1],
-        steps=1,
-        world_size=world_size,
-        split_batches=False,
-    )
-    fill_config(parts, alone)
+    fill_config(EngineParts(model=model, batch_sizes=[1], steps=1, world_size=world_size), alone)
     return engine_config(alone)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,8 @@ def _sum_sizes(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardT
     found = ShardTally()
     for parameter in parameters:
         whole = _element_count(parameter) * parameter.element_size()
-        found += shard_report.count_equal_parts(whole, ranks if over else 1, over)
+        here = math.ceil(whole / ranks) if over else whole  # the last part is padded
+        found += ShardTally(whole, here, frozenset(over))
     return found
 
 

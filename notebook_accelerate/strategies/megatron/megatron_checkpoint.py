@@ -99,8 +99,8 @@ def single_optimizers(optimizer: Any) -> list[Any]:
 def _load_optimizer(optimizer: Any, state: Any) -> None:
     """Load a checkpoint's state of Megatron's optimizer."""
     items = single_optimizers(optimizer)
-    affected = [item for item in items if _is_distributed(item) and isinstance(item.optimizer, torch.optim.Adam)]
-    if not affected:
+    distributed = [item for item in items if type(item).__name__ == "DistributedOptimizer"]
+    if not any(isinstance(item.optimizer, torch.optim.Adam) for item in distributed):
         optimizer.load_state_dict(state)
         return
     # Its load_state_dict expects the steps of torch's Adam among the shards, which do not have them (0.16.1).
@@ -116,10 +116,6 @@ _SHARD_LOADERS = {
     "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
     "dp_reshardable": "load_parameter_state_from_dp_reshardable",
 }
-
-
-def _is_distributed(optimizer: Any) -> bool:
-    return type(optimizer).__name__ == "DistributedOptimizer"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_protocol import HasState, PreparesDataLoaders
-from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy, indices_by_kind
+from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
 from notebook_accelerate.strategies.megatron import (
     megatron_checkpoint,
     megatron_models,
@@ -36,7 +36,7 @@ from notebook_accelerate.strategies.megatron.megatron_loaders import (
     micro_batch_size,
     window_loader,
 )
-from notebook_accelerate.strategies.strategy import NOTHING, kind_of
+from notebook_accelerate.strategies.strategy import NOTHING, indices_by_kind, kind_of
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.unwrap import extract_model_from_parallel
 from notebook_accelerate.telemetry.sharding_events import ShardReport

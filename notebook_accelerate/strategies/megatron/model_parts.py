@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.strategies.megatron import megatron_setup
+from notebook_accelerate.strategies.megatron.megatron_models import padded_vocabulary_size
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.megatron.megatron_engine import MegatronEngine
@@ -235,9 +236,8 @@ def _global_name(name: str, layers: dict[str, Any]) -> str:
 
 def _embedding_rows(engine: MegatronEngine) -> int:
     """Return the rows of the embedding of a model on one rank."""
-    models: Any = import_module("notebook_accelerate.strategies.megatron.megatron_models")
     arguments = {**vars(engine.args), "tensor_model_parallel_size": 1, "padded_vocab_size": None}
-    return int(models.padded_vocabulary_size(arguments)) if arguments.get("orig_vocab_size") else 0
+    return padded_vocabulary_size(arguments) if arguments.get("orig_vocab_size") else 0
 
 
 def _assemble(pieces: list[_Piece], rows: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -82,12 +81,8 @@ def _count_tensor(tensor: torch.Tensor) -> ShardTally:
         return ShardTally(tensor.numel() * size, tensor.numel() * size)
     names = tensor.device_mesh.mesh_dim_names or ()
     cut = [name for name, how in zip(names, tensor.placements, strict=False) if not how.is_replicate()]
-    return ShardTally(tensor.numel() * size, tensor._local_tensor.numel() * size, frozenset(_unflattened(cut)))
-
-
-def _unflattened(names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        yield from _FLATTENED.get(name, (name,))
+    axes = frozenset(axis for name in cut for axis in _FLATTENED.get(name, (name,)))
+    return ShardTally(tensor.numel() * size, tensor._local_tensor.numel() * size, axes)
 
 
 def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:
@@ -231,28 +226,12 @@ def count_shards(strategy: ReportsShards, offloaded: str = "", note: str = "", *
 
 
 def all_parameters(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of models, each once.
+    """Iterate over the parameters of models, each once.
 
     Args:
         models: The models.
     """
-    seen: set[int] = set()
-    for model in models:
-        for parameter in model.parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter
-
-
-def count_equal_parts(whole: int, parts: int, sharded: Iterable[str]) -> ShardTally:
-    """Return the tally of a tensor that is cut into equal parts, the last one padded.
-
-    Args:
-        whole: Bytes of the tensor.
-        parts: Number of parts.
-        sharded: The axes it is cut over.
-    """
-    return ShardTally(whole, math.ceil(whole / parts), frozenset(sharded))
+    return torch.nn.ModuleList(models).parameters()
 
 
 def emit_changes(strategy: ReportsShards, last: ShardReport | None) -> ShardReport | None:
