@@ -16,8 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from notebook_accelerate.hardware import nvml, torch_build, xla_environment
-from notebook_accelerate.hardware.device_table import ROWS
+from notebook_accelerate.hardware import device_table, nvml, torch_build, xla_environment
 
 _PROBE_SECONDS = 60
 
@@ -35,7 +34,7 @@ def count(device_type: str) -> int:
     Returns:
         The number; it is cached until one of the variables that restrict it changes.
     """
-    names = [*(name for row in ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
+    names = [*(name for row in device_table.ROWS for name in row.visible_variables), *_OTHER_VARIABLES]
     return 1 if device_type == "cpu" else _cached_count(device_type, tuple(os.environ.get(name) for name in names))
 
 
@@ -145,26 +144,6 @@ def _tpu_chips() -> int:
     return chips
 
 
-def _npu() -> int:
-    return _device_files("npu", "torch_npu", "/dev/davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES")
-
-
-def _mlu() -> int:
-    return _device_files("mlu", "torch_mlu", "/dev/cambricon_dev*", "MLU_VISIBLE_DEVICES")
-
-
-def _hpu() -> int:
-    return _device_files("hpu", "habana_frameworks.torch", "/dev/accel/accel[0-9]*", "HABANA_VISIBLE_MODULES")
-
-
-def _musa() -> int:
-    return _device_files("musa", "torch_musa", "", "MUSA_VISIBLE_DEVICES")
-
-
-def _sdaa() -> int:
-    return _device_files("sdaa", "torch_sdaa", "", "SDAA_VISIBLE_DEVICES")
-
-
 def _neuron() -> int:
     devices = _paths("/dev/neuron[0-9]*")
     if not devices or not _installed("torch_neuronx"):
@@ -176,13 +155,14 @@ def _neuron() -> int:
     return _count_listed(os.environ.get("NEURON_RT_VISIBLE_CORES"), cores or 2 * len(devices))
 
 
-def _device_files(device_type: str, extension: str, pattern: str, variable: str) -> int:
+def _device_files(device_type: str, pattern: str = "") -> int:
     """Count a vendor's device files; without any, a child process asks its library."""
-    if not _installed(extension.partition(".")[0]):
+    row = device_table.row(device_type)
+    if not _installed(row.extension.partition(".")[0]):
         return 0
     if pattern and (files := _paths(pattern)):
-        return _count_listed(os.environ.get(variable), len(files))
-    return _probe(f"import torch, {extension}; print(torch.{device_type}.device_count())")
+        return _count_listed(os.environ.get(row.visible_variables[0]), len(files))
+    return _probe(f"import torch, {row.extension}; print(torch.{row.type}.device_count())")
 
 
 def _count_listed(value: str | None, physical: int) -> int:
@@ -232,11 +212,11 @@ _CUDA_PROBE = (
 
 COUNTERS: dict[str, Callable[[], int]] = {
     "xla": _xla,
-    "mlu": _mlu,
-    "sdaa": _sdaa,
-    "musa": _musa,
-    "npu": _npu,
-    "hpu": _hpu,
+    "mlu": lambda: _device_files("mlu", "/dev/cambricon_dev*"),
+    "sdaa": lambda: _device_files("sdaa"),
+    "musa": lambda: _device_files("musa"),
+    "npu": lambda: _device_files("npu", "/dev/davinci[0-9]*"),
+    "hpu": lambda: _device_files("hpu", "/dev/accel/accel[0-9]*"),
     "neuron": _neuron,
     "cuda": _cuda,
     "xpu": _xpu,

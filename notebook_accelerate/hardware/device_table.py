@@ -1,4 +1,4 @@
-"""The table of device types: how to address them, their back ends and random number generators.
+"""The table of device types: how to address them, and their back ends.
 
 The rows are data; methods that need torch import it when called.
 """
@@ -32,10 +32,6 @@ class DeviceRow:
     """Module to import before torch knows the type; empty if torch itself does."""
     visible_variables: tuple[str, ...] = ()
     """Environment variables that restrict the devices of a process."""
-    rng: str = ""
-    """Name in ``RNGType`` of the device's generator; empty if it has none of its own."""
-    autocast_dtypes: tuple[str, ...] = ("bfloat16",)
-    """Dtypes that ``torch.autocast`` supports on it."""
 
     def load(self) -> Any:
         """Import the extension of this type, and return ``torch.<type>``.
@@ -123,7 +119,6 @@ def _check_world(found: int) -> None:
 
 # Types with exactly one device per process, without an index.
 _ONE_PER_PROCESS = frozenset(("cpu", "mps", "xla", "hpu", "neuron"))
-_HALF = ("float16", "bfloat16")
 
 # In order of preference on a machine with several types: specialised devices first, the CPU last.
 ROWS: tuple[DeviceRow, ...] = (
@@ -134,7 +129,6 @@ ROWS: tuple[DeviceRow, ...] = (
         communicator="xla",
         extension="torch_xla",
         visible_variables=("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"),
-        rng="xla",
     ),
     DeviceRow(
         type="mlu",
@@ -142,8 +136,6 @@ ROWS: tuple[DeviceRow, ...] = (
         distributed_type=DistributedType.MULTI_MLU,
         extension="torch_mlu",
         visible_variables=("MLU_VISIBLE_DEVICES",),
-        rng="mlu",
-        autocast_dtypes=_HALF,
     ),
     DeviceRow(
         type="sdaa",
@@ -151,8 +143,6 @@ ROWS: tuple[DeviceRow, ...] = (
         distributed_type=DistributedType.MULTI_SDAA,
         extension="torch_sdaa",
         visible_variables=("SDAA_VISIBLE_DEVICES",),
-        rng="sdaa",
-        autocast_dtypes=_HALF,
     ),
     DeviceRow(
         type="musa",
@@ -160,8 +150,6 @@ ROWS: tuple[DeviceRow, ...] = (
         distributed_type=DistributedType.MULTI_MUSA,
         extension="torch_musa",
         visible_variables=("MUSA_VISIBLE_DEVICES",),
-        rng="musa",
-        autocast_dtypes=_HALF,
     ),
     DeviceRow(
         type="npu",
@@ -169,8 +157,6 @@ ROWS: tuple[DeviceRow, ...] = (
         distributed_type=DistributedType.MULTI_NPU,
         extension="torch_npu",
         visible_variables=("ASCEND_RT_VISIBLE_DEVICES",),
-        rng="npu",
-        autocast_dtypes=_HALF,
     ),
     DeviceRow(
         type="hpu",
@@ -178,8 +164,6 @@ ROWS: tuple[DeviceRow, ...] = (
         distributed_type=DistributedType.MULTI_HPU,
         extension="habana_frameworks.torch",
         visible_variables=("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),
-        rng="hpu",
-        autocast_dtypes=_HALF,
     ),
     DeviceRow(
         type="neuron",
@@ -187,32 +171,26 @@ ROWS: tuple[DeviceRow, ...] = (
         distributed_type=DistributedType.MULTI_NEURON,
         extension="torch_neuronx",
         visible_variables=("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"),
-        rng="neuron",
     ),
     DeviceRow(
         type="cuda",
         backend="nccl",
         distributed_type=DistributedType.MULTI_GPU,
         visible_variables=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-        rng="cuda",
-        autocast_dtypes=_HALF,
     ),
     DeviceRow(
         type="xpu",
         backend="xccl",
         distributed_type=DistributedType.MULTI_XPU,
         visible_variables=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
-        rng="xpu",
-        autocast_dtypes=_HALF,
     ),
     DeviceRow(
         type="mps",
         backend="gloo",
         distributed_type=DistributedType.NO,
         communicator="none",
-        autocast_dtypes=_HALF,
     ),
-    DeviceRow(type="cpu", backend="gloo", distributed_type=DistributedType.MULTI_CPU, autocast_dtypes=_HALF, rng=""),
+    DeviceRow(type="cpu", backend="gloo", distributed_type=DistributedType.MULTI_CPU),
 )
 _BY_TYPE = {entry.type: entry for entry in ROWS}
 
