@@ -52,16 +52,13 @@ class _StringEnum(str, BaseEnum):
         return format(str(self.value), format_spec)
 
 
-class _NamedEnum(str, BaseEnum):
+class _NamedEnum(_StringEnum):
     """Enum whose members equal their values and print as ``Class.MEMBER``."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
-
-    def __format__(self, format_spec: str) -> str:
-        return format(str(self.value), format_spec)
 
     @classmethod
     def _missing_(cls, value: object) -> Any:

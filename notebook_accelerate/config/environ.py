@@ -319,19 +319,13 @@ def _purge_setup(cls: Any) -> None:
 
 
 def _purged(function: Any) -> Any:
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def wrapped_async(*args: Any, **kwargs: Any) -> Any:
-            with _kept_accelerate_variables():
-                return await function(*args, **kwargs)
-
-        return wrapped_async
+    if not inspect.iscoroutinefunction(function):
+        return _kept_accelerate_variables()(function)
 
     @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    async def wrapped(*args: Any, **kwargs: Any) -> Any:
         with _kept_accelerate_variables():
-            return function(*args, **kwargs)
+            return await function(*args, **kwargs)
 
     return wrapped
 

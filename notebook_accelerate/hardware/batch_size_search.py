@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+from notebook_accelerate.config.field_checks import check_whole_number
 from notebook_accelerate.hardware.device_table import ROWS
 
 _Parameters = ParamSpec("_Parameters")
@@ -173,10 +174,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int) or starting_batch_size < 1:
-        raise ValueError(
-            f"starting_batch_size={starting_batch_size!r} is not allowed; pass a whole number of at least 1"
-        )
+    check_whole_number("starting_batch_size", starting_batch_size)
     return _SizeFinder(function, starting_batch_size, reduce_batch_size_fn)
 
 
