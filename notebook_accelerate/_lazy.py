@@ -33,7 +33,7 @@ def attach(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             __getattr__, __dir__, __all__ = attach(__name__)
 
     ``from <this package> import submodule as submodule`` makes a submodule an attribute, which is not in ``__all__``;
-    ``import *`` re-exports what another such module does.
+    ``import *`` re-exports what another such module does, or the public constants and classes of an ordinary module.
 
     Args:
         module_name: The module's ``__name__``.
@@ -78,21 +78,38 @@ def exports(module_name: str) -> Exports:
         if home == module_name:
             submodules.update(names)
         elif names == ["*"]:
-            homes.update(exports(home).homes)
-            submodules.add(home.rpartition(".")[2])
+            homes.update(exports(home).homes or dict.fromkeys(_definitions(home), home))
+            if home.startswith(f"{module_name}."):
+                submodules.add(home.rpartition(".")[2])
         else:
             homes.update(dict.fromkeys(names, home))
     return Exports(homes, submodules)
 
 
 def _type_checking_imports(module_name: str) -> list[ast.ImportFrom]:
+    blocks = (node for node in _statements(module_name) if isinstance(node, ast.If))
+    return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
+
+
+def _definitions(module_name: str) -> list[str]:
+    """Return the public constants and classes of a module."""
+    names = []
+    for statement in _statements(module_name):
+        if isinstance(statement, ast.ClassDef):
+            names.append(statement.name)
+        elif isinstance(statement, ast.Assign):
+            names += [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def _statements(module_name: str) -> list[ast.stmt]:
     spec = find_spec(module_name)
     loader: Any = None if spec is None else spec.loader  # importlib.abc.InspectLoader takes 15 ms to import
     source = loader.get_source(module_name) if hasattr(loader, "get_source") else None
     if source is None:
         raise ImportError(f"{module_name} reads its names from its source; install the package with its .py files")
-    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
-    return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
+    tree: ast.Module = ast.parse(source)
+    return tree.body
 
 
 __all__ = ["Exports", "attach", "exports"]

@@ -16,20 +16,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.dynamo_plugin import (
         TorchDynamoPlugin as TorchDynamoPlugin,
     )
-    from notebook_accelerate.config.enums import (
-        BaseEnum as BaseEnum,
-        ComputeEnvironment as ComputeEnvironment,
-        CustomDtype as CustomDtype,
-        DDPCommunicationHookType as DDPCommunicationHookType,
-        DistributedType as DistributedType,
-        DynamoBackend as DynamoBackend,
-        EnumWithContains as EnumWithContains,
-        FP8BackendType as FP8BackendType,
-        LoggerType as LoggerType,
-        PrecisionType as PrecisionType,
-        RNGType as RNGType,
-        SageMakerDistributedType as SageMakerDistributedType,
-    )
+    from notebook_accelerate.config.enums import *
     from notebook_accelerate.config.fp8_recipes import (
         AORecipeKwargs as AORecipeKwargs,
         FP8RecipeKwargs as FP8RecipeKwargs,
