@@ -6,7 +6,6 @@ import atexit
 import os
 import uuid
 from collections.abc import Callable
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
@@ -21,6 +20,7 @@ from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile
 from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.state.warn_once import warn_once
 
 if TYPE_CHECKING:
@@ -238,10 +238,7 @@ def _prepare_save(
 
 
 def _manifest_of(accelerator: PreparedObjects) -> Manifest:
-    try:
-        version = metadata.version("notebook-accelerate")
-    except metadata.PackageNotFoundError:  # imported from a folder
-        version = "(not installed)"
+    version = installed_version("notebook-accelerate") or "(not installed)"  # None: imported from a folder
     return Manifest(
         world_size=accelerator.num_processes,
         layout=accelerator.strategy.checkpoint_layout,

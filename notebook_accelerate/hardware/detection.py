@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from notebook_accelerate.hardware import device_counts
 from notebook_accelerate.hardware.device_table import ROWS
@@ -102,14 +103,17 @@ def host() -> str:
 
 def in_kernel() -> bool:
     """Return whether this process is a notebook's kernel."""
+    return getattr(ipython_shell(), "kernel", None) is not None
+
+
+def ipython_shell() -> Any:
+    """Return IPython's shell in this process; None outside IPython, which is not imported for this."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    return shell is not None and getattr(shell, "kernel", None) is not None
+    return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
 
 
 def _in_vscode() -> bool:
-    shell = sys.modules["IPython"].get_ipython()
-    return "__vsc_ipynb_file__" in getattr(shell, "user_ns", {}) or "VSCODE_PID" in os.environ
+    return "__vsc_ipynb_file__" in getattr(ipython_shell(), "user_ns", {}) or "VSCODE_PID" in os.environ
 
 
 def _loopback() -> str | None:
@@ -121,4 +125,4 @@ def _loopback() -> str | None:
     return None
 
 
-__all__ = ["HardwareInfo", "cpu_count", "detect", "host", "in_kernel", "memory_bytes"]
+__all__ = ["HardwareInfo", "cpu_count", "detect", "host", "in_kernel", "ipython_shell", "memory_bytes"]

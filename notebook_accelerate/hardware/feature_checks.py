@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import sys
 import warnings
@@ -14,7 +13,7 @@ from packaging.version import parse
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
-from notebook_accelerate.hardware.versions import is_torch_version
+from notebook_accelerate.hardware.versions import installed_version, is_torch_version
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -32,11 +31,11 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
         Whether it is installed, in the minimum version or later.
     """
     spec = _spec(name)
-    if spec is None or (spec.origin is None and distribution is None and not _version(name)):
+    if spec is None or (spec.origin is None and distribution is None and not installed_version(name)):
         return False
     if minimum is None:
         return True
-    version = _version(distribution or name)
+    version = installed_version(distribution or name)
     return version is not None and parse(version) >= parse(minimum)
 
 
@@ -46,13 +45,6 @@ def _spec(name: str) -> Any:
     try:
         return importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
-        return None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
         return None
 
 
@@ -449,7 +441,7 @@ def is_fp8_available() -> bool:
 def is_ipex_available() -> bool:
     """Deprecated: return whether Intel's extension for PyTorch is installed, in the version torch needs."""
     _deprecated("is_ipex_available", "is_xpu_available(): torch itself drives Intel GPUs")
-    installed, torch_version = _version("intel_extension_for_pytorch"), torch_build.read().version
+    installed, torch_version = installed_version("intel_extension_for_pytorch"), torch_build.read().version
     if installed is None or torch_version is None:
         return False
     return parse(installed).release[:2] == parse(torch_version).release[:2]

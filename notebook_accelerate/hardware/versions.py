@@ -10,6 +10,18 @@ from notebook_accelerate.config.constants import STR_OPERATION_TO_FUNC
 from notebook_accelerate.hardware import torch_build
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None without it.
+
+    Args:
+        distribution: Its name, such as notebook-accelerate.
+    """
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare a package's version, or a version, with another.
 
@@ -46,4 +58,4 @@ def is_torch_version(operation: str, version: str) -> bool:
     return compare_versions(parse(parse(torch_build.read().version or "0").public), operation, version)
 
 
-__all__ = ["compare_versions", "is_torch_version"]
+__all__ = ["compare_versions", "installed_version", "is_torch_version"]

@@ -10,6 +10,7 @@ import io
 import sys
 from typing import Any
 
+from notebook_accelerate.hardware.detection import ipython_shell
 from notebook_accelerate.telemetry import DisplayEvent, emit
 from notebook_accelerate.worker import breakpoints
 from notebook_accelerate.worker.agent import Agent
@@ -93,8 +94,7 @@ def install_display() -> None:
     In a forked rank IPython's publisher would write to a session that refuses messages from a fork; in other ranks
     there is no shell, and ``display`` would only print.
     """
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    shell = ipython_shell()
     if shell is not None:
         shell.display_pub.publish = publish
         # Libraries look at this to choose widgets, which only the kernel can own.

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TextIO
 
+from notebook_accelerate.hardware.detection import ipython_shell
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -73,17 +75,11 @@ def _character_start(data: bytes) -> int:
     return start if data[start] & 0xC0 == 0xC0 else len(data)
 
 
-class Label:
-    """Returns the prefix of a rank's lines: "[rank 1] ", or the user's template."""
-
-    def __init__(self, template: str | None) -> None:
-        self._template = string.Template(template) if template is not None else None
-
-    def __call__(self, rank: int, local_rank: int) -> str:
-        """Return the prefix of one rank's lines."""
-        if self._template is None:
-            return f"[rank {rank}] "
-        return self._template.safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
+def line_label(template: str | None, rank: int, local_rank: int) -> str:
+    """Return the prefix of a rank's lines: from the user's template, or "[rank 1] " without one."""
+    if template is None:
+        return f"[rank {rank}] "
+    return string.Template(template).safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
 
 
 class Publisher(ABC):
@@ -256,10 +252,8 @@ def parent_message(kernel: Any) -> Any:
 
 def running_kernel() -> Any | None:
     """Return the ipykernel of this process; None in a terminal, a script or a test."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    kernel = getattr(shell, "kernel", None)
-    return kernel if kernel is not None and hasattr(kernel, "iopub_socket") else None
+    kernel = getattr(ipython_shell(), "kernel", None)
+    return kernel if hasattr(kernel, "iopub_socket") else None
 
 
 def publisher_for(run_id: int) -> Publisher:

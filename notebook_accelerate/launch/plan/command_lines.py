@@ -364,12 +364,9 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _installed(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from notebook_accelerate.hardware.versions import installed_version
 
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    return installed_version(name) or "not installed"
 
 
 def _print(*lines: str) -> None:

@@ -8,12 +8,11 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import format_setting
+from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import mesh_diagram, rank_rows, sharding_table, svg_curves
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.number_format import byte_size
@@ -188,11 +187,7 @@ def trace_rows(store: Store) -> Rows:
 @functools.cache
 def _versions() -> dict[str, str]:
     """Look up once: reading the metadata takes 6 ms, and a launch shows its report several times."""
-    found = {}
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+    return {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
 
 
 def environment_rows(run: RunView) -> Rows:

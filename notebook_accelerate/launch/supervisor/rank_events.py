@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accelerate.debug import sanity_checks
 from notebook_accelerate.errors import RunStoppedError
-from notebook_accelerate.launch.output.rank_lines import Label, RankOutput
+from notebook_accelerate.launch.output.rank_lines import RankOutput, line_label
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
@@ -108,7 +109,7 @@ class RankEventHandler:
         self._journal, self._publisher, self._clock = context.journal, context.publisher, context.clock
         self._prompts, self._requests = context.commands.prompts, context.commands.requests
         self._all = ranks.all  # read for every event
-        self._label = Label(context.config.log_line_prefix_template)
+        self._label = functools.partial(line_label, context.config.log_line_prefix_template)
         self._comparison_due = 0.0
         self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
         self.last_activity = self._clock.now()

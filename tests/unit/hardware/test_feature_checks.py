@@ -52,7 +52,7 @@ def test_packages_are_checked_by_import_and_version() -> None:
 def test_a_folder_named_like_a_package_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb" / "run-1").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(feature_checks, "_version", lambda _: None)
+    monkeypatch.setattr(feature_checks, "installed_version", lambda _: None)
     assert feature_checks.is_wandb_available() is False
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from notebook_accelerate.launch.output.rank_lines import (
     FLUSH_SECONDS,
     MAX_LINE_BYTES,
-    Label,
     LineAssembler,
     Publisher,
     RankOutput,
     TextPublisher,
+    line_label,
     publisher_for,
 )
 from notebook_accelerate.telemetry import DisplayEvent
@@ -112,7 +112,7 @@ def test_a_line_that_is_not_redrawn_is_no_progress_bar() -> None:
     ],
 )
 def test_labels(template: str | None, label: str) -> None:
-    assert Label(template)(3, 1) == label
+    assert line_label(template, 3, 1) == label
 
 
 class _Memory(Publisher):
