@@ -23,33 +23,33 @@ class RankRequests:
         self._numbers = itertools.count(secrets.randbelow(1 << 40))
         self._changed = threading.Condition()
         self._channels: dict[int, Sender] = {}
-        self._looks: dict[int, Callable[[], ProcessStacks]] = {}
+        self._captures: dict[int, Callable[[], ProcessStacks]] = {}
         self._replies: dict[tuple[int, int], Reply] = {}
         self._awaited: set[tuple[int, int]] = set()
 
-    def open(self, rank: int, channel: Sender, look: Callable[[], ProcessStacks]) -> None:
+    def open(self, rank: int, channel: Sender, capture_stacks: Callable[[], ProcessStacks]) -> None:
         """Register a rank that has started.
 
         Args:
             rank: Its global index.
             channel: Sends requests to it.
-            look: Reads its stacks from outside.
+            capture_stacks: Reads its stacks from outside.
         """
         with self._changed:
-            self._channels[rank], self._looks[rank] = channel, look
+            self._channels[rank], self._captures[rank] = channel, capture_stacks
 
     def close(self, rank: int) -> None:
         """Remove a rank that has ended, and stop waiting for it."""
         with self._changed:
             self._channels.pop(rank, None)
-            self._looks.pop(rank, None)
+            self._captures.pop(rank, None)
             self._changed.notify_all()
 
-    def look(self, rank: int) -> ProcessStacks:
+    def capture_stacks(self, rank: int) -> ProcessStacks:
         """Read the stacks of a rank that cannot reply; they are empty where the rank has ended."""
         with self._changed:
-            look = self._looks.get(rank)
-        return look() if look is not None else ProcessStacks()
+            capture_stacks = self._captures.get(rank)
+        return capture_stacks() if capture_stacks is not None else ProcessStacks()
 
     def open_ranks(self) -> list[int]:
         """Return the ranks that accept requests, in order."""

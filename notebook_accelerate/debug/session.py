@@ -85,7 +85,7 @@ class Session:
             return RankPosition(rank, state, main, reply.moved, reply.waiting, reply.last, reply.paused)
         if rank not in self.requests.open_ranks():
             return RankPosition(rank, state)
-        seen = self.requests.look(rank)
+        seen = self.requests.capture_stacks(rank)
         frames = next(iter(stack_dumps.parse(seen.dump).values()), ())
         frames = tuple(f._replace(source=linecache.getline(f.filename, f.lineno).strip()) for f in frames)
         note = "it holds the GIL in native code and cannot reply"

@@ -111,6 +111,6 @@ def test_a_cable_that_is_pulled(pair: Notebooks, names: list[str]) -> None:
     finally:
         _ip("-n", names[1], "link", "set", end, "up")
     assert "node 1 (" in said(first)
-    assert "was lost: it gave no sign of life for 10 s" in said(first)
+    assert "was lost: it sent no keep-alive for 10 s" in said(first)
     assert "node 0 (" in said(second)
     assert "was lost: the rendezvous, which it hosts, does not answer any more" in said(second)

@@ -240,7 +240,7 @@ def grows():
     who = f"{HOST} (kernel {second.pid})"
     assert "the run began without this notebook, with 2 of 3: " in late.plain
     for index, cell in enumerate(cells):
-        shows(pair, index, cell, f"attempt 1 ended (a late notebook joins, {who}: all start again with it); starting")
+        shows(pair, index, cell, f"attempt 1 ended (a late notebook joins, {who}: all restart with it); starting")
     assert second.value("late.attempts[0].number") > 0
 
 

@@ -135,7 +135,7 @@ def test_the_first_notebook_never_comes(pair: Notebooks) -> None:
         f"launch(meet, num_nodes=2, node_rank=1, use_port={port}, rdzv_conf={{'join_timeout': 3}})", LIMIT
     )
     assert "LaunchError: node 0 did not join within 3 s" in said(cell)
-    assert f"nobody answers at 127.0.0.1:{port}" in said(cell)
+    assert f"no rendezvous answers at 127.0.0.1:{port}" in said(cell)
 
 
 def test_two_notebooks_with_one_node_rank(pair: Notebooks) -> None:
@@ -145,7 +145,7 @@ def test_two_notebooks_with_one_node_rank(pair: Notebooks) -> None:
     deadline = time.monotonic() + LIMIT
     errors: list[str] = []
     # Whoever notices first leaves; the others are fine without it.
-    while not any(f"two notebooks say node_rank=1: {HOST} (kernel " in error for error in errors):
+    while not any(f"two notebooks have node_rank=1: {HOST} (kernel " in error for error in errors):
         assert time.monotonic() < deadline, errors
         errors = [error for found in pair.values("[str(each.error) for each in said]") for error in found]
         time.sleep(0.2)

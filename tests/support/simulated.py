@@ -26,7 +26,7 @@ from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.listener import HostListener, call
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, ProcessBackend, RankProcess
 from notebook_accelerate.launch.state.rank_exit import Exit
@@ -159,20 +159,20 @@ class LinkedBackend(ProcessBackend):
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
         secret = new_secret()
-        door = HostListener("127.0.0.1", secret)
+        listener = HostListener("127.0.0.1", secret)
         per_process = RANKS_PER_PROCESS // self._each * self._each
         try:
             for first in range(0, len(orders), per_process):
-                self._simulate(door.port, secret, first, min(per_process, len(orders) - first))
+                self._simulate(listener.port, secret, first, min(per_process, len(orders) - first))
             for _ in range(0, len(orders), self._each):
-                visitor = door.next_visitor(120.0)
-                assert visitor is not None, "a simulated machine did not come"
-                link = HostConnection(visitor.channel, visitor.hello.node, visitor.hello.host)
-                link.measure_clock()
-                for _ in range(visitor.hello.facts["ranks"]):
-                    started(link.await_started(120.0))
+                incoming = listener.next_host(120.0)
+                assert incoming is not None, "a simulated machine did not come"
+                connection = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+                connection.measure_clock()
+                for _ in range(incoming.hello.facts["ranks"]):
+                    started(connection.await_started(120.0))
         finally:
-            door.close()
+            listener.close()
 
     def _simulate(self, port: int, secret: bytes, first: int, count: int) -> None:
         numbers = [port, first, count, self._each, self._rate]
@@ -276,7 +276,7 @@ class _VoiceBackend(ProcessBackend):
 
 def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_second: float) -> None:
     hello = HelloEvent(node, f"worker-{node:02}", {"ranks": len(ranks)})
-    host = Host(call("127.0.0.1", port, secret, hello))
+    host = Host(connect_to_kernel("127.0.0.1", port, secret, hello))
     orders = [WorkerOrder(rank, {}, None, inherited_state.capture()) for rank in ranks]
     host.serve(_VoiceBackend(events_per_second), orders)
 

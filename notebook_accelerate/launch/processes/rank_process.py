@@ -72,7 +72,7 @@ class RankListener(Protocol):
     def take_frames(self, rank: int, data: bytes) -> None:
         """Handle bytes from a rank's channel."""
 
-    def take_aside(self, rank: int, data: bytes) -> None:
+    def take_host_frames(self, rank: int, data: bytes) -> None:
         """Handle complete frames that another process sends on behalf of a rank."""
 
     def take_end(self, rank: int) -> None:
@@ -89,17 +89,17 @@ class RankProcess(ABC):
         node: Index of its machine in the run.
         host: Name of its machine; "" for this one.
         channel: Sends events to it.
-        asks_here: Whether this notebook shows its prompts, and not another one.
+        prompts_here: Whether this notebook shows its prompts, and not another one.
     """
 
     channel: Sender
-    asks_here: bool = True
+    prompts_here: bool = True
 
     def __init__(self, rank: int, pid: int, *, local_rank: int = 0, node: int = 0, host: str = "") -> None:
         self.rank, self.pid, self.local_rank, self.node, self.host = rank, pid, local_rank, node, host
 
     @property
-    def must_be_asked(self) -> bool:
+    def needs_polling(self) -> bool:
         """Whether its end is not reported, so that ``poll`` must be called regularly."""
         return False
 
@@ -123,7 +123,7 @@ class RankProcess(ABC):
     def disconnect(self, selector: selectors.BaseSelector) -> None:
         """Remove the remaining registrations."""
 
-    def dated(self, messages: list[Stamped]) -> list[Stamped]:
+    def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
         """Return messages with their times converted to this machine's clock."""
         return messages
 
@@ -138,11 +138,11 @@ class RankProcess(ABC):
         """Open the file on the rank's machine to which it writes its stacks."""
 
     @abstractmethod
-    def pass_on(self, data: bytes) -> None:
+    def send_frames(self, data: bytes) -> None:
         """Send encoded frames to the rank; does nothing where it has ended."""
 
     @abstractmethod
-    def look(self) -> ProcessStacks:
+    def capture_stacks(self) -> ProcessStacks:
         """Read the rank's stacks from outside; safe from any thread."""
 
     @abstractmethod
@@ -169,8 +169,8 @@ class LocalRank(RankProcess):
         self._selector: selectors.BaseSelector | None = None
 
     @property
-    def must_be_asked(self) -> bool:
-        """See ``RankProcess.must_be_asked``."""
+    def needs_polling(self) -> bool:
+        """See ``RankProcess.needs_polling``."""
         return self.exit_descriptor is None
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
@@ -237,13 +237,13 @@ class LocalRank(RankProcess):
         """See ``RankProcess.open_dump``."""
         self._inspector.open_dump(path)
 
-    def pass_on(self, data: bytes) -> None:
-        """See ``RankProcess.pass_on``."""
+    def send_frames(self, data: bytes) -> None:
+        """See ``RankProcess.send_frames``."""
         with suppress(ChannelClosedError):
             self.channel.send_bytes(data)
 
-    def look(self) -> ProcessStacks:
-        """See ``RankProcess.look``."""
+    def capture_stacks(self) -> ProcessStacks:
+        """See ``RankProcess.capture_stacks``."""
         return self._inspector.read_stacks(self.send_signal)
 
     def close(self) -> None:

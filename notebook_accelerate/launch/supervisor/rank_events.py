@@ -83,7 +83,7 @@ class RankObserver(Protocol):
     def ended(self, rank: int, end: Exit) -> None:
         """Record that a rank has ended."""
 
-    def tell_cells(self) -> None:
+    def send_cells(self) -> None:
         """Send the cells that were run since the last call."""
 
 
@@ -125,7 +125,7 @@ class RankEventHandler:
         }
         self._ranks.add(SupervisedRank(process, outputs))  # first: what is not known here is not reaped
         self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
-        self._requests.open(process.rank, process.channel, process.look)
+        self._requests.open(process.rank, process.channel, process.capture_stacks)
         if self.observer is not None:
             self.observer.started(process)
         process.connect(self._selector, self)
@@ -164,14 +164,14 @@ class RankEventHandler:
             self.observer.take_frames(rank, data)
         self._handle(supervised, supervised.decoder.feed(data))
 
-    def take_aside(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_aside``."""
+    def take_host_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_host_frames``."""
         self._handle(self._all[rank], Decoder().feed(data))
 
     def _handle(self, supervised: SupervisedRank, messages: list[Stamped]) -> None:
         if not messages:
             return
-        rank, messages = supervised.process.rank, supervised.process.dated(messages)
+        rank, messages = supervised.process.rank, supervised.process.in_local_time(messages)
         if any(type(event) is not HeartbeatEvent for _, event in messages):
             self.last_activity = self._clock.now()
         self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
@@ -239,7 +239,7 @@ class RankEventHandler:
     def _on_input(self, supervised: SupervisedRank, event: InputRequest) -> None:
         event.shown = tracebacks.name_cells(event.shown)
         process = supervised.process
-        prompt = Prompt(process.rank, event, process.channel, self._clock.resume, here=process.asks_here)
+        prompt = Prompt(process.rank, event, process.channel, self._clock.resume, here=process.prompts_here)
         if prompt.of_debugger and self._stops.stopping:
             prompt.answer(None)  # interrupted before it received its last answer: it asks again
             return

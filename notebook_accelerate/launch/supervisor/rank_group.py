@@ -100,7 +100,7 @@ class RankGroup:
         self._context.publisher.flush(force=True)
         self._context.publisher.show_under(cell)
         if self.events.observer is not None:
-            self.events.observer.tell_cells()
+            self.events.observer.send_cells()
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``."""

@@ -53,7 +53,7 @@ class SupervisedRanks:
         """Add a rank that has started."""
         number = rank.process.rank
         self.all[number] = self.living[number] = rank
-        if rank.process.must_be_asked:
+        if rank.process.needs_polling:
             self.polled[number] = rank
 
     def remove(self, rank: SupervisedRank) -> None:

@@ -36,13 +36,13 @@ class Notebooks(Protocol):
     Attributes:
         attempt: Number of the current attempt, common to all notebooks.
         reason: Why the last attempt ended.
-        trouble: Why this notebook leaves the others before the common end.
+        leave_reason: Why this notebook leaves the others before the common end.
         failures_elsewhere: Failures of another notebook that holds its ranks for the debugger.
     """
 
     attempt: int
     reason: str
-    trouble: str
+    leave_reason: str
     failures_elsewhere: tuple[RankFailure, ...]
 
     @property
@@ -55,10 +55,10 @@ class Notebooks(Protocol):
     def backend(self, own: ProcessBackend) -> ProcessBackend:
         """Return the backend that starts this notebook's ranks and attaches those of the others."""
 
-    def attend(self, group: RankGroup) -> None:
+    def follow(self, group: RankGroup) -> None:
         """Exchange news with the others while ``group`` runs."""
 
-    def keep(self, records: list[Record]) -> None:
+    def store_samples(self, records: list[Record]) -> None:
         """Store samples of this notebook's ranks."""
 
     def conclude(self, group: RankGroup, found: tuple[RankFailure, ...]) -> bool:
@@ -126,7 +126,7 @@ class Supervisor:
         except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
             text = f"the launch failed: {type(problem).__name__}: {problem}"
             if self._notebooks is not None:
-                self._notebooks.trouble = text
+                self._notebooks.leave_reason = text
             return self._broken(problem, "failed", "WorkerError", text, cause=problem)
 
     def _broken(
@@ -202,7 +202,7 @@ class Supervisor:
         """Start the ranks of an attempt and supervise them until they have ended."""
         self._journal.append(AttemptStarted(number))
         group = self._start_group(plan, number)
-        sampler = Sampler(group.pids(), self._notebooks.keep if self._notebooks else self._journal.add)
+        sampler = Sampler(group.pids(), self._notebooks.store_samples if self._notebooks else self._journal.add)
         sampler.start()
         try:
             group.supervise()
@@ -217,7 +217,7 @@ class Supervisor:
         group.stops.on_hold = lambda: self._hold(group)
         if self._notebooks is not None:
             backend = self._notebooks.backend(backend)
-            self._notebooks.attend(group)
+            self._notebooks.follow(group)
         backend.configure(self._context.config, self._context.note, self._context.commands.pending)
         group.start(backend, number, self._inherited)
         self.started.set()

@@ -74,9 +74,9 @@ def test_waiting_ends_with_the_rank(ends: tuple[Channel, Channel]) -> None:
 def test_a_rank_is_inspected_until_it_ends(ends: tuple[Channel, Channel]) -> None:
     requests, seen = RankRequests(), ProcessStacks("Thread 0x1:", ("main (a.c:1)",))
     requests.open(3, ends[0], lambda: seen)
-    assert requests.look(3) == seen
+    assert requests.capture_stacks(3) == seen
     requests.close(3)
-    assert requests.look(3) == ProcessStacks()
+    assert requests.capture_stacks(3) == ProcessStacks()
 
 
 def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, make_plan
 from notebook_accelerate.launch.hosts.ray import ray_actor
-from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, at_home, interface_of
+from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, adapt_to_machine, interface_of
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
-from notebook_accelerate.launch.hosts.ray.ray_driver import dig, joined
+from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable
 from notebook_accelerate.telemetry import Channel, inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
@@ -29,7 +29,7 @@ MACHINE = HardwareInfo(
 )  # fmt: skip
 
 
-def test_the_plan_says_where_and_never_is_inline() -> None:
+def test_the_plan_names_the_cluster_and_is_never_inline() -> None:
     facts = KernelFacts(fork_hazard=lambda: "something", environment={"OMP_NUM_THREADS": "3"})
     planned = make_plan(LaunchConfig(num_processes=8, on="ray"), MACHINE, facts)
     assert planned.start_method == "ray"
@@ -40,7 +40,7 @@ def test_the_plan_says_where_and_never_is_inline() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_without_ray_the_line_to_type_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_has_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     words = r"Ray, which is not installed; pip install 'notebook-accelerate\[ray\]'"
     with pytest.raises(LaunchError, match=words):
         notebook_launcher(print, num_processes=2, on="ray")
@@ -83,7 +83,7 @@ def facts(node: str, **versions: str) -> dict[str, object]:
     return {"node": node, "host": "host", "address": node, "versions": versions}
 
 
-def test_versions_that_go_together() -> None:
+def test_versions_that_match() -> None:
     ours = {"python": "3.11.7", "torch": "2.13.0+cpu", "notebook_accelerate": "0.1.0"}
     same = facts("10.0.0.1", python="3.11.9", torch="2.13.0+cu128", notebook_accelerate="0.1.0")
     assert mismatches(ours, [same, same]) == ""
@@ -97,10 +97,10 @@ def test_versions_that_go_together() -> None:
 
 def test_each_rank_sees_its_own_device_at_its_local_rank() -> None:
     one = [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-    assert joined(one) == {"CUDA_VISIBLE_DEVICES": "3,1"}
+    assert merge_devices(one) == {"CUDA_VISIBLE_DEVICES": "3,1"}
     two = [{"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "1,3"}]
-    assert joined(two) == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    assert joined([{}, {}]) == {}
+    assert merge_devices(two) == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert merge_devices([{}, {}]) == {}
 
 
 def test_the_interface_of_an_address() -> None:
@@ -108,13 +108,13 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of("203.0.113.77") == ""
 
 
-def test_an_order_fits_the_machine_it_comes_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_order_is_adapted_to_its_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")
     monkeypatch.setenv("ONLY_HERE", "1")
     order = WorkerOrder(
         0, {}, 1, inherited_state.capture(), cwd="/nowhere", sys_path=["/nowhere", str(tmp_path), *sys.path]
     )
-    at_home(order)
+    adapt_to_machine(order)
     assert order.base_environment is not None
     assert "PYTHONBREAKPOINT" not in order.base_environment
     assert order.base_environment["ONLY_HERE"] == "1"
@@ -129,46 +129,46 @@ def test_actors_of_a_node_share_one_file() -> None:
     assert os.fstat(second._payload).st_ino == os.fstat(first._payload).st_ino
     assert os.pread(second._payload, 100, 0) == b"payload"
     assert not RankSlot().share(process, 1 << 20)
-    for place in (first, second):
-        os.close(place._payload)
+    for slot in (first, second):
+        os.close(slot._payload)
 
 
 def test_a_tunnel_carries_both_ways_and_ends() -> None:
-    place = RankSlot()
-    place.open_tunnel()
-    assert place._inner is not None
-    place.push(b"down")
-    assert place._inner.recv(10) == b"down"
-    place._inner.sendall(b"up")
-    assert place.pull() == b"up"
-    place.push(b"")
-    assert place._inner.recv(10) == b""
-    place._inner.close()
-    assert place.pull() == b""
-    assert place._outer is not None
-    place._outer.close()
+    slot = RankSlot()
+    slot.open_tunnel()
+    assert slot._inner is not None
+    slot.push(b"down")
+    assert slot._inner.recv(10) == b"down"
+    slot._inner.sendall(b"up")
+    assert slot.pull() == b"up"
+    slot.push(b"")
+    assert slot._inner.recv(10) == b""
+    slot._inner.close()
+    assert slot.pull() == b""
+    assert slot._outer is not None
+    slot._outer.close()
 
 
-def test_a_push_that_has_to_wait_is_not_cut_off_by_a_pull_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
-    place = RankSlot()
-    place.open_tunnel()
-    inner, outer = place._inner, place._outer
+    slot = RankSlot()
+    slot.open_tunnel()
+    inner, outer = slot._inner, slot._outer
     assert inner is not None
     assert outer is not None
-    assert place.pull() is None
+    assert slot.pull() is None
     sent = os.urandom(4 << 20)
-    pushing = threading.Thread(target=place.push, args=(sent,))
+    pushing = threading.Thread(target=slot.push, args=(sent,))
     pushing.start()
-    for _ in range(5):  # while the rank takes nothing in
-        assert place.pull() is None
-    come = b""
-    while len(come) < len(sent) and (part := inner.recv(1 << 20)):
-        come += part
+    for _ in range(5):  # while the rank reads nothing
+        assert slot.pull() is None
+    received = b""
+    while len(received) < len(sent) and (part := inner.recv(1 << 20)):
+        received += part
         if not pushing.is_alive():
             inner.setblocking(False)  # nothing follows
     pushing.join()
-    assert come == sent
+    assert received == sent
     for end in (inner, outer):
         end.close()
 
@@ -178,7 +178,7 @@ class _Actor:
 
     def __init__(self) -> None:
         self.dies = threading.Event()
-        self.do = self
+        self.call_slot = self
 
     def remote(self, method: str, *_: object) -> str:
         return method
@@ -193,33 +193,33 @@ class _Actor:
 def test_the_kernel_sees_that_an_actor_behind_a_tunnel_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = _Actor()
     monkeypatch.setitem(sys.modules, "ray", actor)  # type: ignore[arg-type]
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        digging = threading.Thread(target=dig, args=(actor, "127.0.0.1", door.getsockname()[1]))
-        digging.start()
-        connection, _ = door.accept()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        tunnel = threading.Thread(target=run_tunnel, args=(actor, "127.0.0.1", listener.getsockname()[1]))
+        tunnel.start()
+        connection, _ = listener.accept()
         with connection:
             actor.dies.set()
             connection.settimeout(60)
             assert connection.recv(1) == b""
-        digging.join()
+        tunnel.join()
 
 
 class _Driver:
-    """What a link asks of the driver process."""
+    """The part of the driver process that a connection uses."""
 
     def opened(self, rank: int) -> None:
         pass
 
-    def why(self, rank: int) -> str:
+    def end_reason(self, rank: int) -> str:
         return "its actor's process has died" if rank == 1 else ""
 
 
-def test_an_actor_that_dies_once_it_has_called_is_named_with_the_reason() -> None:
+def test_an_actor_that_dies_after_connecting_is_named_with_the_reason() -> None:
     channel, actor = Channel.pair()
-    link = RayHostConnection(channel, 2, "c3-n07", 1, _Driver())  # type: ignore[arg-type]
+    connection = RayHostConnection(channel, 2, "c3-n07", 1, _Driver())  # type: ignore[arg-type]
     actor.close()
     with pytest.raises(LaunchError, match=r"node 2 \(c3-n07\) was lost .* its actor's process has died"):
-        link.measure_clock()
+        connection.measure_clock()
     channel.close()
 
 
@@ -229,7 +229,7 @@ def test_errors_of_ray_in_a_sentence() -> None:
     crashed = RuntimeError("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR")
     assert cause(crashed).startswith("its actor's process has died")
     assert "ray start --head" in unreachable("auto", ConnectionError("Could not find any running Ray instance"))
-    said = unreachable("a:1", ConnectionError("no route\nTraceback:\n  File x\nOSError: down"))
-    assert "could not be reached: ConnectionError: no route OSError: down" in said
-    assert "ConnectionError: no route; a machine" in unreachable("a:1", ConnectionError("no route"))
+    text = unreachable("a:1", ConnectionError("no route\nTraceback:\n  File x\nOSError: down"))
+    assert "could not be reached: ConnectionError: no route OSError: down" in text
+    assert "ConnectionError: no route; on a machine" in unreachable("a:1", ConnectionError("no route"))
     assert unreachable("a:1", RuntimeError("Version mismatch: The cluster\n was")).startswith("the notebook's Ray")

@@ -22,7 +22,7 @@ from notebook_accelerate.launch import processes, start
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent, StartedEvent
-from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, call
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, IncomingHost, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.pickled_start import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import RankProcess
@@ -41,32 +41,34 @@ class HostedBackend(PickledBackend):
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         secret, half = new_secret(), (len(orders) + 1) // 2
         refused: list[str] = []
-        door = HostListener("127.0.0.1", secret, report=refused.append)
+        listener = HostListener("127.0.0.1", secret, report=refused.append)
         try:
             for node, part in enumerate((orders[:half], orders[half:])):
-                self.hosts.append(self._host(door, secret, node, [self.complete(order) for order in part]))
+                self.hosts.append(self._host(listener, secret, node, [self.complete(order) for order in part]))
             for _ in range(2):
-                visitor = door.next_visitor(SECONDS)
-                assert visitor is not None, refused
-                link = HostConnection(visitor.channel, visitor.hello.node, visitor.hello.host)
-                link.measure_clock()
+                incoming = listener.next_host(SECONDS)
+                assert incoming is not None, refused
+                connection = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
+                connection.measure_clock()
                 try:
-                    for _ in range(visitor.hello.facts["ranks"]):
-                        started(link.await_started(SECONDS))
+                    for _ in range(incoming.hello.facts["ranks"]):
+                        started(connection.await_started(SECONDS))
                 except LaunchError:
-                    link.close()
+                    connection.close()
                     raise
         finally:
-            door.close()
+            listener.close()
 
-    def _host(self, door: HostListener, secret: bytes, node: int, orders: list[WorkerOrder]) -> subprocess.Popen[bytes]:
+    def _host(
+        self, listener: HostListener, secret: bytes, node: int, orders: list[WorkerOrder]
+    ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-c", "from tests.unit.launch.test_remote import be_a_host; be_a_host()"],
             stdin=subprocess.PIPE, pass_fds=[self._payload], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert process.stdin is not None
         with process.stdin:
-            process.stdin.write(pickle.dumps((door.port, secret, node, orders, self._payload)))
+            process.stdin.write(pickle.dumps((listener.port, secret, node, orders, self._payload)))
         return process
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
@@ -87,7 +89,7 @@ def be_a_host() -> None:
             return order
 
     hello = HelloEvent(node, f"machine-{node}", {"ranks": len(orders)})
-    Host(call("127.0.0.1", port, secret, hello)).serve(Given(), orders)
+    Host(connect_to_kernel("127.0.0.1", port, secret, hello)).serve(Given(), orders)
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +151,7 @@ def test_the_first_failure_ends_all_at_its_line() -> None:
     assert [info.state for info in raised.value.run.ranks] == ["stopped", "failed"]
 
 
-def test_ranks_are_asked_looked_at_sampled_and_stopped() -> None:
+def test_ranks_are_asked_inspected_sampled_and_stopped() -> None:
     run = _launch(_sleep, block=False)
     until(lambda: len(run.logs()) == 2)
     answers = run.ask("answer", timeout=SECONDS)
@@ -157,7 +159,7 @@ def test_ranks_are_asked_looked_at_sampled_and_stopped() -> None:
     assert answers == {0: 42, 1: 42}
     # On a busy machine nothing may be seen of a rank within the second that a diagnosis takes.
     until(lambda: [_function(place) for place in run.diagnose().places] == [(0, "_sleep"), (1, "_sleep")])
-    until(lambda: "_sleep" in run.commands.requests.look(1).dump)
+    until(lambda: "_sleep" in run.commands.requests.capture_stacks(1).dump)
     until(lambda: set(run.store.resources) >= {0, 1})
     run.stop()
     assert run.status == "stopped"
@@ -173,45 +175,45 @@ def test_a_lost_host_is_named() -> None:
     assert run.ranks[1].exit == "lost"
 
 
-def test_what_comes_with_the_hello_is_not_lost() -> None:
+def test_events_that_arrive_with_the_hello_are_not_lost() -> None:
     secret = new_secret()
-    door = HostListener("127.0.0.1", secret)
+    listener = HostListener("127.0.0.1", secret)
     kernel = None
     try:
-        host = call("127.0.0.1", door.port, secret, HelloEvent(1, "machine-1"))
+        host = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "machine-1"))
         host.send(*(StartedEvent(rank, 100 + rank, 0) for rank in (4, 5)))
-        visitor = door.next_visitor(SECONDS)
-        assert visitor is not None
-        kernel = HostConnection(visitor.channel, visitor.hello.node, visitor.hello.host)
+        incoming = listener.next_host(SECONDS)
+        assert incoming is not None
+        kernel = HostConnection(incoming.channel, incoming.hello.node, incoming.hello.host)
         assert [(rank.rank, rank.pid) for rank in (kernel.await_started(SECONDS), kernel.await_started(SECONDS))] == [
             (4, 104), (5, 105),
         ]  # fmt: skip
     finally:
-        door.close()
+        listener.close()
         host.close()
         if kernel is not None:
             kernel.close()
 
 
-def test_who_was_let_in_stays_when_the_door_closes_at_once() -> None:
+def test_an_accepted_host_stays_connected_when_the_listener_closes_at_once() -> None:
     class Slow(SimpleQueue[IncomingHost]):
-        """Lets the thread of the greeting go on late, as a busy machine may."""
+        """Delays the thread of the handshake, as a busy machine may."""
 
         def put(self, item: IncomingHost, block: bool = True, timeout: float | None = None) -> None:
             super().put(item)
             time.sleep(0.5)
 
     secret = new_secret()
-    door = HostListener("127.0.0.1", secret)
-    door._visitors = Slow()
-    host = call("127.0.0.1", door.port, secret, HelloEvent(1, "machine-1"))
-    visitor = door.next_visitor(SECONDS)
-    door.close()
-    until(lambda: not any(thread.name == "notebook-accelerate-greeting" for thread in threading.enumerate()))
-    assert visitor is not None
+    listener = HostListener("127.0.0.1", secret)
+    listener._incoming = Slow()
+    host = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "machine-1"))
+    incoming = listener.next_host(SECONDS)
+    listener.close()
+    until(lambda: not any(thread.name == "notebook-accelerate-handshake" for thread in threading.enumerate()))
+    assert incoming is not None
     host.send(StartedEvent(4, 104, 0))
-    assert [event for _, event in visitor.channel.receive(SECONDS)] == [StartedEvent(4, 104, 0)]
-    for channel in (host, visitor.channel):
+    assert [event for _, event in incoming.channel.receive(SECONDS)] == [StartedEvent(4, 104, 0)]
+    for channel in (host, incoming.channel):
         channel.close()
 
 

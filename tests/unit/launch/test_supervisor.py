@@ -45,7 +45,7 @@ class _Slow:
     def take_frames(self, rank: int, data: bytes) -> None:
         raise AssertionError("nobody says anything")
 
-    def take_aside(self, rank: int, data: bytes) -> None:
+    def take_host_frames(self, rank: int, data: bytes) -> None:
         raise AssertionError("nobody says anything")
 
     def take_end(self, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""SECURITY.md, line by line: who may talk to a run, and what strangers get."""
+"""SECURITY.md, line by line: who may connect to a run, and what unauthenticated peers receive."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ from notebook_accelerate.launch import start
 from notebook_accelerate.launch.hosts.remote import listener, stream
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    AsideEvent,
     EndedEvent,
     FramesEvent,
     HelloEvent,
+    HostFramesEvent,
     OutputEvent,
 )
-from notebook_accelerate.launch.hosts.remote.listener import MAX_GREETINGS, MAX_REPORTS, HostListener, call
+from notebook_accelerate.launch.hosts.remote.listener import (
+    MAX_HANDSHAKES,
+    MAX_REPORTS,
+    HostListener,
+    connect_to_kernel,
+)
 from notebook_accelerate.telemetry import Channel, MetricEvent, Stamped, encode
 from notebook_accelerate.telemetry.channel import MAX_JSON_BYTES
 from tests.support.waiting import until
@@ -41,40 +46,40 @@ SECONDS = 120.0
 HELLO = HelloEvent(1, "worker-1", {})
 
 
-class _Doorstep:
-    """A door, the secret of its run, and what it has told of those it refused."""
+class _Listening:
+    """A listener, the secret of its run, and its reports of refused connections."""
 
     def __init__(self) -> None:
         self.secret = stream.new_secret()
-        self.told: list[str] = []
-        self.door = HostListener("127.0.0.1", self.secret, report=self.told.append)
+        self.reports: list[str] = []
+        self.host_listener = HostListener("127.0.0.1", self.secret, report=self.reports.append)
 
-    def stranger(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.door.port), timeout=SECONDS)
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.host_listener.port), timeout=SECONDS)
 
-    def wait_until_told(self, count: int = 1) -> None:
-        until(lambda: len(self.told) >= count)
+    def wait_for_reports(self, count: int = 1) -> None:
+        until(lambda: len(self.reports) >= count)
 
-    def host_comes(self) -> None:
-        """Have an expected host come, and see that it gets in."""
-        channel = call("127.0.0.1", self.door.port, self.secret, HELLO, SECONDS)
-        visitor = self.door.next_visitor(SECONDS)
-        assert visitor is not None, self.told
-        assert visitor.hello.host == "worker-1"
-        visitor.channel.close()
+    def connect_host(self) -> None:
+        """Connect an expected host, and check that it is accepted."""
+        channel = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO, SECONDS)
+        incoming = self.host_listener.next_host(SECONDS)
+        assert incoming is not None, self.reports
+        assert incoming.hello.host == "worker-1"
+        incoming.channel.close()
         channel.close()
 
 
 @pytest.fixture
-def step() -> Iterator[_Doorstep]:
-    made = _Doorstep()
+def step() -> Iterator[_Listening]:
+    made = _Listening()
     yield made
-    made.door.close()
-    until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-greeting"])
+    made.host_listener.close()
+    until(lambda: not [t for t in threading.enumerate() if t.name == "notebook-accelerate-handshake"])
 
 
 def _ended(connection: socket.socket) -> bool:
-    """Whether the other end closes without another word."""
+    """Whether the other end closes without sending more."""
     connection.settimeout(SECONDS)
     try:
         return connection.recv(1) == b""
@@ -85,7 +90,7 @@ def _ended(connection: socket.socket) -> bool:
 # ---- A run on one machine
 
 
-def _look_around() -> tuple[list[tuple[Any, ...]], str, bool]:
+def _inspect() -> tuple[list[tuple[Any, ...]], str, bool]:
     import torch
 
     from notebook_accelerate import Accelerator
@@ -99,13 +104,13 @@ def _look_around() -> tuple[list[tuple[Any, ...]], str, bool]:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_run_on_one_machine_is_heard_on_loopback_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "correct horse battery staple"
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", secret)
     mine = {(c.laddr, c.status) for c in psutil.Process().net_connections("inet")}
     seen: list[Any] = []
     config = LaunchConfig(num_processes=2, start_method=method, use_port=0, cpu=True, panel=False, block=False)
-    run = start(config, _look_around)
+    run = start(config, _inspect)
     while not run.wait(0.05):
         seen += [c for c in psutil.Process().net_connections("inet") if (c.laddr, c.status) not in mine]
     for connections, inside, has_secret in run.results:
@@ -124,43 +129,43 @@ def test_a_run_on_one_machine_is_heard_on_loopback_alone(method: str, monkeypatc
 # ---- Listening for other machines
 
 
-def test_the_kernel_listens_on_one_address_and_only_until_its_hosts_have_come() -> None:
-    one = _Doorstep()
+def test_the_kernel_listens_on_one_address_until_its_hosts_have_connected() -> None:
+    one = _Listening()
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert [c.laddr.ip for c in listening if c.laddr.port == one.door.port] == ["127.0.0.1"]
-    one.host_comes()
-    port = one.door.port
-    one.door.close()
+    assert [c.laddr.ip for c in listening if c.laddr.port == one.host_listener.port] == ["127.0.0.1"]
+    one.connect_host()
+    port = one.host_listener.port
+    one.host_listener.close()
     with pytest.raises(OSError, match=r"refused|Connection"):
         socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
 
 
-def test_who_does_not_know_the_secret_is_refused_and_told_of(step: _Doorstep) -> None:
+def test_a_peer_without_the_secret_is_refused_and_reported(step: _Listening) -> None:
     with pytest.raises(AuthenticationError):
-        call("127.0.0.1", step.door.port, stream.new_secret(), HELLO, SECONDS)
-    step.wait_until_told()
-    assert step.told == ["a connection from 127.0.0.1 was refused: it does not know the run's secret"]
-    step.host_comes()
+        connect_to_kernel("127.0.0.1", step.host_listener.port, stream.new_secret(), HELLO, SECONDS)
+    step.wait_for_reports()
+    assert step.reports == ["a connection from 127.0.0.1 was refused: it does not know the run's secret"]
+    step.connect_host()
 
 
 @pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 200, b"\x00" * 200, os.urandom(4096), b"\x16\x03\x01" * 99]
+    "data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 200, b"\x00" * 200, os.urandom(4096), b"\x16\x03\x01" * 99]
 )
-def test_who_speaks_another_protocol_is_refused(step: _Doorstep, words: bytes) -> None:
-    with step.stranger() as stranger:
-        stranger.sendall(words)
-        step.wait_until_told()
-    assert "it does not speak this protocol" in step.told[0]
-    step.host_comes()
+def test_a_peer_of_another_protocol_is_refused(step: _Listening, data: bytes) -> None:
+    with step.connect() as peer:
+        peer.sendall(data)
+        step.wait_for_reports()
+    assert "it does not speak this protocol" in step.reports[0]
+    step.connect_host()
 
 
-def test_a_stranger_gets_nothing_to_try_guesses_of_the_secret_on(step: _Doorstep) -> None:
-    with step.stranger() as stranger:
-        stranger.sendall(stream._MAGIC + os.urandom(32))
-        hello = _read(stranger, len(stream._MAGIC) + 32)
+def test_an_unauthenticated_peer_receives_no_data_to_test_guesses_on(step: _Listening) -> None:
+    with step.connect() as peer:
+        peer.sendall(stream._MAGIC + os.urandom(32))
+        hello = _read(peer, len(stream._MAGIC) + 32)
         assert hello.startswith(stream._MAGIC)
-        stranger.sendall(os.urandom(32))
-        assert _ended(stranger), "not a byte made with the secret"
+        peer.sendall(os.urandom(32))
+        assert _ended(peer), "not a byte made with the secret"
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
@@ -170,28 +175,28 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def test_a_greeting_that_was_overheard_cannot_be_said_again(step: _Doorstep) -> None:
-    overheard = _Overhearing(step.door.port)
-    channel = call("127.0.0.1", overheard.port, step.secret, HELLO, SECONDS)
-    visitor = step.door.next_visitor(SECONDS)
-    assert visitor is not None
-    overheard.close()
-    with step.stranger() as stranger:
-        stranger.sendall(bytes(overheard.said))
-        step.wait_until_told()
-        assert _ended_after_hello(stranger)
-    assert "does not know the run's secret" in step.told[0]
-    for one in (channel, visitor.channel):
+def test_a_recorded_handshake_cannot_be_replayed(step: _Listening) -> None:
+    recorder = _Recorder(step.host_listener.port)
+    channel = connect_to_kernel("127.0.0.1", recorder.port, step.secret, HELLO, SECONDS)
+    incoming = step.host_listener.next_host(SECONDS)
+    assert incoming is not None
+    recorder.close()
+    with step.connect() as peer:
+        peer.sendall(bytes(recorder.recorded))
+        step.wait_for_reports()
+        assert _ended_after_hello(peer)
+    assert "does not know the run's secret" in step.reports[0]
+    for one in (channel, incoming.channel):
         one.close()
 
 
-def test_its_own_words_do_not_open_the_door(step: _Doorstep) -> None:
-    with step.stranger() as stranger:
-        hello = _read(stranger, len(stream._MAGIC) + 32)
-        stranger.sendall(hello)  # the same nonce, and whatever it would say next
-        stranger.shutdown(socket.SHUT_WR)
-        step.wait_until_told()
-    step.host_comes()
+def test_messages_of_the_kernel_sent_back_do_not_authenticate(step: _Listening) -> None:
+    with step.connect() as peer:
+        hello = _read(peer, len(stream._MAGIC) + 32)
+        peer.sendall(hello)  # the same nonce, and whatever it would send next
+        peer.shutdown(socket.SHUT_WR)
+        step.wait_for_reports()
+    step.connect_host()
 
 
 def _ended_after_hello(connection: socket.socket) -> bool:
@@ -199,25 +204,25 @@ def _ended_after_hello(connection: socket.socket) -> bool:
     return _ended(connection)
 
 
-class _Overhearing:
-    """Passes one connection on, and keeps what the caller said."""
+class _Recorder:
+    """Forwards one connection, and records what the caller sends."""
 
     def __init__(self, port: int) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
-        self.said = bytearray()
+        self.recorded = bytearray()
         self._to = port
-        self._threads = [threading.Thread(target=self._pass_on)]
+        self._threads = [threading.Thread(target=self._forward)]
         self._threads[0].start()
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         caller, _ = self._listener.accept()
         called = socket.create_connection(("127.0.0.1", self._to))
         self._ends = (caller, called)
         back = threading.Thread(target=self._copy, args=(called, caller, bytearray()))
         self._threads.append(back)
         back.start()
-        self._copy(caller, called, self.said)
+        self._copy(caller, called, self.recorded)
 
     def _copy(self, source: socket.socket, target: socket.socket, kept: bytearray) -> None:
         try:
@@ -236,44 +241,46 @@ class _Overhearing:
             end.close()
 
 
-def test_silent_strangers_keep_nobody_waiting(step: _Doorstep, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "GREETING_SECONDS", 600.0)  # so long each of them may be silent
-    strangers = [step.stranger() for _ in range(2 * MAX_GREETINGS)]
+def test_silent_connections_do_not_delay_a_launch(step: _Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 600.0)
+    peers = [step.connect() for _ in range(2 * MAX_HANDSHAKES)]
     began = time.monotonic()
-    step.host_comes()
-    step.door.close()
+    step.connect_host()
+    step.host_listener.close()
     assert time.monotonic() - began < SECONDS
-    for stranger in strangers:
-        stranger.close()
+    for peer in peers:
+        peer.close()
 
 
-def test_a_crowd_of_strangers_does_not_fill_the_notebook() -> None:
-    one = _Doorstep()
+def test_many_refused_connections_do_not_fill_the_notebook() -> None:
+    one = _Listening()
     for _ in range(MAX_REPORTS + 30):
-        with one.stranger() as stranger:
-            stranger.sendall(b"x" * 200)
-            _ended_after_hello(stranger)
-    until(lambda: one.door._refused >= MAX_REPORTS + 30 and len(one.told) >= MAX_REPORTS)
-    one.door.close()
-    assert len(one.told) == MAX_REPORTS + 1
-    assert one.told[-1] == "30 more connections were refused"
+        with one.connect() as peer:
+            peer.sendall(b"x" * 200)
+            _ended_after_hello(peer)
+    until(lambda: one.host_listener._refused >= MAX_REPORTS + 30 and len(one.reports) >= MAX_REPORTS)
+    one.host_listener.close()
+    assert len(one.reports) == MAX_REPORTS + 1
+    assert one.reports[-1] == "30 more connections were refused"
 
 
-# ---- What comes over a link
+# ---- Records of an authenticated stream
 
 
-def _sealed_pair() -> tuple[stream.AuthenticatedStream, stream.AuthenticatedStream, socket.socket, socket.socket]:
-    """Return two greeted ends, and the wire between them: what either sends is read from and put on the wire."""
+def _authenticated_pair() -> tuple[
+    stream.AuthenticatedStream, stream.AuthenticatedStream, socket.socket, socket.socket
+]:
+    """Return two authenticated ends and the wire between them, from which a test reads and to which it writes."""
     here, wire_here = socket.socketpair()
     there, wire_there = socket.socketpair()
     ends: dict[bool, stream.AuthenticatedStream] = {}
     secret = stream.new_secret()
 
-    def greet(end: socket.socket, *, listens: bool) -> None:
-        ends[listens] = stream.greet(end, secret, listens=listens, timeout=SECONDS)
+    def authenticate(end: socket.socket, *, listens: bool) -> None:
+        ends[listens] = stream.authenticate(end, secret, listens=listens, timeout=SECONDS)
 
     roles = ((here, True), (there, False))
-    threads = [threading.Thread(target=greet, args=(end,), kwargs={"listens": role}) for end, role in roles]
+    threads = [threading.Thread(target=authenticate, args=(end,), kwargs={"listens": role}) for end, role in roles]
     for thread in threads:
         thread.start()
     size = len(stream._MAGIC) + 32
@@ -311,8 +318,8 @@ TAMPERINGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("tampering", TAMPERINGS)
-def test_what_was_tampered_with_ends_the_stream_and_is_not_taken_in(tampering: str) -> None:
-    ours, theirs, wire_ours, wire_theirs = _sealed_pair()
+def test_a_tampered_record_ends_the_stream_and_is_not_read(tampering: str) -> None:
+    ours, theirs, wire_ours, wire_theirs = _authenticated_pair()
     channel = Channel(ours)
     given = TAMPERINGS[tampering](_records(3, theirs, wire_theirs))
     wire_ours.sendall(given[0])
@@ -326,8 +333,8 @@ def test_what_was_tampered_with_ends_the_stream_and_is_not_taken_in(tampering: s
         end.close()
 
 
-def test_the_two_directions_have_keys_of_their_own() -> None:
-    ours, theirs, wire_ours, wire_theirs = _sealed_pair()
+def test_the_two_directions_have_different_keys() -> None:
+    ours, theirs, wire_ours, wire_theirs = _authenticated_pair()
     (sent,) = _records(1, ours, wire_ours)
     wire_ours.sendall(sent)  # back to who sent it
     with pytest.raises(ConnectionError):
@@ -336,7 +343,7 @@ def test_the_two_directions_have_keys_of_their_own() -> None:
         end.close()
 
 
-def test_a_length_that_is_too_long_is_refused_before_it_is_waited_for() -> None:
+def test_a_length_above_the_maximum_is_refused_at_once() -> None:
     kernel, peer = Channel.pair()
     peer.sendall(struct.pack("!IQ", MAX_JSON_BYTES + 1, 0))
     with pytest.raises(ChannelClosedError, match="are allowed"):
@@ -353,20 +360,20 @@ class _Bomb:
         return Path.touch, (Path(self._path),)
 
 
-def test_nothing_a_stranger_sends_is_unpickled(step: _Doorstep, tmp_path: Path) -> None:
+def test_data_of_an_unauthenticated_peer_is_not_unpickled(step: _Listening, tmp_path: Path) -> None:
     trace = tmp_path / "unpickled"
     bomb = pickle.dumps(_Bomb(str(trace)))
     for begin in (b"", stream._MAGIC, stream._MAGIC + os.urandom(32), stream._MAGIC + os.urandom(64)):
-        with step.stranger() as stranger:
-            stranger.sendall(begin + bomb * 20)
-            _ended_after_hello(stranger)
-    step.wait_until_told(4)
+        with step.connect() as peer:
+            peer.sendall(begin + bomb * 20)
+            _ended_after_hello(peer)
+    step.wait_for_reports(4)
     assert not trace.exists()
     pickle.loads(bomb)
     assert trace.exists(), "the bomb would have worked"
 
 
-def test_the_remote_channel_and_what_reads_it_know_no_pickle() -> None:
+def test_modules_that_read_from_the_network_do_not_import_pickle() -> None:
     package = ROOT / "notebook_accelerate"
     sources = [*(package / "launch/hosts/remote").glob("*.py"), package / "telemetry/channel.py"]
     assert len(sources) > 4
@@ -378,34 +385,34 @@ def test_the_remote_channel_and_what_reads_it_know_no_pickle() -> None:
             assert not bad, f"{source}: {bad}"
 
 
-class _Hearing:
+class _Events:
     def __init__(self) -> None:
-        self.heard: list[tuple[str, int]] = []
+        self.received: list[tuple[str, int]] = []
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        self.heard.append(("output", rank))
+        self.received.append(("output", rank))
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        self.heard.append(("frames", rank))
+        self.received.append(("frames", rank))
 
-    def take_aside(self, rank: int, data: bytes) -> None:
-        self.heard.append(("aside", rank))
+    def take_host_frames(self, rank: int, data: bytes) -> None:
+        self.received.append(("host frames", rank))
 
     def take_end(self, rank: int) -> None:
-        self.heard.append(("end", rank))
+        self.received.append(("end", rank))
 
 
-def test_a_host_speaks_for_its_own_ranks_alone() -> None:
+def test_a_host_sends_events_of_its_own_ranks_only() -> None:
     kernel, peer = Channel.pair()
-    link, hearing = HostConnection(kernel, 1, "worker-1"), _Hearing()
+    connection, events = HostConnection(kernel, 1, "worker-1"), _Events()
     from notebook_accelerate.launch.hosts.remote.host_connection import RemoteRank
 
-    RemoteRank(link, 8, 1234, 0)
+    RemoteRank(connection, 8, 1234, 0)
     for rank in (0, 8, 99):
-        for event in (OutputEvent(rank, "stdout", b"x"), FramesEvent(rank, b"x"), AsideEvent(rank, b"x")):
-            link.take(event, hearing)
-        link.take(EndedEvent(rank, 0, None, 0), hearing)
-    assert hearing.heard == [("output", 8), ("frames", 8), ("aside", 8), ("end", 8)]
+        for event in (OutputEvent(rank, "stdout", b"x"), FramesEvent(rank, b"x"), HostFramesEvent(rank, b"x")):
+            connection.handle(event, events)
+        connection.handle(EndedEvent(rank, 0, None, 0), events)
+    assert events.received == [("output", 8), ("frames", 8), ("host frames", 8), ("end", 8)]
     kernel.close()
     peer.close()
 
@@ -413,7 +420,7 @@ def test_a_host_speaks_for_its_own_ranks_alone() -> None:
 # ---- Where the secret is
 
 
-def test_the_secret_is_in_no_command_line_no_environment_and_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_secret_is_in_no_command_line_environment_or_text(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "a secret that nobody else should see"
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_SECRET", secret)
     config = LaunchConfig(
@@ -442,7 +449,7 @@ def _sleep() -> None:
     time.sleep(600)
 
 
-def test_every_line_of_the_threat_model_names_a_test_that_there_is() -> None:
+def test_every_line_of_the_threat_model_names_an_existing_test() -> None:
     lines = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("- ")]
     named = [re.findall(r"`(test_\w+)`$", line) for line in lines]
     assert len(lines) >= 10

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.listener import call, introduce
+from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel, open_channel
 from notebook_accelerate.launch.processes import ports
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
@@ -82,14 +82,14 @@ class RankSlot:
             host: Name of this machine.
             order: The rank's order, pickled.
         """
-        told: WorkerOrder = pickle.loads(order)
-        at_home(told)
-        hello = HelloEvent(node, host, {"rank": told.rank})
+        completed: WorkerOrder = pickle.loads(order)
+        adapt_to_machine(completed)
+        hello = HelloEvent(node, host, {"rank": completed.rank})
         if self._inner is not None:
-            channel = introduce(self._inner, secret, hello)
+            channel = open_channel(self._inner, secret, hello)
         else:
-            channel = call(address, port, secret, hello)
-        Host(channel).serve(PlacedBackend(self._payload), [told])
+            channel = connect_to_kernel(address, port, secret, hello)
+        Host(channel).serve(PlacedBackend(self._payload), [completed])
 
     # ---- the tunnel
 
@@ -136,7 +136,7 @@ def _elsewhere() -> None:
     """Placeholder for the function, which this process never loads."""
 
 
-def at_home(order: WorkerOrder) -> None:
+def adapt_to_machine(order: WorkerOrder) -> None:
     """Adapt an order to this machine.
 
     The working directory is the kernel's if it exists here, unless a runtime environment provides one; the import path
@@ -170,7 +170,7 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def surroundings(address: str) -> dict[str, Any]:
+def machine_facts(address: str) -> dict[str, Any]:
     """Return properties of this actor's machine for the driver: devices, and the interface of its address."""
     devices = {name: os.environ[name] for name in DEVICE_VARIABLES if os.environ.get(name)}
     interface = interface_of(address)
@@ -178,4 +178,4 @@ def surroundings(address: str) -> dict[str, Any]:
     return {"devices": devices, "network": network}
 
 
-__all__ = ["PlacedBackend", "RankSlot", "at_home", "surroundings"]
+__all__ = ["PlacedBackend", "RankSlot", "adapt_to_machine", "machine_facts"]

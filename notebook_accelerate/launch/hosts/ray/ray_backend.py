@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError
-from notebook_accelerate.launch.hosts.ray import ray_protocol as say
+from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
 from notebook_accelerate.launch.hosts.ray.ray_driver import versions
 from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection, RemoteRank
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 REASON_SECONDS = 45.0
 """Seconds that a broken connection waits for Ray's reason: longer than the driver's own limit."""
 LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
@@ -62,7 +62,7 @@ class DriverProcess:
         )
         self._process = start_interpreter(call, [theirs.fileno(), payload], self._log.fileno())
         theirs.close()
-        self._come: deque[Event] = deque()
+        self._received: deque[Event] = deque()
         self._open: set[int] = set()
 
     def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[Event], None]) -> Any:
@@ -79,49 +79,49 @@ class DriverProcess:
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if not self._come:
-                self._come += self._heard(LOOK_SECONDS, what)
-            event = self._come.popleft() if self._come else say.NoteEvent("")
+            if not self._received:
+                self._received += self._receive(POLL_SECONDS, what)
+            event = self._received.popleft() if self._received else protocol.ClusterNoteEvent("")
             if isinstance(event, kind):
                 return event
-            if isinstance(event, say.RefusedEvent):
+            if isinstance(event, protocol.RefusedEvent):
                 raise LaunchError(event.text)
-            if isinstance(event, say.ActorEndedEvent):
+            if isinstance(event, protocol.ActorEndedEvent):
                 raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
             waiting(event)
         raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self.last_words()}")
 
-    def _heard(self, seconds: float, what: str) -> list[Event]:
+    def _receive(self, seconds: float, what: str) -> list[Event]:
         try:
             return [event for _, event in self.channel.receive(seconds)]
         except ChannelClosedError:
             raise LaunchError(f"{what} failed: the driver process ended{self.last_words()}") from None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Handle the events that the driver has sent.
 
         Raises:
             LaunchError: The driver or an actor has ended.
         """
-        self._come += self._heard(0.0, "starting the ranks")
-        for event in self._come:
-            if isinstance(event, say.RefusedEvent):
+        self._received += self._receive(0.0, "starting the ranks")
+        for event in self._received:
+            if isinstance(event, protocol.RefusedEvent):
                 raise LaunchError(event.text)
-            if isinstance(event, say.ActorEndedEvent) and event.reason:
+            if isinstance(event, protocol.ActorEndedEvent) and event.reason:
                 raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
 
-    def why(self, rank: int) -> str:
+    def end_reason(self, rank: int) -> str:
         """Return why a rank's actor has ended; "" when Ray does not report it in time."""
         deadline = time.monotonic() + REASON_SECONDS
-        while not (found := self._told_of(rank)) and (left := deadline - time.monotonic()) > 0:
+        while not (found := self._reported_ends(rank)) and (left := deadline - time.monotonic()) > 0:
             try:
-                self._come += self._heard(left, "the run on Ray")
+                self._received += self._receive(left, "the run on Ray")
             except LaunchError as error:
                 return str(error)
         return found[0].reason if found else ""
 
-    def _told_of(self, rank: int) -> list[say.ActorEndedEvent]:
-        return [event for event in self._come if isinstance(event, say.ActorEndedEvent) and event.rank == rank]
+    def _reported_ends(self, rank: int) -> list[protocol.ActorEndedEvent]:
+        return [event for event in self._received if isinstance(event, protocol.ActorEndedEvent) and event.rank == rank]
 
     def opened(self, rank: int) -> None:
         """Record that a connection to a rank's actor is in use."""
@@ -141,7 +141,7 @@ class DriverProcess:
         if self._process.returncode is not None:
             return
         with suppress(ChannelClosedError):
-            self.channel.send(say.LeaveOrder())
+            self.channel.send(protocol.ReleaseOrder())
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -157,7 +157,7 @@ class DriverProcess:
 
 
 class RayHostConnection(HostConnection):
-    """The connection to one actor; when it breaks, Ray is asked for the reason.
+    """The connection to one actor; when it breaks, Ray reports the reason.
 
     Args:
         channel: The stream to the actor.
@@ -181,28 +181,28 @@ class RayHostConnection(HostConnection):
         try:
             super().measure_clock()
         except ChannelClosedError as error:
-            raise LaunchError(f"{self.name} was lost before its rank started: {self._why() or error}") from None
+            raise LaunchError(f"{self.name} was lost before its rank started: {self._end_reason() or error}") from None
 
-    def _why(self) -> str:
-        return self._driver.why(self._rank)
+    def _end_reason(self) -> str:
+        return self._driver.end_reason(self._rank)
 
     def await_started(self, timeout: float) -> RemoteRank:
         """See ``HostConnection.await_started``."""
         try:
             return super().await_started(timeout)
         except LaunchError as error:
-            why = self._why()
-            raise LaunchError(f"{error}; {why}" if why else str(error)) from None
+            end_reason = self._end_reason()
+            raise LaunchError(f"{error}; {end_reason}" if end_reason else str(error)) from None
 
-    def lose(self, reason: str, hearing: RankListener) -> None:
-        """See ``HostConnection.lose``."""
-        if reason and (why := self._why()):
-            reason = f"{self.name} was lost: {why}"
-        super().lose(reason, hearing)
+    def mark_lost(self, reason: str, listener: RankListener) -> None:
+        """See ``HostConnection.mark_lost``."""
+        if reason and (end_reason := self._end_reason()):
+            reason = f"{self.name} was lost: {end_reason}"
+        super().mark_lost(reason, listener)
 
-    def forget(self, rank: int) -> None:
-        """See ``HostConnection.forget``."""
-        super().forget(rank)
+    def remove(self, rank: int) -> None:
+        """See ``HostConnection.remove``."""
+        super().remove(rank)
         self._driver.closed(self._rank)
 
 
@@ -230,28 +230,29 @@ class RayBackend(PickledBackend):
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
         driver = DriverProcess(self._payload)
-        links: list[RayHostConnection] = []
+        connections: list[RayHostConnection] = []
         try:
-            here, placed = self._place(driver, len(orders))
+            address, placed = self._place(driver, len(orders))
             secret = new_secret()
-            with _opened(here, secret, self._note) as door:
-                payload = pickle.dumps((secret, [self._ready(order, placed) for order in orders]))
-                driver.channel.send(say.ServeOrder(door.address, door.port, payload))
-                links = self._links(door, driver, len(orders))
-            for link in links:
-                started(link.await_started(self._cluster.start_timeout))
+            listener = HostListener(address or "127.0.0.1", secret, report=self._note)
+            with closing(listener):
+                payload = pickle.dumps((secret, [self._complete_order(order, placed) for order in orders]))
+                driver.channel.send(protocol.ServeOrder(listener.address, listener.port, payload))
+                connections = self._await_connections(listener, driver, len(orders))
+            for connection in connections:
+                started(connection.await_started(self._cluster.start_timeout))
         except BaseException:
-            for link in links:
-                link.channel.close()
+            for connection in connections:
+                connection.channel.close()
             driver.end(GIVE_UP_SECONDS)
             raise
 
-    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, say.PlacedEvent]:
+    def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, protocol.PlacedEvent]:
         """Have the driver place the ranks; return this machine's address as seen by the nodes, and the placement."""
         cluster = self._cluster
         wait = cluster.wait if cluster.when_full == "wait" else 0.0
         driver.channel.send(
-            say.PlaceOrder(
+            protocol.PlaceOrder(
                 address_of(cluster),
                 ranks,
                 cluster.cpus,
@@ -264,76 +265,64 @@ class RayBackend(PickledBackend):
             )
         )
         limit = cluster.start_timeout
-        reached = driver.next(say.ReachedEvent, limit, f"reaching {cluster.description}", self._hear)
-        driver.next(say.TakenEvent, wait + limit, "reserving resources", self._hear)
-        return reached.here, driver.next(say.PlacedEvent, limit, "starting Ray's actors", self._hear)
+        connected = driver.next(protocol.ConnectedEvent, limit, f"reaching {cluster.description}", self._handle_note)
+        driver.next(protocol.ReservedEvent, wait + limit, "reserving resources", self._handle_note)
+        return connected.address, driver.next(protocol.PlacedEvent, limit, "starting Ray's actors", self._handle_note)
 
-    def _hear(self, event: Event) -> None:
+    def _handle_note(self, event: Event) -> None:
         """Show the driver's notes to the user, and check whether the run is to be stopped."""
-        if isinstance(event, say.NoteEvent) and event.text:
+        if isinstance(event, protocol.ClusterNoteEvent) and event.text:
             self._note(event.text)
         if self._stopping():
             raise RunStoppedError("the run was stopped while it waited for the Ray cluster")
 
-    def _ready(self, order: WorkerOrder, placed: say.PlacedEvent) -> bytes:
+    def _complete_order(self, order: WorkerOrder, placed: protocol.PlacedEvent) -> bytes:
         """Return a rank's order, completed for its placement and pickled."""
-        place = placed.places[order.rank]
+        slot = placed.slots[order.rank]
         carried = {
             name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in NOT_CARRIED
         }
-        given = {
-            "LOCAL_RANK": str(place["local_rank"]),
-            "LOCAL_WORLD_SIZE": str(place["local_size"]),
-            "NODE_RANK": str(place["node"]),
-            "GROUP_RANK": str(place["node"]),
-            "MASTER_ADDR": placed.places[0]["address"],
+        placement = {
+            "LOCAL_RANK": str(slot["local_rank"]),
+            "LOCAL_WORLD_SIZE": str(slot["local_size"]),
+            "NODE_RANK": str(slot["node"]),
+            "GROUP_RANK": str(slot["node"]),
+            "MASTER_ADDR": placed.slots[0]["address"],
             "MASTER_PORT": str(placed.port),
         }
-        order.environment = {**carried, **place["environment"], **order.environment, **given}
+        order.environment = {**carried, **slot["environment"], **order.environment, **placement}
         order = self.complete(order)
         order.base_environment = None  # use the node's environment
         if "working_dir" in (self._cluster.runtime_env or {}):
             order.cwd = None
         return pickle.dumps(order)
 
-    def _links(self, door: HostListener, driver: DriverProcess, ranks: int) -> list[RayHostConnection]:
+    def _await_connections(self, listener: HostListener, driver: DriverProcess, ranks: int) -> list[RayHostConnection]:
         """Wait until every actor's host has connected."""
         found: dict[int, RayHostConnection] = {}
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < ranks:
-            self._hear(say.NoteEvent(""))
-            driver.look()
+            self._handle_note(protocol.ClusterNoteEvent(""))
+            driver.check()
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in range(ranks) if rank not in found)
                 raise LaunchError(
-                    f"the actors of ranks {missing} did not call back at {door.address}:{door.port} within "
-                    f"{self._cluster.start_timeout:g} s; if a firewall keeps the nodes from reaching this machine, "
+                    f"the actors of ranks {missing} did not connect to {listener.address}:{listener.port} within "
+                    f"{self._cluster.start_timeout:g} s; if a firewall blocks the nodes' connections, "
                     "pass on='ray://host:10001'"
                 )
-            visitor = door.next_visitor(LOOK_SECONDS)
-            if visitor is not None:
-                rank = int(visitor.hello.facts["rank"])
-                found[rank] = RayHostConnection(visitor.channel, visitor.hello.node, visitor.hello.host, rank, driver)
-        links = [found[rank] for rank in range(ranks)]
+            incoming = listener.next_host(POLL_SECONDS)
+            if incoming is not None:
+                rank = int(incoming.hello.facts["rank"])
+                node, host = incoming.hello.node, incoming.hello.host
+                found[rank] = RayHostConnection(incoming.channel, node, host, rank, driver)
+        connections = [found[rank] for rank in range(ranks)]
         clocks: dict[int, float] = {}
-        for link in links:  # one measurement per machine, whatever its number of actors
-            if link.node not in clocks:
-                link.measure_clock()
-            link.clock_offset = clocks.setdefault(link.node, link.clock_offset)
-        return links
-
-
-class _opened:  # noqa: N801 - a context manager, used as a function
-    """A listener that is open inside a with block."""
-
-    def __init__(self, address: str, secret: bytes, report: Callable[[str], None]) -> None:
-        self._door = HostListener(address or "127.0.0.1", secret, report=report)
-
-    def __enter__(self) -> HostListener:
-        return self._door
-
-    def __exit__(self, *_: object) -> None:
-        self._door.close()
+        for connection in connections:  # one measurement per machine, whatever its number of actors
+            if connection.node not in clocks:
+                connection.measure_clock()
+            connection.clock_offset = clocks.setdefault(connection.node, connection.clock_offset)
+        return connections
 
 
 def address_of(cluster: RayCluster) -> str:

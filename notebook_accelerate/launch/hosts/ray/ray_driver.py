@@ -20,23 +20,23 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
-from notebook_accelerate.launch.hosts.ray import ray_protocol as say
+from notebook_accelerate.launch.hosts.ray import ray_protocol as protocol
 from notebook_accelerate.launch.hosts.ray.ray_errors import amounts, cause, mismatches, unreachable
 from notebook_accelerate.launch.processes.pickled_start import die_with_parent
 from notebook_accelerate.telemetry import Channel, Event
 
-LOOK_SECONDS = 0.5
-KNOWN_SECONDS, NODE_SECONDS = 30.0, 3.0
+POLL_SECONDS = 0.5
+CONFIRM_SECONDS, NODE_SECONDS = 30.0, 3.0
 """Seconds for Ray to confirm that an unavailable actor has ended, and then that its node has died."""
 REFUSE_SECONDS = 3.0
 """Seconds until resources released by an earlier attempt are available again."""
-REACH_TRIES = 3
+CONNECT_TRIES = 3
 """Attempts to connect: Ray's head waits 30 seconds for a client's server, too short on a busy machine."""
-TELL_SECONDS = 10.0
+NOTE_SECONDS = 10.0
 """Seconds between two notes of a launch that waits for resources."""
 CALLS = 16
 """Concurrent calls of an actor: one that lasts as long as its rank, the others short."""
-NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
+UNPLACED_STATES = ("NO_RESOURCES", "INFEASIBLE")
 """Ray's states of a placement group that it could not place."""
 
 
@@ -57,7 +57,7 @@ def main(control: int, payload: int, parent: int) -> NoReturn:
         code = 1  # the kernel is lost
     except LaunchError as error:
         with suppress(ChannelClosedError):
-            channel.send(say.RefusedEvent(str(error)))
+            channel.send(protocol.RefusedEvent(str(error)))
     except BaseException:  # noqa: BLE001 - the kernel shows the output of this process
         traceback.print_exc()
         code = 1
@@ -76,42 +76,42 @@ class Driver:
 
     def __init__(self, channel: Channel, payload: int) -> None:
         self._channel, self._payload = channel, payload
-        self._order: say.PlaceOrder
-        self._come: deque[Event] = deque()
+        self._order: protocol.PlaceOrder
+        self._received: deque[Event] = deque()
         self._group: Any = None
         self._actors: list[Any] = []
-        self._places: list[dict[str, Any]] = []
+        self._slots: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Carry out the kernel's orders until it leaves."""
         order = self._next()
-        assert isinstance(order, say.PlaceOrder)
+        assert isinstance(order, protocol.PlaceOrder)
         self._order = order
         try:
-            self._reach()
-            self._take_room()
+            self._connect()
+            self._reserve()
             self._place()
             serve = self._next()
-            if isinstance(serve, say.ServeOrder):
+            if isinstance(serve, protocol.ServeOrder):
                 self._serve(serve)
-                while not isinstance(self._next(), say.LeaveOrder):
+                while not isinstance(self._next(), protocol.ReleaseOrder):
                     pass
         finally:
-            self._leave()
+            self._release()
 
     def _next(self) -> Event:
-        while not self._come:
-            self._come += [event for _, event in self._channel.receive()]
-        return self._come.popleft()
+        while not self._received:
+            self._received += [event for _, event in self._channel.receive()]
+        return self._received.popleft()
 
     # ---- the cluster
 
-    def _reach(self) -> None:
+    def _connect(self) -> None:
         """Connect to the cluster."""
         import ray
 
         address = self._order.address
-        for left in reversed(range(REACH_TRIES)):
+        for left in reversed(range(CONNECT_TRIES)):
             try:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
                 break
@@ -119,11 +119,11 @@ class Driver:
                 reason = unreachable(address, error)
                 if not left or "Initialization failure from server" not in str(error):
                     raise LaunchError(reason) from error
-                self._channel.send(say.NoteEvent(f"{reason}; trying again"))
+                self._channel.send(protocol.ClusterNoteEvent(f"{reason}; trying again"))
         by_client = address.startswith("ray://")
-        self._channel.send(say.ReachedEvent("" if by_client else ray.util.get_node_ip_address()))
+        self._channel.send(protocol.ConnectedEvent("" if by_client else ray.util.get_node_ip_address()))
 
-    def _take_room(self) -> None:
+    def _reserve(self) -> None:
         """Reserve the ranks' resources, and wait for them if requested.
 
         Raises:
@@ -132,37 +132,37 @@ class Driver:
         from ray.util.placement_group import placement_group_table
 
         order = self._order
-        nodes = self._ask_for_room()
-        told = 0.0
+        nodes = self._request_placement_group()
+        noted = 0.0
         deadline = time.monotonic() + max(order.wait, REFUSE_SECONDS)
-        while not self._group.wait(LOOK_SECONDS):
-            self._see_whether_wanted()
-            living = living_nodes()
+        while not self._group.wait(POLL_SECONDS):
+            self._check_still_wanted()
+            alive = alive_nodes()
             # A group placed on a node whose death Ray had not yet noticed may wait forever (Ray 2.60).
-            nodes = living if nodes <= living else self._ask_for_room()
+            nodes = alive if nodes <= alive else self._request_placement_group()
             now = time.monotonic()
-            stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in NO_ROOM
+            stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in UNPLACED_STATES
             if stuck and now >= deadline:
-                raise LaunchError(self._too_small())
-            if stuck and now - told > TELL_SECONDS:
-                told = now
-                self._channel.send(say.NoteEvent(f"waiting for the Ray cluster: {self._room()}"))
-        self._channel.send(say.TakenEvent())
+                raise LaunchError(self._too_small_text())
+            if stuck and now - noted > NOTE_SECONDS:
+                noted = now
+                self._channel.send(protocol.ClusterNoteEvent(f"waiting for the Ray cluster: {self._resources_text()}"))
+        self._channel.send(protocol.ReservedEvent())
 
-    def _ask_for_room(self) -> set[str]:
-        """Replace the placement group with a new one for all ranks; return the living nodes."""
+    def _request_placement_group(self) -> set[str]:
+        """Replace the placement group with a new one for all ranks; return the alive nodes."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        nodes = living_nodes()
+        nodes = alive_nodes()
         if self._group is not None:
             remove_placement_group(self._group)
         self._group = placement_group([self._bundle()] * self._order.ranks, strategy=self._order.strategy)
         return nodes
 
-    def _see_whether_wanted(self) -> None:
-        self._come += [event for _, event in self._channel.receive(0.0)]
-        if any(isinstance(event, say.LeaveOrder) for event in self._come):
-            raise LaunchError("the kernel no longer waits")
+    def _check_still_wanted(self) -> None:
+        self._received += [event for _, event in self._channel.receive(0.0)]
+        if any(isinstance(event, protocol.ReleaseOrder) for event in self._received):
+            raise LaunchError("the kernel stopped waiting")
 
     def _bundle(self) -> dict[str, float]:
         """Return the resources of one rank."""
@@ -174,7 +174,7 @@ class Driver:
         bundle = {"CPU": order.cpus, "GPU": float(order.gpus), **order.resources}
         return {name: amount for name, amount in bundle.items() if amount}
 
-    def _room(self) -> str:
+    def _resources_text(self) -> str:
         """Return a text with the requested, existing and free resources."""
         import ray
 
@@ -183,21 +183,21 @@ class Driver:
         free = ray.available_resources()
         each = ", ".join(f"{node['NodeManagerAddress']} ({amounts(node['Resources'], names)})" for node in nodes)
         count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-        asked = f"{self._order.ranks} ranks with {amounts(self._bundle(), names)} each"
+        requested = f"{self._order.ranks} ranks with {amounts(self._bundle(), names)} each"
         if self._order.strategy != "PACK":
-            asked += f" placed {self._order.strategy}"
+            requested += f" placed {self._order.strategy}"
         return (
-            f"{asked} are asked for; there are {amounts(ray.cluster_resources(), names)} on {count}: {each}; "
-            f"free now are {amounts(free, names)}"
+            f"{requested} are requested; there are {amounts(ray.cluster_resources(), names)} on {count}: {each}; "
+            f"currently free: {amounts(free, names)}"
         )
 
-    def _too_small(self) -> str:
-        room, order = self._room(), self._order
+    def _too_small_text(self) -> str:
+        resources, order = self._resources_text(), self._order
         if order.wait:
-            text = f"the Ray cluster had no room within {order.wait:g} s: {room}"
+            text = f"the Ray cluster did not have the resources within {order.wait:g} s: {resources}"
             return f"{text}. Pass fewer num_processes, a smaller RayCluster(cpus=...), or a longer wait"
-        text = f"the Ray cluster is too small or too busy: {room}"
-        return f"{text}. Pass fewer num_processes, or RayCluster(when_full='wait', wait=600) to wait for room"
+        text = f"the Ray cluster is too small or too busy: {resources}"
+        return f"{text}. Pass fewer num_processes, or RayCluster(when_full='wait', wait=600) to wait for resources"
 
     # ---- the actors
 
@@ -219,12 +219,12 @@ class Driver:
         for index in range(order.ranks):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             actors.append(actor.options(scheduling_strategy=strategy, **options).remote())
-        facts = self._asked(actors, "facts")
+        facts = self._call_actors(actors, "facts")
         if wrong := mismatches(order.versions, facts):
             raise LaunchError(wrong)
         self._order_by_node(actors, facts)
-        port = self._asked(self._actors[:1], "do", "hold_port")[0]
-        self._channel.send(say.PlacedEvent(self._places, port))
+        port = self._call_actors(self._actors[:1], "call_slot", "hold_port")[0]
+        self._channel.send(protocol.PlacedEvent(self._slots, port))
 
     def _order_by_node(self, actors: list[Any], facts: list[dict[str, Any]]) -> None:
         """Number the ranks so that those of a node are consecutive."""
@@ -232,23 +232,23 @@ class Driver:
         by_node = {node: [index for index, fact in enumerate(facts) if fact["node"] == node] for node in nodes}
         placed = [index for node in nodes for index in by_node[node]]
         self._actors = [actors[index] for index in placed]
-        around = self._asked(self._actors, "surroundings", "")
+        machines = self._call_actors(self._actors, "machine_facts", "")
         for rank, index in enumerate(placed):
-            mates = by_node[facts[index]["node"]]
-            devices = [around[placed.index(mate)]["devices"] for mate in mates]
-            self._places.append(
+            local = by_node[facts[index]["node"]]
+            devices = [machines[placed.index(neighbour)]["devices"] for neighbour in local]
+            self._slots.append(
                 {
                     "id": facts[index]["node"],
                     "node": nodes.index(facts[index]["node"]),
                     "host": f"{facts[index]['host']}, {facts[index]['address']}",
                     "address": facts[index]["address"],
-                    "local_rank": mates.index(index),
-                    "local_size": len(mates),
-                    "environment": {**around[rank]["network"], **joined(devices)},
+                    "local_rank": local.index(index),
+                    "local_size": len(local),
+                    "environment": {**machines[rank]["network"], **merge_devices(devices)},
                 }
             )
 
-    def _asked(self, actors: list[Any], method: str, *arguments: Any) -> list[Any]:
+    def _call_actors(self, actors: list[Any], method: str, *arguments: Any) -> list[Any]:
         """Call a method of actors and return their results.
 
         Raises:
@@ -263,34 +263,38 @@ class Driver:
 
     # ---- the ranks
 
-    def _serve(self, order: say.ServeOrder) -> None:
-        self._hand_out_payload()
+    def _serve(self, order: protocol.ServeOrder) -> None:
+        self._distribute_payload()
         secret, orders = pickle.loads(order.payload)
-        for rank, (actor, place, told) in enumerate(zip(self._actors, self._places, orders, strict=True)):
+        for rank, (actor, slot, rank_order) in enumerate(zip(self._actors, self._slots, orders, strict=True)):
             if self._order.address.startswith("ray://"):
-                self._asked([actor], "do", "open_tunnel")
-                threading.Thread(target=dig, args=(actor, order.address, order.port), daemon=True).start()
-            serving = actor.do.remote("serve", order.address, order.port, secret, place["node"], place["host"], told)
+                self._call_actors([actor], "call_slot", "open_tunnel")
+                threading.Thread(target=run_tunnel, args=(actor, order.address, order.port), daemon=True).start()
+            place = (slot["node"], slot["host"])
+            serving = actor.call_slot.remote("serve", order.address, order.port, secret, *place, rank_order)
             threading.Thread(target=self._watch, args=(rank, serving), daemon=True).start()
 
-    def _hand_out_payload(self) -> None:
+    def _distribute_payload(self) -> None:
         """Send the payload to each node once: through the object store to one actor, as a file to the others."""
         import numpy as np
         import ray
 
         with os.fdopen(self._payload, "rb") as file:
             stored = ray.put(np.memmap(file, dtype=np.uint8, mode="r"))
-        first = [rank for rank, place in enumerate(self._places) if place["local_rank"] == 0]
+        first = [rank for rank, slot in enumerate(self._slots) if slot["local_rank"] == 0]
         files = dict(
             zip(
-                (self._places[rank]["node"] for rank in first),
-                self._asked([self._actors[rank] for rank in first], "do", "receive", stored),
+                (self._slots[rank]["node"] for rank in first),
+                self._call_actors([self._actors[rank] for rank in first], "call_slot", "receive", stored),
                 strict=True,
             )
         )
-        for rank, place in enumerate(self._places):
-            if rank not in first and not self._asked([self._actors[rank]], "do", "share", *files[place["node"]])[0]:
-                self._asked([self._actors[rank]], "do", "receive", stored)
+        for rank, slot in enumerate(self._slots):
+            if rank in first:
+                continue
+            actor = self._actors[rank : rank + 1]
+            if not self._call_actors(actor, "call_slot", "share", *files[slot["node"]])[0]:
+                self._call_actors(actor, "call_slot", "receive", stored)
 
     def _watch(self, rank: int, serving: Any) -> None:
         """Report to the kernel why a rank's actor has ended."""
@@ -300,37 +304,37 @@ class Driver:
         try:
             ray.get(serving)
         except Exception as error:  # noqa: BLE001 - any error is reported to the kernel as the reason
-            reason = self._why(rank, error)
+            reason = self._end_reason(rank, error)
         with suppress(ChannelClosedError):
-            self._channel.send(say.ActorEndedEvent(rank, reason))
+            self._channel.send(protocol.ActorEndedEvent(rank, reason))
 
-    def _why(self, rank: int, error: Exception) -> str:
+    def _end_reason(self, rank: int, error: Exception) -> str:
         """Return why a rank's actor has ended; poll Ray while it reports the actor as unavailable only."""
         import ray
 
-        deadline = time.monotonic() + KNOWN_SECONDS
+        deadline = time.monotonic() + CONFIRM_SECONDS
         while isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             try:
-                ray.get(self._actors[rank].facts.remote(), timeout=max(LOOK_SECONDS, deadline - time.monotonic()))
+                ray.get(self._actors[rank].facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError:
                 continue  # not confirmed yet
             except Exception as later:  # noqa: BLE001 - as above
                 error = later
-        return self._death_of_node(rank) or cause(error)
+        return self._node_death(rank) or cause(error)
 
-    def _death_of_node(self, rank: int) -> str:
+    def _node_death(self, rank: int) -> str:
         """Return a text if a rank's node has died; the cluster reports the node's death after the actor's."""
-        place = self._places[rank]
+        slot = self._slots[rank]
         deadline = time.monotonic() + NODE_SECONDS
         with suppress(Exception):  # a lost cluster does not answer
             while time.monotonic() < deadline:
-                if place["id"] not in living_nodes():
-                    return f"the Ray node at {place['address']} has died"
-                time.sleep(LOOK_SECONDS / 5)
+                if slot["id"] not in alive_nodes():
+                    return f"the Ray node at {slot['address']} has died"
+                time.sleep(POLL_SECONDS / 5)
         return ""
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         """Release all resources."""
         ray: Any = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
@@ -343,7 +347,7 @@ class Driver:
             ray.shutdown()
 
 
-def living_nodes() -> set[str]:
+def alive_nodes() -> set[str]:
     """Return the ids of the nodes that the cluster reports as alive."""
     import ray
 
@@ -381,21 +385,21 @@ def actor_class() -> type[Any]:
                 "node": ray.get_runtime_context().get_node_id(),
             }
 
-        def surroundings(self, address: str) -> dict[str, Any]:
-            """Return devices and network interface; see ``ray_actor.surroundings``."""
+        def machine_facts(self, address: str) -> dict[str, Any]:
+            """Return devices and network interface; see ``ray_actor.machine_facts``."""
             import ray
 
             from notebook_accelerate.launch.hosts.ray import ray_actor
 
-            return ray_actor.surroundings(address or ray.util.get_node_ip_address())
+            return ray_actor.machine_facts(address or ray.util.get_node_ip_address())
 
-        def do(self, method: str, *arguments: Any) -> Any:
+        def call_slot(self, method: str, *arguments: Any) -> Any:
             """Call a method of the rank's slot; see ``ray_actor.RankSlot``."""
             from notebook_accelerate.launch.hosts.ray import ray_actor
 
-            if not hasattr(self, "_place"):
-                self._place = ray_actor.RankSlot()
-            return getattr(self._place, method)(*arguments)
+            if not hasattr(self, "_slot"):
+                self._slot = ray_actor.RankSlot()
+            return getattr(self._slot, method)(*arguments)
 
     return Rank
 
@@ -411,7 +415,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def joined(devices: list[dict[str, str]]) -> dict[str, str]:
+def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
     """Return the variables that show a rank all devices of its node's ranks, its own at the index of its local rank.
 
     Ray shows an actor only its own device, which would be number 0 on every rank; frameworks use the device whose
@@ -426,7 +430,7 @@ def joined(devices: list[dict[str, str]]) -> dict[str, str]:
     return found
 
 
-def dig(actor: Any, address: str, port: int) -> None:
+def run_tunnel(actor: Any, address: str, port: int) -> None:
     """Carry the stream between an actor that cannot reach the kernel and the kernel's listener."""
     import ray
 
@@ -436,17 +440,17 @@ def dig(actor: Any, address: str, port: int) -> None:
             with suppress(Exception):  # either end is lost
                 while True:
                     data = connection.recv(1 << 20)
-                    ray.get(actor.do.remote("push", data))
+                    ray.get(actor.call_slot.remote("push", data))
                     if not data:
                         return
 
         threading.Thread(target=down, daemon=True).start()
         with suppress(Exception):  # the actor is lost: the kernel sees the connection close
-            while (data := ray.get(actor.do.remote("pull"))) != b"":
+            while (data := ray.get(actor.call_slot.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)
         with suppress(OSError):  # close() is not enough: the other thread still blocks on it
             connection.shutdown(socket.SHUT_RDWR)
 
 
-__all__ = ["Driver", "joined", "main", "versions"]
+__all__ = ["Driver", "main", "merge_devices", "versions"]

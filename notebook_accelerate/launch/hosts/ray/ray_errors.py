@@ -16,16 +16,16 @@ def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
     lines = []
     for fact in {fact["node"]: fact for fact in facts}.values():
         for name, version in ours.items():
-            there = fact["versions"].get(name, "")
-            if not there:
+            found = fact["versions"].get(name, "")
+            if not found:
                 lines.append(f"node {fact['host']} ({fact['address']}) has no {name}; the notebook has {version}")
-            elif _comparable(name, there) != _comparable(name, version):
-                lines.append(f"node {fact['host']} ({fact['address']}) has {name} {there}; the notebook has {version}")
+            elif _comparable(name, found) != _comparable(name, version):
+                lines.append(f"node {fact['host']} ({fact['address']}) has {name} {found}; the notebook has {version}")
     if not lines:
         return ""
     return (
-        "the nodes do not have what the notebook has, so the function was not sent: " + "; ".join(lines) + ". Install "
-        "the same versions there, or pass RayCluster(runtime_env={'pip': [...]})"
+        f"the versions on the nodes differ from the notebook's, so the function was not sent: {'; '.join(lines)}. "
+        "Install the same versions there, or pass RayCluster(runtime_env={'pip': [...]})"
     )
 
 
@@ -39,19 +39,21 @@ def unreachable(address: str, error: Exception) -> str:
     """Return why a cluster could not be reached, with advice."""
     text = str(error).strip()
     if "Version mismatch" in text or "version mismatch" in text:
-        return f"the notebook's Ray or Python does not fit the cluster's: {' '.join(text.split())}"
+        return f"the notebook's Ray or Python does not match the cluster's: {' '.join(text.split())}"
     if address == "auto":
         return (
             "no Ray cluster was found. Start one with `ray start --head` (or ray.init() in the notebook), set the "
             "variable RAY_ADDRESS, or pass on='ray://host:10001'"
         )
     lines = text.splitlines() or [""]
-    said = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # the error, and the end of its traceback
-    hint = "" if address.startswith("ray://") else "; a machine that is no node of it passes on='ray://host:10001'"
-    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {said}{hint}"
+    summary = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # the error, and the end of its traceback
+    hint = "; on a machine that is not one of its nodes, pass on='ray://host:10001'"
+    if address.startswith("ray://"):
+        hint = ""
+    return f"the Ray cluster at {address} could not be reached: {type(error).__name__}: {summary}{hint}"
 
 
-_PLACE = re.compile(r"address: ([\w.:]+)")
+_ADDRESS = re.compile(r"address: ([\w.:]+)")
 
 
 def cause(error: BaseException) -> str:
@@ -59,7 +61,7 @@ def cause(error: BaseException) -> str:
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "node has died" in text or "marked dead" in text or "node was terminated" in text or "node died" in text:
-        found = _PLACE.search(text)
+        found = _ADDRESS.search(text)
         return f"the Ray node{' at ' + found.group(1) if found else ''} has died"
     if "RuntimeEnvSetupError" in type(error).__name__:
         return f"the runtime environment could not be set up: {' '.join(lines)[:500]}"
@@ -67,8 +69,8 @@ def cause(error: BaseException) -> str:
         return "its actor was killed by ray.kill"
     if "worker process has died" in text or "is unavailable" in text:
         return "its actor's process has died: killed, or ended by Ray (out of memory, pre-empted)"
-    telling = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid:", "namespace", "ip:"))]
-    return " ".join(telling)[:500] or type(error).__name__
+    relevant = [line for line in lines if not line.startswith(("class_name", "actor_id", "pid:", "namespace", "ip:"))]
+    return " ".join(relevant)[:500] or type(error).__name__
 
 
 def amounts(resources: Mapping[str, float], names: list[str]) -> str:

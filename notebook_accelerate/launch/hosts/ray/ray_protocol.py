@@ -36,25 +36,25 @@ class PlaceOrder(Event):
 
 
 @dataclass(slots=True)
-class ReachedEvent(Event):
+class ConnectedEvent(Event):
     """The cluster has answered.
 
     Attributes:
-        here: Address of the kernel's machine as seen by the nodes; "" if they cannot reach it.
+        address: Address of the kernel's machine as seen by the nodes; "" if they cannot reach it.
     """
 
-    here: str
+    address: str
 
 
 @dataclass(slots=True)
-class NoteEvent(Event):
+class ClusterNoteEvent(Event):
     """A message for the user while the launch waits."""
 
     text: str
 
 
 @dataclass(slots=True)
-class TakenEvent(Event):
+class ReservedEvent(Event):
     """The resources are reserved; actors start."""
 
 
@@ -70,11 +70,11 @@ class PlacedEvent(Event):
     """Every rank is placed.
 
     Attributes:
-        places: One for each rank, in order: node, host, address, local_rank, local_size, and environment variables.
+        slots: One for each rank, in order: node, host, address, local_rank, local_size, and environment variables.
         port: A port on the first rank's node, held there.
     """
 
-    places: list[dict[str, Any]]
+    slots: list[dict[str, Any]]
     port: int
 
 
@@ -102,7 +102,7 @@ class ActorEndedEvent(Event):
 
 
 @dataclass(slots=True)
-class LeaveOrder(Event):
+class ReleaseOrder(Event):
     """Release all resources and end."""
 
     ranks: list[int] = field(default_factory=list)
@@ -110,12 +110,12 @@ class LeaveOrder(Event):
 
 __all__ = [
     "ActorEndedEvent",
-    "LeaveOrder",
-    "NoteEvent",
+    "ClusterNoteEvent",
+    "ConnectedEvent",
     "PlaceOrder",
     "PlacedEvent",
-    "ReachedEvent",
     "RefusedEvent",
+    "ReleaseOrder",
+    "ReservedEvent",
     "ServeOrder",
-    "TakenEvent",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.hosts.remote.host_protocol import DumpOrder, FarewellEvent
+from notebook_accelerate.launch.hosts.remote.host_protocol import DumpOrder, LeaveEvent
 from notebook_accelerate.launch.hosts.remote.relay import Relay
 from notebook_accelerate.launch.processes.selecting import dispatch
 from notebook_accelerate.telemetry import Channel, Event
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
-ASK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 """Seconds between polls of the ranks, on systems that cannot notify of the end of a process."""
-FAREWELL_SECONDS = 10.0
+LEAVE_SECONDS = 10.0
 """Seconds that the kernel has to receive the exit of the last rank, before the host leaves without its reply."""
 
 
@@ -61,7 +61,7 @@ class Host(Relay):
             finally:
                 self._kill()
                 sampler.stop()
-            self._left.wait(FAREWELL_SECONDS)
+            self._left.wait(LEAVE_SECONDS)
         finally:
             self.close()
 
@@ -79,7 +79,7 @@ class Host(Relay):
         try:
             backend.start_ranks(orders, self._begin)
         except BaseException as error:
-            self._tell(FarewellEvent(f"{type(error).__name__}: {error}"))
+            self._send(LeaveEvent(f"{type(error).__name__}: {error}"))
             self._kill()
             raise
         finally:
@@ -91,9 +91,9 @@ class Host(Relay):
 
     def _relay(self) -> None:
         while self._ranks and not self._left.is_set():
-            asked = [rank for rank, process in self._ranks.items() if process.must_be_asked]
-            dispatch(self._selector, ASK_SECONDS if asked else None)
-            for rank in asked:
+            polled = [rank for rank, process in self._ranks.items() if process.needs_polling]
+            dispatch(self._selector, POLL_SECONDS if polled else None)
+            for rank in polled:
                 self.take_end(rank)
 
     # ---- from the ranks: RankListener
@@ -115,7 +115,7 @@ class Host(Relay):
         process.close()
         self.ended(rank, end)
 
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         try:
             self._channel.send(event)
         except ChannelClosedError:

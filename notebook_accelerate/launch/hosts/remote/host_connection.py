@@ -14,14 +14,14 @@ from notebook_accelerate.debug.native_stacks import SECONDS as NATIVE_SECONDS
 from notebook_accelerate.debug.process_inspection import DUMP_SECONDS, ProcessStacks
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    AsideEvent,
+    CapturedStacksEvent,
+    CaptureStacksOrder,
     ClockEvent,
     DumpOrder,
     EndedEvent,
-    FarewellEvent,
     FramesEvent,
-    LookAnswer,
-    LookOrder,
+    HostFramesEvent,
+    LeaveEvent,
     OutputEvent,
     SignalOrder,
     StartedEvent,
@@ -49,7 +49,7 @@ class HostConnection:
         """Seconds to add to the host's time to get this machine's; 0 where the difference is within the delay."""
         self.lost = ""
         self.ranks: dict[int, RemoteRank] = {}
-        self._looks: dict[int, LookAnswer] = {}
+        self._captured: dict[int, CapturedStacksEvent] = {}
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self._selector: selectors.BaseSelector | None = None
@@ -67,12 +67,12 @@ class HostConnection:
         """
         best = (CLOCK_SECONDS, 0.0)
         for number in range(CLOCK_ROUNDS):
-            asked = time.time()
+            sent = time.time()
             self.channel.send(ClockEvent(number))
-            answer = self._await(partial(_answers, number), CLOCK_SECONDS)
+            answer = self._await(partial(_is_reply, number), CLOCK_SECONDS)
             if answer is not None:
-                took = time.time() - asked
-                best = min(best, (took, asked + took / 2 - answer.time))
+                took = time.time() - sent
+                best = min(best, (took, sent + took / 2 - answer.time))
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
     def await_started(self, timeout: float) -> RemoteRank:
@@ -82,12 +82,12 @@ class HostConnection:
             LaunchError: The host reports a failure, is lost, or sends nothing for ``timeout`` seconds.
         """
         try:
-            found = self._await(lambda event: isinstance(event, (StartedEvent, FarewellEvent)), timeout)
+            found = self._await(lambda event: isinstance(event, (StartedEvent, LeaveEvent)), timeout)
         except ChannelClosedError as error:
             raise LaunchError(f"{self.name} was lost while its ranks started: {error}") from None
         if found is None:
             raise LaunchError(f"{self.name} did not start its ranks within {timeout:g} s")
-        if isinstance(found.event, FarewellEvent):
+        if isinstance(found.event, LeaveEvent):
             raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
         assert isinstance(found.event, StartedEvent)
         return self.new_rank(found.event)
@@ -100,9 +100,9 @@ class HostConnection:
         """Return the next event that is ``wanted``, None when none arrives in time; other events are kept for later."""
         deadline = time.monotonic() + timeout
         while True:
-            for place, stamped in enumerate(self._early):
+            for index, stamped in enumerate(self._early):
                 if wanted(stamped.event):
-                    return self._early.pop(place)
+                    return self._early.pop(index)
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
@@ -115,47 +115,47 @@ class HostConnection:
 
     # ---- on the thread of the selector
 
-    def connect(self, selector: selectors.BaseSelector, hearing: RankListener, rank: int) -> None:
+    def connect(self, selector: selectors.BaseSelector, listener: RankListener, rank: int) -> None:
         """Register the stream, once for all its ranks, and pass on the events of ``rank`` that have arrived already."""
         if self._selector is None:
             self._selector = selector
-            selector.register(self.channel, selectors.EVENT_READ, partial(self._read, hearing))
+            selector.register(self.channel, selectors.EVENT_READ, partial(self._read, listener))
         early, self._early = self._early, []
         for stamped in early:
             if getattr(stamped.event, "rank", rank) == rank:
-                self.take(stamped.event, hearing)
+                self.handle(stamped.event, listener)
             else:
                 self._early.append(stamped)
 
-    def _read(self, hearing: RankListener) -> bool:
+    def _read(self, listener: RankListener) -> bool:
         try:
             messages = self.channel.receive_available()
         except ChannelClosedError as error:
-            self.lose(f"{self.name} was lost: {error}", hearing)
+            self.mark_lost(f"{self.name} was lost: {error}", listener)
             return False
         for _, event in messages:
-            self.take(event, hearing)
+            self.handle(event, listener)
         return True
 
-    def take(self, event: Event, hearing: RankListener) -> None:
+    def handle(self, event: Event, listener: RankListener) -> None:
         """Handle one event of the host."""
-        if isinstance(event, FarewellEvent):
-            self.lose(f"{self.name} has left: {event.reason}" if event.reason else "", hearing)
-        elif isinstance(event, LookAnswer):
+        if isinstance(event, LeaveEvent):
+            self.mark_lost(f"{self.name} has left: {event.reason}" if event.reason else "", listener)
+        elif isinstance(event, CapturedStacksEvent):
             with self._changed:
-                self._looks[event.number] = event
+                self._captured[event.number] = event
                 self._changed.notify_all()
         elif isinstance(event, OutputEvent) and event.rank in self.ranks:
-            hearing.take_output(event.rank, event.stream, event.payload)
+            listener.take_output(event.rank, event.stream, event.payload)
         elif isinstance(event, FramesEvent) and event.rank in self.ranks:
-            hearing.take_frames(event.rank, event.payload)
-        elif isinstance(event, AsideEvent) and event.rank in self.ranks:
-            hearing.take_aside(event.rank, event.payload)
+            listener.take_frames(event.rank, event.payload)
+        elif isinstance(event, HostFramesEvent) and event.rank in self.ranks:
+            listener.take_host_frames(event.rank, event.payload)
         elif isinstance(event, EndedEvent) and event.rank in self.ranks:
             self.ranks[event.rank].ended = Exit(event.code, event.signal, event.max_rss)
-            hearing.take_end(event.rank)
+            listener.take_end(event.rank)
 
-    def lose(self, reason: str, hearing: RankListener) -> None:
+    def mark_lost(self, reason: str, listener: RankListener) -> None:
         """Record that the host is lost, and its ranks with it."""
         self.disconnect()
         with self._changed:
@@ -164,7 +164,7 @@ class HostConnection:
         for rank, process in list(self.ranks.items()):
             if process.ended is None:
                 process.ended = Exit(lost=self.lost)
-                hearing.take_end(rank)
+                listener.take_end(rank)
 
     def disconnect(self) -> None:
         """Unregister the stream from the selector."""
@@ -173,12 +173,12 @@ class HostConnection:
                 self._selector.unregister(self.channel)
         self._selector = None
 
-    def drain(self, hearing: RankListener) -> None:
+    def drain(self, listener: RankListener) -> None:
         """Handle the events that have arrived."""
-        while not self.lost and self.channel.readable() and self._read(hearing):
+        while not self.lost and self.channel.readable() and self._read(listener):
             pass
 
-    def forget(self, rank: int) -> None:
+    def remove(self, rank: int) -> None:
         """Remove a rank; the connection closes with the last one."""
         self.ranks.pop(rank, None)
         if not self.ranks:
@@ -186,55 +186,55 @@ class HostConnection:
 
     def close(self) -> None:
         """Close the connection; the host then kills the ranks it still runs."""
-        self.send(FarewellEvent())
+        self.send(LeaveEvent())
         self.disconnect()
         self.channel.close()
 
     # ---- any thread
 
-    def look(self, rank: int) -> ProcessStacks:
+    def capture_stacks(self, rank: int) -> ProcessStacks:
         """Have the host capture the stacks of a rank."""
         number = next(self._numbers)
-        self.send(LookOrder(rank, number))
+        self.send(CaptureStacksOrder(rank, number))
         deadline = time.monotonic() + DUMP_SECONDS + NATIVE_SECONDS + 1.0
         with self._changed:
-            while number not in self._looks and not self.lost and (left := deadline - time.monotonic()) > 0:
+            while number not in self._captured and not self.lost and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            answer = self._looks.pop(number, None)
+            answer = self._captured.pop(number, None)
         return ProcessStacks(answer.dump, tuple(answer.native)) if answer is not None else ProcessStacks()
 
 
-def _answers(number: int, event: Event) -> bool:
+def _is_reply(number: int, event: Event) -> bool:
     return isinstance(event, ClockEvent) and event.number == number
 
 
-class _Way:
+class _RankChannel:
     """The channel to one rank, through its host."""
 
-    def __init__(self, link: HostConnection, rank: int) -> None:
-        self._link, self._rank = link, rank
+    def __init__(self, connection: HostConnection, rank: int) -> None:
+        self._connection, self._rank = connection, rank
 
     def send(self, *events: Event) -> None:
         now = time.time()
-        self._link.channel.send(FramesEvent(self._rank, encode([Stamped(now, event) for event in events])))
+        self._connection.channel.send(FramesEvent(self._rank, encode([Stamped(now, event) for event in events])))
 
 
 class RemoteRank(RankProcess):
     """A rank on a remote host.
 
     Args:
-        link: The connection to its host.
+        connection: The connection to its host.
         rank: Global index.
         pid: Its process on that host.
         local_rank: Index on its machine.
     """
 
-    def __init__(self, link: HostConnection, rank: int, pid: int, local_rank: int) -> None:
-        super().__init__(rank, pid, local_rank=local_rank, node=link.node, host=link.host)
-        self._link = link
-        self.channel = _Way(link, rank)
+    def __init__(self, connection: HostConnection, rank: int, pid: int, local_rank: int) -> None:
+        super().__init__(rank, pid, local_rank=local_rank, node=connection.node, host=connection.host)
+        self._connection = connection
+        self.channel = _RankChannel(connection, rank)
         self.ended: Exit | None = None
-        link.ranks[rank] = self
+        connection.ranks[rank] = self
 
     def poll(self) -> Exit | None:
         """See ``RankProcess.poll``."""
@@ -242,21 +242,21 @@ class RemoteRank(RankProcess):
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
         """See ``RankProcess.send_signal``."""
-        self._link.send(SignalOrder(self.rank, number, group))
+        self._connection.send(SignalOrder(self.rank, number, group))
 
-    def connect(self, selector: selectors.BaseSelector, hearing: RankListener) -> None:
+    def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
         """See ``RankProcess.connect``."""
-        self._link.connect(selector, hearing, self.rank)
+        self._connection.connect(selector, listener, self.rank)
 
-    def drain(self, hearing: RankListener, *, channel: bool) -> None:
+    def drain(self, listener: RankListener, *, channel: bool) -> None:
         """Do nothing: output and frames arrive in order on the same stream."""
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
         """Do nothing: all ranks of the host share the connection, and it closes with the last one."""
 
-    def dated(self, messages: list[Stamped]) -> list[Stamped]:
-        """See ``RankProcess.dated``."""
-        offset = self._link.clock_offset
+    def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
+        """See ``RankProcess.in_local_time``."""
+        offset = self._connection.clock_offset
         if not offset:
             return messages
         for _, event in messages:
@@ -268,19 +268,19 @@ class RemoteRank(RankProcess):
 
     def open_dump(self, path: str) -> None:
         """See ``RankProcess.open_dump``."""
-        self._link.send(DumpOrder(self.rank, path))
+        self._connection.send(DumpOrder(self.rank, path))
 
-    def pass_on(self, data: bytes) -> None:
-        """See ``RankProcess.pass_on``."""
-        self._link.send(FramesEvent(self.rank, data))
+    def send_frames(self, data: bytes) -> None:
+        """See ``RankProcess.send_frames``."""
+        self._connection.send(FramesEvent(self.rank, data))
 
-    def look(self) -> ProcessStacks:
-        """See ``RankProcess.look``."""
-        return self._link.look(self.rank)
+    def capture_stacks(self) -> ProcessStacks:
+        """See ``RankProcess.capture_stacks``."""
+        return self._connection.capture_stacks(self.rank)
 
     def close(self) -> None:
         """See ``RankProcess.close``; the host ends processes that the rank left running."""
-        self._link.forget(self.rank)
+        self._connection.remove(self.rank)
 
 
 __all__ = ["HostConnection", "RemoteRank"]

@@ -60,7 +60,7 @@ class FramesEvent(Event):
 
 
 @dataclass(slots=True)
-class AsideEvent(Event):
+class HostFramesEvent(Event):
     """Complete frames that the host sends on behalf of a rank, between the frames of the rank itself."""
 
     rank: int
@@ -95,7 +95,7 @@ class DumpOrder(Event):
 
 
 @dataclass(slots=True)
-class LookOrder(Event):
+class CaptureStacksOrder(Event):
     """Capture the stacks of a rank that cannot answer."""
 
     rank: int
@@ -103,7 +103,7 @@ class LookOrder(Event):
 
 
 @dataclass(slots=True)
-class LookAnswer(Event):
+class CapturedStacksEvent(Event):
     """The stacks of a rank: faulthandler's dump, and native frames."""
 
     rank: int
@@ -113,7 +113,7 @@ class LookAnswer(Event):
 
 
 @dataclass(slots=True)
-class FarewellEvent(Event):
+class LeaveEvent(Event):
     """The sender leaves, for ``reason``; "" when its part of the run is over."""
 
     reason: str = ""

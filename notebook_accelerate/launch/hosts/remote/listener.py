@@ -12,13 +12,13 @@ from queue import Empty, SimpleQueue
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.stream import AuthenticatedStream, greet
+from notebook_accelerate.launch.hosts.remote.stream import AuthenticatedStream, authenticate
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.telemetry import Channel
 
-GREETING_SECONDS = 60.0
+HANDSHAKE_SECONDS = 60.0
 """Enough for a busy machine and a stream through several machines; a silent peer costs no more than a thread."""
-MAX_GREETINGS = 64
+MAX_HANDSHAKES = 64
 """Unauthenticated connections at a time; when another one arrives, the oldest is closed."""
 MAX_REPORTS = 20
 """Refused connections that are reported one by one; for the rest only their number is reported."""
@@ -68,18 +68,18 @@ class HostListener:
         self._listener.setblocking(False)
         Ends.kernel_side.add(self._listener.fileno())
         self.address, self.port = address, int(self._listener.getsockname()[1])
-        self._visitors: SimpleQueue[IncomingHost] = SimpleQueue()
+        self._incoming: SimpleQueue[IncomingHost] = SimpleQueue()
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}
+        self._unauthenticated: dict[socket.socket, None] = {}
         self._refused = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="notebook-accelerate-door", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="notebook-accelerate-listener", daemon=True)
         self._thread.start()
 
-    def next_visitor(self, timeout: float) -> IncomingHost | None:
+    def next_host(self, timeout: float) -> IncomingHost | None:
         """Return the next host that has connected; None after ``timeout`` seconds."""
         try:
-            return self._visitors.get(timeout=timeout)
+            return self._incoming.get(timeout=timeout)
         except Empty:
             return None
 
@@ -92,12 +92,12 @@ class HostListener:
         self._thread.join()
         Ends.kernel_side.discard(self._listener.fileno())
         self._listener.close()
-        while (visitor := self.next_visitor(0.0)) is not None:  # arrived too late to be expected
-            visitor.channel.close()
+        while (incoming := self.next_host(0.0)) is not None:  # arrived too late to be expected
+            incoming.channel.close()
         with self._lock:
-            strangers, more = list(self._strangers), self._refused - MAX_REPORTS
-        for stranger in strangers:
-            _hang_up(stranger)
+            waiting, more = list(self._unauthenticated), self._refused - MAX_REPORTS
+        for connection in waiting:
+            _shut_down(connection)
         if more > 0:
             self._report(f"{more} more connections were refused")
 
@@ -109,52 +109,56 @@ class HostListener:
                     continue
                 with suppress(OSError):
                     connection, address = self._listener.accept()
-                    self._make_room_for(connection)
-                    name = "notebook-accelerate-greeting"
-                    threading.Thread(target=self._greet, args=(connection, address[0]), name=name, daemon=True).start()
+                    self._limit_unauthenticated(connection)
+                    name = "notebook-accelerate-handshake"
+                    threading.Thread(
+                        target=self._authenticate, args=(connection, address[0]), name=name, daemon=True
+                    ).start()
 
-    def _make_room_for(self, connection: socket.socket) -> None:
+    def _limit_unauthenticated(self, connection: socket.socket) -> None:
         """Record a new connection and close the oldest one where there are too many.
 
         A host of the run authenticates within milliseconds, so the oldest unauthenticated connection is not a host.
         """
         with self._lock:
-            self._strangers[connection] = None
-            oldest = next(iter(self._strangers)) if len(self._strangers) > MAX_GREETINGS else None
+            self._unauthenticated[connection] = None
+            oldest = next(iter(self._unauthenticated)) if len(self._unauthenticated) > MAX_HANDSHAKES else None
         if oldest is not None:
-            _hang_up(oldest)
+            _shut_down(oldest)
 
-    def _greet(self, connection: socket.socket, address: str) -> None:
+    def _authenticate(self, connection: socket.socket, address: str) -> None:
         try:
-            sealed = greet(connection, self._secret, listens=True, timeout=GREETING_SECONDS)
-            keep_alive(connection)
-            channel = Channel(sealed)
-            hello = first_event(channel, GREETING_SECONDS)
+            stream = authenticate(connection, self._secret, listens=True, timeout=HANDSHAKE_SECONDS)
+            enable_keep_alive(connection)
+            channel = Channel(stream)
+            hello = first_event(channel, HANDSHAKE_SECONDS)
             if not isinstance(hello, HelloEvent):
                 channel.close()
-                raise AuthenticationError("it did not say which machine it is")
+                raise AuthenticationError("it did not name its machine")
         except (AuthenticationError, ChannelClosedError) as error:
             self._refuse(f"a connection from {address} was refused: {error}")
             return
         finally:
             with self._lock:
-                self._strangers.pop(connection, None)
+                self._unauthenticated.pop(connection, None)
         with self._lock:  # decided under the lock, so that `close` misses no accepted host
             expected = not self._closing.is_set()
             if expected:
-                self._visitors.put(IncomingHost(channel, hello, address))
+                self._incoming.put(IncomingHost(channel, hello, address))
         if not expected:
             channel.close()
 
     def _refuse(self, text: str) -> None:
         with self._lock:
             self._refused += 1
-            told = self._refused <= MAX_REPORTS and not self._closing.is_set()
-        if told:
+            reported = self._refused <= MAX_REPORTS and not self._closing.is_set()
+        if reported:
             self._report(text)
 
 
-def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = GREETING_SECONDS) -> Channel:
+def connect_to_kernel(
+    address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = HANDSHAKE_SECONDS
+) -> Channel:
     """Connect to a kernel's listener and return the channel to the kernel.
 
     Raises:
@@ -162,20 +166,20 @@ def call(address: str, port: int, secret: bytes, hello: HelloEvent, timeout: flo
         OSError: The connection failed.
     """
     connection = socket.create_connection((address, port), timeout=timeout)
-    keep_alive(connection)
-    return introduce(connection, secret, hello, timeout)
+    enable_keep_alive(connection)
+    return open_channel(connection, secret, hello, timeout)
 
 
-def introduce(
-    connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = GREETING_SECONDS
+def open_channel(
+    connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = HANDSHAKE_SECONDS
 ) -> Channel:
     """Authenticate on a connected stream, send ``hello``, and return the channel.
 
     Raises:
         AuthenticationError: The peer does not know the secret.
     """
-    sealed: AuthenticatedStream = greet(connection, secret, listens=False, timeout=timeout)
-    channel = Channel(sealed)
+    stream: AuthenticatedStream = authenticate(connection, secret, listens=False, timeout=timeout)
+    channel = Channel(stream)
     channel.send(hello)
     return channel
 
@@ -190,13 +194,13 @@ def first_event(channel: Channel, timeout: float) -> object:
     return None
 
 
-def _hang_up(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """Shut a connection down while another thread reads from it; that thread then closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def keep_alive(connection: socket.socket) -> None:
+def enable_keep_alive(connection: socket.socket) -> None:
     """Have the system detect a peer that vanished, and send small messages without delay."""
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -207,4 +211,4 @@ def keep_alive(connection: socket.socket) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-__all__ = ["HostListener", "IncomingHost", "call", "introduce"]
+__all__ = ["HostListener", "IncomingHost", "connect_to_kernel", "open_channel"]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host_protocol import (
-    AsideEvent,
+    CapturedStacksEvent,
+    CaptureStacksOrder,
     ClockEvent,
     EndedEvent,
-    FarewellEvent,
     FramesEvent,
-    LookAnswer,
-    LookOrder,
+    HostFramesEvent,
+    LeaveEvent,
     OutputEvent,
     SignalOrder,
     StartedEvent,
@@ -41,7 +41,7 @@ class Relay(ABC):
         self._left = threading.Event()
 
     @abstractmethod
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         """Send an event to the kernel; a lost kernel is no error. Safe from any thread."""
 
     def _leave(self) -> None:
@@ -53,29 +53,29 @@ class Relay(ABC):
     def started(self, process: RankProcess) -> None:
         """Report that a rank has started."""
         self._ranks[process.rank] = process
-        self._tell(StartedEvent(process.rank, process.pid, process.local_rank))
+        self._send(StartedEvent(process.rank, process.pid, process.local_rank))
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
         """See ``RankListener.take_output``."""
-        self._tell(OutputEvent(rank, stream, data))
+        self._send(OutputEvent(rank, stream, data))
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """See ``RankListener.take_frames``."""
-        self._tell(FramesEvent(rank, data))
+        self._send(FramesEvent(rank, data))
 
-    def take_aside(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_aside``."""
-        self._tell(AsideEvent(rank, data))
+    def take_host_frames(self, rank: int, data: bytes) -> None:
+        """See ``RankListener.take_host_frames``."""
+        self._send(HostFramesEvent(rank, data))
 
     def sampled(self, records: list[Record]) -> None:
         """Send samples of the ranks' resource use."""
         for record in records:
-            self.take_aside(record.rank, encode([Stamped(record.time, record.event)]))
+            self.take_host_frames(record.rank, encode([Stamped(record.time, record.event)]))
 
     def ended(self, rank: int, end: Exit) -> None:
         """Report that a rank has ended."""
         self._ranks.pop(rank, None)
-        self._tell(EndedEvent(rank, end.code, end.signal, end.max_rss))
+        self._send(EndedEvent(rank, end.code, end.signal, end.max_rss))
 
     # ---- from the kernel
 
@@ -83,15 +83,15 @@ class Relay(ABC):
         try:
             while not self._left.is_set():
                 for _, event in self._channel.receive():
-                    self._obey(event)
+                    self._handle_order(event)
         except ChannelClosedError:
             self._leave()
 
-    def _obey(self, event: Event) -> None:
-        if isinstance(event, FarewellEvent):
+    def _handle_order(self, event: Event) -> None:
+        if isinstance(event, LeaveEvent):
             self._leave()
         elif isinstance(event, ClockEvent):
-            self._tell(event)
+            self._send(event)
         elif (order := self._orders.get(type(event))) is not None:
             process = self._ranks.get(event.rank)  # type: ignore[attr-defined]
             if process is not None:
@@ -101,19 +101,19 @@ class Relay(ABC):
         process.send_signal(event.number, group=event.group)
 
     def _on_frames(self, process: RankProcess, event: FramesEvent) -> None:
-        process.pass_on(event.payload)
+        process.send_frames(event.payload)
 
-    def _on_look(self, process: RankProcess, event: LookOrder) -> None:
-        def look() -> None:
-            seen = process.look()
-            self._tell(LookAnswer(event.rank, event.number, seen.dump, list(seen.native)))
+    def _on_capture_stacks(self, process: RankProcess, event: CaptureStacksOrder) -> None:
+        def capture_stacks() -> None:
+            stacks = process.capture_stacks()
+            self._send(CapturedStacksEvent(event.rank, event.number, stacks.dump, list(stacks.native)))
 
-        threading.Thread(target=look, name="notebook-accelerate-look", daemon=True).start()
+        threading.Thread(target=capture_stacks, name="notebook-accelerate-stacks", daemon=True).start()
 
     _orders: ClassVar[Mapping[type[Event], Callable[[Any, RankProcess, Any], None]]] = {
         SignalOrder: _on_signal,
         FramesEvent: _on_frames,
-        LookOrder: _on_look,
+        CaptureStacksOrder: _on_capture_stacks,
     }
 
 

@@ -47,7 +47,7 @@ class AuthenticatedStream:
     def __init__(self, connection: socket.socket, ours: bytes, theirs: bytes) -> None:
         self._socket = connection
         self._ours, self._theirs = ours, theirs
-        self._sent = self._come = 0
+        self._sent = self._received = 0
         self._buffer = bytearray()
         self._broken = ""
 
@@ -92,7 +92,7 @@ class AuthenticatedStream:
         found = bytearray()
         start = 0
         while (end := self._record_end(start)) is not None:
-            found += self._opened(start, end)
+            found += self._verified(start, end)
             start = end
         del self._buffer[:start]
         return bytes(found)
@@ -102,16 +102,16 @@ class AuthenticatedStream:
             return None
         length, _ = _RECORD.unpack_from(self._buffer, start)
         if length > MAX_RECORD:
-            raise ConnectionError(f"a record of {length} bytes came; at most {MAX_RECORD} are allowed")
+            raise ConnectionError(f"a record of {length} bytes arrived; at most {MAX_RECORD} are allowed")
         end = start + _RECORD.size + int(length)
         return end if len(self._buffer) >= end else None
 
-    def _opened(self, start: int, end: int) -> bytes:
+    def _verified(self, start: int, end: int) -> bytes:
         _, code = _RECORD.unpack_from(self._buffer, start)
         part = bytes(self._buffer[start + _RECORD.size : end])
-        if not hmac.compare_digest(code, _code(self._theirs, self._come, part)):
-            raise ConnectionError("a record came that the other end did not send")
-        self._come += 1
+        if not hmac.compare_digest(code, _code(self._theirs, self._received, part)):
+            raise ConnectionError("a record arrived that the other end did not send")
+        self._received += 1
         return part
 
     def shutdown(self, how: int, /) -> None:
@@ -127,7 +127,9 @@ def _code(key: bytes, number: int, part: bytes) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "big") + part, key=key, digest_size=_CODE).digest()
 
 
-def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: float = 10.0) -> AuthenticatedStream:
+def authenticate(
+    connection: socket.socket, secret: bytes, *, listens: bool, timeout: float = 10.0
+) -> AuthenticatedStream:
     """Authenticate both ends with the secret, and return the authenticated stream.
 
     Args:
@@ -144,7 +146,7 @@ def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: f
         nonce = secrets.token_bytes(_NONCE)
         connection.settimeout(timeout)
         connection.sendall(_MAGIC + nonce)
-        hello = _exactly(connection, len(_MAGIC) + _NONCE, deadline)
+        hello = _read_exactly(connection, len(_MAGIC) + _NONCE, deadline)
         if not hello.startswith(_MAGIC):
             raise AuthenticationError("it does not speak this protocol")
         theirs = hello[len(_MAGIC) :]
@@ -153,7 +155,8 @@ def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: f
         # The caller proves itself first: an unauthenticated peer receives nothing to test guesses of the secret on.
         if not listens:
             connection.sendall(_proof(secret, _role(listens), both))
-        if not hmac.compare_digest(_exactly(connection, 32, deadline), _proof(secret, _role(not listens), both)):
+        proof = _read_exactly(connection, 32, deadline)
+        if not hmac.compare_digest(proof, _proof(secret, _role(not listens), both)):
             raise AuthenticationError("it does not know the run's secret")
         if listens:
             connection.sendall(_proof(secret, _role(listens), both))
@@ -161,7 +164,7 @@ def greet(connection: socket.socket, secret: bytes, *, listens: bool, timeout: f
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError):
-            raise AuthenticationError(f"the greeting was broken off: {error or type(error).__name__}") from None
+            raise AuthenticationError(f"the handshake failed: {error or type(error).__name__}") from None
         raise
     keys = [_proof(secret, b"key of " + _role(role), both) for role in (listens, not listens)]
     return AuthenticatedStream(connection, *keys)
@@ -175,7 +178,7 @@ def _proof(secret: bytes, what: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, what + b"\0" + nonces, "sha256")
 
 
-def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+def _read_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
         left = deadline - time.monotonic()
@@ -189,4 +192,4 @@ def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-__all__ = ["AuthenticatedStream", "greet", "new_secret"]
+__all__ = ["AuthenticatedStream", "authenticate", "new_secret"]

@@ -16,7 +16,7 @@ WARM = "warm_rank"
 _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
 
 
-def invitation(config: LaunchConfig, function: str) -> list[str]:
+def instruction_lines(config: LaunchConfig, function: str) -> list[str]:
     """Return the line of code to run in the other notebooks, and notes about it.
 
     Args:
@@ -33,7 +33,7 @@ def invitation(config: LaunchConfig, function: str) -> list[str]:
         lines.append(f"{address} is this machine itself; notebooks on other machines need its address{example}")
     if not shared_secret(config):
         lines.append(
-            "every notebook shows its own ranks; for the ranks of all in this one, pass the same "
+            "every notebook shows its own ranks; to show all ranks in this one, pass the same "
             f"rdzv_conf={{'secret': '...'}} everywhere (or set {SECRET_VARIABLE})"
         )
     return lines
@@ -64,15 +64,15 @@ def cell_line(config: LaunchConfig, function: str) -> str:
 
 def _start_line(config: LaunchConfig) -> str:
     """Return the line magic that starts the warm ranks of another notebook."""
-    place = " --node-rank 1" if config.rdzv_backend == "static" else ""
+    node_option = " --node-rank 1" if config.rdzv_backend == "static" else ""
     if config.non_default().keys() & {"rdzv_conf", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes"}:
-        return f"%rank_start -c config{place}, where config is the same LaunchConfig"
+        return f"%rank_start -c config{node_option}, where config is the same LaunchConfig"
     address, port = config.meeting_point
     ranks = "" if config.num_processes is None else f" -n {config.num_processes}"
-    backend = "" if place else f" --rdzv-backend {config.rdzv_backend}"
+    backend = "" if node_option else f" --rdzv-backend {config.rdzv_backend}"
     precision = "" if config.mixed_precision == "no" else f" -p {config.mixed_precision}"
-    where = f" --master-addr {address} --port {port}"
-    return f"%rank_start{ranks}{precision} --num-nodes {config.num_nodes}{place}{backend}{where}"
+    address_option = f" --master-addr {address} --port {port}"
+    return f"%rank_start{ranks}{precision} --num-nodes {config.num_nodes}{node_option}{backend}{address_option}"
 
 
 def _is_loopback(address: str) -> bool:
@@ -92,4 +92,4 @@ def _own_address() -> str:
         return ""
 
 
-__all__ = ["cell_line", "invitation"]
+__all__ = ["cell_line", "instruction_lines"]

@@ -71,14 +71,14 @@ def title(index: int, host: str) -> str:
     return f"node {index} ({host})" if host else f"node {index}"
 
 
-def waiting_text(backend: str, num_nodes: int, come: Sequence[Node]) -> str:
+def waiting_text(backend: str, num_nodes: int, arrived: Sequence[Node]) -> str:
     """Return one line with the notebooks that have arrived and those that are missing."""
-    text = f"{len(come)} of {num_nodes} notebooks have joined"
+    text = f"{len(arrived)} of {num_nodes} notebooks have joined"
     if backend == "static":
-        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in come})
+        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in arrived})
         return f"{text}; waiting for {_listed('node', missing)}" if missing else text
-    hosts = ", ".join(node.host for node in sorted(come, key=lambda node: node.order))
-    more = num_nodes - len(come)
+    hosts = ", ".join(node.host for node in sorted(arrived, key=lambda node: node.order))
+    more = num_nodes - len(arrived)
     return f"{text} ({hosts}); waiting for {more} more" if more > 0 else f"{text} ({hosts})"
 
 
@@ -87,14 +87,14 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun} {shown}" if len(numbers) == 1 else f"{noun}s {shown}"
 
 
-def timeout_text(backend: str, num_nodes: int, come: Sequence[Node], seconds: float) -> str:
+def timeout_text(backend: str, num_nodes: int, arrived: Sequence[Node], seconds: float) -> str:
     """Return the message that lists the notebooks missing at the join timeout."""
-    text = waiting_text(backend, num_nodes, come).partition(";")[0]
+    text = waiting_text(backend, num_nodes, arrived).partition(";")[0]
     limit = f"within {seconds:g} s (rdzv_conf={{'join_timeout': {seconds:g}}})"
     if backend == "static":
-        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in come})
+        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in arrived})
         return f"{_listed('node', missing)} did not join {limit}: {text}"
-    missing_count = num_nodes - len(come)
+    missing_count = num_nodes - len(arrived)
     noun = "notebook" if missing_count == 1 else "notebooks"
     return f"{missing_count} {noun} did not join {limit}: {text}"
 
@@ -110,12 +110,12 @@ def late_text(members: Sequence[Node], num_nodes: int) -> str:
     again = "stop it in one of them, and run the cell in every notebook again"
     if len(members) < num_nodes:
         return (
-            f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; it takes one in by "
-            f"starting again, and max_restarts={members[0].max_restarts} leaves no restart. To take this one in, "
-            f"{again}: a function that loads the newest checkpoint goes on from there"
+            f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; it includes another by "
+            f"a restart, and max_restarts={members[0].max_restarts} leaves none. To include this one, "
+            f"{again}: a function that loads the newest checkpoint resumes there"
         )
     more = f"num_nodes={len(members) + 1}"
-    return f"the run has its {num_nodes} notebooks already: {who}. To take this one in, {again}, with {more}"
+    return f"the run has its {num_nodes} notebooks already: {who}. To include this one, {again}, with {more}"
 
 
 def has_room(members: Sequence[Node], attempt: int, backend: str) -> bool:
@@ -124,28 +124,28 @@ def has_room(members: Sequence[Node], attempt: int, backend: str) -> bool:
     return backend == "c10d" and len(members) < first.num_nodes and attempt < first.max_restarts
 
 
-def wish_text(members: Sequence[Node], num_nodes: int) -> str:
+def late_join_text(members: Sequence[Node], num_nodes: int) -> str:
     """Return the message of a late notebook while it waits to join."""
     who = ", ".join(f"{node.host} (kernel {node.pid})" for node in members)
-    return f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; they start again with it"
+    return f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; they restart with it"
 
 
 def joining_text(node: Node) -> str:
     """Return the message of the running notebooks about a late one."""
-    return f"a late notebook joins, {node.host} (kernel {node.pid}): all start again with it"
+    return f"a late notebook joins, {node.host} (kernel {node.pid}): all restart with it"
 
 
-def problem(backend: str, come: Sequence[Node]) -> str:
+def problem(backend: str, arrived: Sequence[Node]) -> str:
     """Return why these notebooks cannot form one run; "" when they can."""
-    asked = {node.num_nodes for node in come}
-    if len(asked) > 1:
-        return f"the notebooks were told different numbers of notebooks, num_nodes={_values(asked)}; pass the same"
+    given = {node.num_nodes for node in arrived}
+    if len(given) > 1:
+        return f"the notebooks have different num_nodes={_values(given)}; pass the same"
     if backend == "static":
-        twice = [rank for rank, count in Counter(node.node_rank for node in come).items() if count > 1]
+        twice = [rank for rank, count in Counter(node.node_rank for node in arrived).items() if count > 1]
         if twice:
-            who = " and ".join(f"{n.host} (kernel {n.pid})" for n in come if n.node_rank == twice[0])
-            return f"two notebooks say node_rank={twice[0]}: {who}; each needs its own"
-    kinds = {node.accelerator for node in come}
+            who = " and ".join(f"{n.host} (kernel {n.pid})" for n in arrived if n.node_rank == twice[0])
+            return f"two notebooks have node_rank={twice[0]}: {who}; pass a different one to each"
+    kinds = {node.accelerator for node in arrived}
     if len(kinds) > 1:
         return f"the notebooks have different devices, {_values(kinds)}; to train on the CPU everywhere pass cpu=True"
     return ""
@@ -170,7 +170,7 @@ def decide(
     lost: Mapping[str, str],
     attempt: int,
     backend: str,
-    wishes: Sequence[Node] = (),
+    late: Sequence[Node] = (),
 ) -> dict[str, Any] | None:
     """Return the common decision, once every notebook has reported its end or was lost.
 
@@ -180,30 +180,30 @@ def decide(
         lost: Why a node counts as lost, by name.
         attempt: Number of this attempt, from 0.
         backend: "static" or "c10d".
-        wishes: Late notebooks that ask to join.
+        late: Late notebooks that ask to join.
 
     Returns:
-        A decision: "action" ("end" or "restart"), "reason", and "left", the names of the nodes that continue; None
+        A decision: "action" ("end" or "restart"), "reason", and "remaining", the names of the nodes that continue; None
         while a node has not reported its end.
     """
     if any(node.name not in ends and node.name not in lost for node in nodes):
         return None
     first = nodes[0]
-    gone = [node.name for node in nodes if node.name in lost]
-    left = [node.name for node in nodes if node.name not in lost]
-    outcomes = {ends[name]["outcome"] for name in left if name in ends}
+    lost_names = [node.name for node in nodes if node.name in lost]
+    remaining = [node.name for node in nodes if node.name not in lost]
+    outcomes = {ends[name]["outcome"] for name in remaining if name in ends}
     reason = _reason(nodes, ends, lost)
     # Without a failure or a lost node, a notebook with the outcome "followed" stopped to let a late one join.
-    cause = "failed" in outcomes or "followed" in outcomes or bool(gone)
+    cause = "failed" in outcomes or "followed" in outcomes or bool(lost_names)
     again = attempt < first.max_restarts and "stopped" not in outcomes and cause
     again = again and not any(end.get("final") for end in ends.values())
-    if gone:
-        hosting = any(node.hosting and node.name in gone for node in nodes)
-        again = again and backend == "c10d" and len(left) + len(wishes) >= first.min_nodes and not hosting
+    if lost_names:
+        hosting = any(node.hosting and node.name in lost_names for node in nodes)
+        again = again and backend == "c10d" and len(remaining) + len(late) >= first.min_nodes and not hosting
     if again:
-        left += [node.name for node in wishes]
-        reason = reason or ", ".join(joining_text(node) for node in wishes)
-    return {"action": "restart" if again else "end", "reason": reason, "left": left}
+        remaining += [node.name for node in late]
+        reason = reason or ", ".join(joining_text(node) for node in late)
+    return {"action": "restart" if again else "end", "reason": reason, "remaining": remaining}
 
 
 def _reason(nodes: Sequence[Node], ends: Mapping[str, Mapping[str, Any]], lost: Mapping[str, str]) -> str:
@@ -230,6 +230,7 @@ __all__ = [
     "has_room",
     "in_order",
     "joining_text",
+    "late_join_text",
     "late_text",
     "lost_text",
     "problem",
@@ -238,5 +239,4 @@ __all__ = [
     "title",
     "version_note",
     "waiting_text",
-    "wish_text",
 ]

@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from notebook_accelerate.errors import LaunchError, RunStoppedError, RunTimeoutError, WorkerError
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.listener import HostListener, call
-from notebook_accelerate.launch.hosts.rendezvous import membership as rules
-from notebook_accelerate.launch.hosts.rendezvous import peer_failures
-from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
-from notebook_accelerate.launch.hosts.rendezvous.join_instructions import invitation
+from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
+from notebook_accelerate.launch.hosts.rendezvous import membership, peer_failures
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as protocol
+from notebook_accelerate.launch.hosts.rendezvous.join_instructions import instruction_lines
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
-from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import VISIT_SECONDS, PeerConnection, Together, receive
+from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import (
+    CONNECT_SECONDS,
+    GroupBackend,
+    PeerConnection,
+    accept_notebooks,
+)
 from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import RankMirror
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import RendezvousClient, shared_secret
 from notebook_accelerate.launch.hosts.rendezvous.wait_for_peers import PeerWait
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.run_context import RunContext
     from notebook_accelerate.telemetry.store import Record
 
-PATIENCE = 1.0
+WAIT_NOTE_SECONDS = 1.0
 """Seconds that the others have to end after this notebook, before it reports that it waits for them."""
 GOODBYE_SECONDS = 2.0
 _Event = TypeVar("_Event", bound=Event)
@@ -53,27 +57,27 @@ class NotebookGroup:
 
     def __init__(self, context: RunContext, plan: LaunchPlan) -> None:
         self._context, self._plan = context, plan
-        self._meeting = RendezvousClient(context.config, plan)
-        self._heard: list[Event] = []
+        self._client = RendezvousClient(context.config, plan)
+        self._received: list[Event] = []
         self._group: RankGroup | None = None
-        self._over = False
+        self._ended = False
         self._joining: StopReason | None = None
         self.attempt = 0
         self.nodes: list[Node] = []
         self.index = plan.node
         self.reason = ""
         self.stopped = ""
-        self.trouble = "it was stopped"
+        self.leave_reason = "it was stopped"
         """Why this notebook leaves the others before the common end, if it does."""
-        self._odd: list[dict[str, Any]] = []
+        self._unsuccessful: list[dict[str, Any]] = []
         self._own_stop: StopReason | None = None
         self._secret = shared_secret(context.config).encode()
-        self._standstill = PeerPauses(context, self._meeting, lambda: bool(self._links))
-        self._lobby = PeerWait(context)
+        self._pauses = PeerPauses(context, self._client, lambda: bool(self._connections))
+        self._wait = PeerWait(context)
         self.failures_elsewhere: tuple[RankFailure, ...] = ()
         """What failed in another notebook, which keeps its ranks for the debugger as this one does."""
-        self._links: dict[int, PeerConnection] = {}
-        self._tap: RankMirror | None = None
+        self._connections: dict[int, PeerConnection] = {}
+        self._mirror: RankMirror | None = None
 
     # ---- before the ranks start
 
@@ -83,189 +87,193 @@ class NotebookGroup:
         Raises:
             LaunchError: The others did not arrive, or cannot form one run with this notebook.
         """
-        self._meeting.send(say.JoinOrder(attempt))
-        met = self._await(say.MetEvent)
-        if met is None:
+        self._client.send(protocol.JoinOrder(attempt))
+        event = self._await(protocol.AllJoinedEvent)
+        if event is None:
             return None
-        self.nodes, self.index = [Node.from_dict(node) for node in met.nodes], met.index
-        self._standstill.meet(self.nodes, self.index)
-        self.attempt = met.attempt
-        interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else met.interface
+        self.nodes, self.index = [Node.from_dict(node) for node in event.nodes], event.index
+        self._pauses.set_nodes(self.nodes, self.index)
+        self.attempt = event.attempt
+        interface = "" if "GLOO_SOCKET_IFNAME" in os.environ else event.interface
         name = f"{self._context.config.rdzv_id}-{self.nodes[0].name}"
         processes = [node.processes for node in self.nodes]
-        self._plan = joined(self._plan, processes, met.index, (met.address, met.port), interface, name)
-        self._say(self._who_is_where())
-        self._link(met)
+        self._plan = joined(self._plan, processes, event.index, (event.address, event.port), interface, name)
+        self._show(self._members_text())
+        self._connect(event)
         if self._stopped_waiting():
             return None
-        whole = len(self._links) == len(self.nodes) - 1
-        shows_all = whole and bool(self._links)
+        complete = len(self._connections) == len(self.nodes) - 1
+        shows_all = complete and bool(self._connections)
         first, count = (0, self._plan.world_size) if shows_all else (self._plan.first_rank, self._plan.num_processes)
         self._context.journal.append(RunPlanned(self._plan, first, count))
         return self._plan
 
-    def _link(self, met: say.MetEvent) -> None:
+    def _connect(self, event: protocol.AllJoinedEvent) -> None:
         """Connect the other notebooks to the first if they share a secret, unless stopped meanwhile."""
         if not self._secret or len(self.nodes) == 1:
             return
-        if met.index == 0:
-            self._receive(met.own_address)
+        if event.index == 0:
+            self._accept_connections(event.own_address)
             return
-        heard = self._await(say.ListenerEvent, seconds=VISIT_SECONDS)
-        if heard is None or self._stopped_waiting():
+        listener = self._await(protocol.ListenerEvent, seconds=CONNECT_SECONDS)
+        if listener is None or self._stopped_waiting():
             return
-        hello = HelloEvent(met.index, self.nodes[met.index].host, {"name": self.nodes[met.index].name})
+        own = self.nodes[event.index]
+        hello = HelloEvent(event.index, own.host, {"name": own.name})
         try:
-            self._tap = RankMirror(call(heard.address, heard.port, self._secret, hello), self._note)
+            self._mirror = RankMirror(
+                connect_to_kernel(listener.address, listener.port, self._secret, hello), self._note
+            )
         except (OSError, LaunchError) as error:
-            self._note(f"the first notebook does not show the ranks of this one: {heard.address}:{heard.port}: {error}")
+            where = f"{listener.address}:{listener.port}"
+            self._note(f"the first notebook does not show the ranks of this one: {where}: {error}")
 
-    def _receive(self, address: str) -> None:
+    def _accept_connections(self, address: str) -> None:
         """Accept the connections of the others, and stop listening after that."""
         try:
-            door = HostListener(address, self._secret, report=self._note)
+            listener = HostListener(address, self._secret, report=self._note)
         except OSError as error:
             self._note(f"this notebook shows its own ranks only: it cannot listen on {address}: {error}")
             return
         try:
-            self._meeting.send(say.ListenerEvent(address, door.port))
-            self._links = receive(door, self.nodes, self._stops_meanwhile)
+            self._client.send(protocol.ListenerEvent(address, listener.port))
+            self._connections = accept_notebooks(listener, self.nodes, self._is_stopping)
         finally:
-            door.close()
-        silent = [rules.title(i, node.host) for i, node in enumerate(self.nodes) if i and i not in self._links]
-        if silent and self._lobby.stop_reason is None:
-            for link in self._links.values():
-                link.channel.close()
-            self._links = {}
-            self._note(
-                f"this notebook shows its own ranks only: {', '.join(silent)} did not call {address}:{door.port}"
-            )
+            listener.close()
+        absent = [i for i in range(1, len(self.nodes)) if i not in self._connections]
+        if absent and self._wait.stop_reason is None:
+            for connection in self._connections.values():
+                connection.channel.close()
+            self._connections = {}
+            names = ", ".join(membership.title(i, self.nodes[i].host) for i in absent)
+            self._note(f"this notebook shows its own ranks only: {names} did not connect to {address}:{listener.port}")
 
-    def _stops_meanwhile(self) -> bool:
+    def _is_stopping(self) -> bool:
         self._carry_out()
-        return self._lobby.stop_reason is not None
+        return self._wait.stop_reason is not None
 
     def _note(self, text: str) -> None:
         self._context.note(text, shown_as=f"⚠ {text}")
 
     def backend(self, own: ProcessBackend) -> ProcessBackend:
         """Return the backend that starts this notebook's ranks and, if it shows all ranks, attaches the others'."""
-        links = [(link, self.nodes[index].processes) for index, link in sorted(self._links.items())]
-        return Together(own, self.index, links)
+        peers = [(connection, self.nodes[index].processes) for index, connection in sorted(self._connections.items())]
+        return GroupBackend(own, self.index, peers)
 
-    def keep(self, records: list[Record]) -> None:
+    def store_samples(self, records: list[Record]) -> None:
         """Store samples of this notebook's ranks."""
         self._context.journal.add(records)
-        if self._tap is not None:
-            self._tap.sampled(records)
+        if self._mirror is not None:
+            self._mirror.sampled(records)
 
-    def _who_is_where(self) -> str:
+    def _members_text(self) -> str:
         parts = []
         for index, node in enumerate(self.nodes):
-            own = rules.ranks_of(self.nodes, index)
+            own = membership.ranks_of(self.nodes, index)
             ranks = f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]}-{own[-1]}"
-            parts.append(f"{ranks} on {rules.title(index, node.host)}{', here' if index == self.index else ''}")
+            parts.append(f"{ranks} on {membership.title(index, node.host)}{', here' if index == self.index else ''}")
         if len(parts) > 8:
             parts[7:] = [f"… {parts[-1]}"]
         return f"all {len(self.nodes)} notebooks have joined: {'; '.join(parts)}"
 
     # ---- while the ranks run
 
-    def attend(self, group: RankGroup) -> None:
+    def follow(self, group: RankGroup) -> None:
         """Exchange news with the others while ``group`` runs."""
         self._group = group
         self.stopped, self._own_stop = "", None
-        self._standstill.begin()
+        self._pauses.begin()
         self._joining = None
-        group.listen(self._meeting.channel, self._take_news)
+        group.listen(self._client.channel, self._receive_news)
         group.on_step = partial(self._step, group)
-        group.stops.on_stopping = self._tell_others
-        group.stops.on_release = self._tell_of_letting_go
-        group.events.observer = self._tap
-        for link in self._links.values():
-            link.stopping, link.react = lambda: group.stops.stopping, partial(self._react, group=group)
+        group.stops.on_stopping = self._report_stop
+        group.stops.on_release = self._report_release
+        group.events.observer = self._mirror
+        for connection in self._connections.values():
+            connection.stopping = lambda: group.stops.stopping
+            connection.handle_news = partial(self._handle_news, group=group)
 
-    def _tell_others(self, reason: StopReason | None) -> None:
+    def _report_stop(self, reason: StopReason | None) -> None:
         """Report that this notebook stops its ranks: because of ``reason``, or because one of them failed."""
         if reason is not None:
             self._own_stop = reason
-            if self._tap is not None:
-                self._tap.stopping(self.index, "stopped", reason.text)
-            self._meeting.send(say.NewsOrder("stopped", reason.text))
+            if self._mirror is not None:
+                self._mirror.stopping(self.index, "stopped", reason.text)
+            self._client.send(protocol.NewsOrder("stopped", reason.text))
         elif self._group is not None:
             found = failures.ordered(self._group.stops.failures)
             # This rank's failure is a consequence: the notebook of the lost peer reports the cause.
             if not failures.looks_like_lost_peer(found[0]):
-                told = peer_failures.as_told(found, self.index)
-                self._meeting.send(say.NewsOrder("failed", error_messages.headline(found), told))
+                reported = peer_failures.to_json(found, self.index)
+                self._client.send(protocol.NewsOrder("failed", error_messages.headline(found), reported))
 
-    def _tell_of_letting_go(self) -> None:
-        self._meeting.send(say.NewsOrder("released", "the ranks that were kept after the failure have been let go"))
+    def _report_release(self) -> None:
+        self._client.send(protocol.NewsOrder("released", "the ranks held after the failure have been released"))
 
     def _step(self, group: RankGroup) -> None:
-        heard, self._heard = self._heard, []
-        self._take(heard, group)  # events that arrived together with an awaited one
-        self._standstill.tell()
-        self._standstill.announce()
-        self._make_room(group)
+        received, self._received = self._received, []
+        self._handle(received, group)  # events that arrived together with an awaited one
+        self._pauses.report()
+        self._pauses.announce()
+        self._stop_for_late_notebook(group)
 
-    def _make_room(self, group: RankGroup) -> None:
+    def _stop_for_late_notebook(self, group: RankGroup) -> None:
         """Stop to let a late notebook join, unless a debugger is in use."""
         busy = self._context.clock.suspended or group.stops.failures or group.stops.held
         if self._joining is None or busy or not group.stops.follow(self._joining):
             return
-        self._say(self._joining.text)
-        if self._tap is not None:
-            self._tap.stopping(self.index, "joining", self._joining.text)
+        self._show(self._joining.text)
+        if self._mirror is not None:
+            self._mirror.stopping(self.index, "joining", self._joining.text)
 
-    def _take_news(self) -> None:
+    def _receive_news(self) -> None:
         assert self._group is not None
-        self._take(self._hear(), self._group)
+        self._handle(self._receive(), self._group)
 
-    def _take(self, events: list[Event], group: RankGroup) -> None:
+    def _handle(self, events: list[Event], group: RankGroup) -> None:
         for event in events:
-            if isinstance(event, say.NewsEvent):
-                self._react(event, group)
-            elif isinstance(event, say.StandEvent):
-                self._standstill.hear(event)
+            if isinstance(event, protocol.NewsEvent):
+                self._handle_news(event, group)
+            elif isinstance(event, protocol.PauseEvent):
+                self._pauses.handle(event)
             else:
-                self._heard.append(event)
+                self._received.append(event)
 
-    def _hear(self) -> list[Event]:
+    def _receive(self) -> list[Event]:
         try:
-            return self._meeting.heard()
+            return self._client.receive()
         except LaunchError as error:
             if self._group is None:
                 raise
-            self._group.unlisten(self._meeting.channel)
-            self._over = True
-            return [say.NewsEvent("lost", self.index, str(error))]
+            self._group.unlisten(self._client.channel)
+            self._ended = True
+            return [protocol.NewsEvent("lost", self.index, str(error))]
 
-    def _react(self, news: say.NewsEvent, group: RankGroup) -> None:
+    def _handle_news(self, news: protocol.NewsEvent, group: RankGroup) -> None:
         if news.kind == "joining":
             self._joining = self._joining or StopReason(WorkerError, news.text)
-            self._make_room(group)
+            self._stop_for_late_notebook(group)
             return
         if news.kind == "stopped":
             self.stopped = self.stopped or news.text
         error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
         hold = news.kind == "failed" and self._context.config.debug
         if hold and not self.failures_elsewhere:
-            rank = rules.first_rank(self.nodes, news.node)
-            told = peer_failures.from_told(news.failures) or [RankFailure(rank, "exception", time.time(), news.text)]
-            self.failures_elsewhere = tuple(failures.ordered(told))
+            rank = membership.first_rank(self.nodes, news.node)
+            found = peer_failures.from_json(news.failures) or [RankFailure(rank, "exception", time.time(), news.text)]
+            self.failures_elsewhere = tuple(failures.ordered(found))
         if group.stops.follow(StopReason(error, news.text), hold=hold):
-            self._say(news.text, "stdout" if news.kind == "stopped" else "stderr")
+            self._show(news.text, "stdout" if news.kind == "stopped" else "stderr")
 
     # ---- after the ranks have ended
 
     def conclude(self, group: RankGroup, found: tuple[RankFailure, ...]) -> bool:
         """Send the others how this notebook's ranks ended, and return whether all start again."""
         self._group = None
-        self._standstill.tell()
-        self._unlink()
-        if self._over:  # without the child process the others cannot be reached
-            lost = peer_failures.of_lost(self.nodes, {str(self.index): "its rendezvous process ended"})
+        self._pauses.report()
+        self._disconnect()
+        if self._ended:  # without the child process the others cannot be reached
+            lost = peer_failures.lost_failures(self.nodes, {str(self.index): "its rendezvous process ended"})
             self._record(found or lost)
             return False
         made_room = self._joining is not None and all(map(failures.looks_like_lost_peer, found))
@@ -277,28 +285,28 @@ class NotebookGroup:
         outcome = "stopped" if stopped else "failed" if found else "followed" if followed else "succeeded"
         text = self._own_stop.text if self._own_stop else error_messages.headline(found) if found else ""
         own = [failure for failure in found if failure.rank in self._own_ranks or failure.kind == "lost"]
-        told = peer_failures.as_told(own, self.index)
+        reported = peer_failures.to_json(own, self.index)
         # A run whose ranks were held after its failure has already ended for the user.
-        end = say.EndOrder(outcome, text, told, final=self._context.state.ended is not None)
-        self._meeting.send(end)
-        decision = self._await(say.DecisionEvent, saying=self._waits_for_others)
+        end = protocol.EndOrder(outcome, text, reported, final=self._context.state.ended is not None)
+        self._client.send(end)
+        decision = self._await(protocol.DecisionEvent, waiting_text=self._waiting_text)
         if decision is None:  # stopped after all ranks here had ended: no restart
-            self._meeting.send(replace(end, outcome="stopped", text=self.why_stopped.text))
-            decision = self._await(say.DecisionEvent, stoppable=False)
+            self._client.send(replace(end, outcome="stopped", text=self.why_stopped.text))
+            decision = self._await(protocol.DecisionEvent, stoppable=False)
         assert decision is not None
-        return self._context.state.ended is None and self._settle(decision, found)
+        return self._context.state.ended is None and self._apply_decision(decision, found)
 
     def _record(self, found: tuple[RankFailure, ...]) -> None:
         if self._context.state.ended is None:
             self._context.journal.append(FailuresRecorded(found))
 
-    def _settle(self, decision: say.DecisionEvent, own: tuple[RankFailure, ...]) -> bool:
-        told = peer_failures.from_told(each for end in decision.ends.values() for each in end.get("failures", ()))
-        lost = peer_failures.of_lost(self.nodes, decision.lost)
-        found = peer_failures.of_all(own, self._own_ranks, told, lost)
+    def _apply_decision(self, decision: protocol.DecisionEvent, own: tuple[RankFailure, ...]) -> bool:
+        reported = peer_failures.from_json(each for end in decision.ends.values() for each in end.get("failures", ()))
+        lost = peer_failures.lost_failures(self.nodes, decision.lost)
+        found = peer_failures.merged(own, self._own_ranks, reported, lost)
         self._record(found)
         self.reason = error_messages.headline(found) if found and not lost else decision.reason
-        self._odd = [end for end in decision.ends.values() if end.get("outcome") != "succeeded"]
+        self._unsuccessful = [end for end in decision.ends.values() if end.get("outcome") != "succeeded"]
         ends = [end for end in decision.ends.values() if end.get("outcome") == "stopped"]
         if ends and not self.stopped and self._own_stop is None:
             self.stopped = decision.reason
@@ -313,23 +321,23 @@ class NotebookGroup:
             return RunEnded("stopped", why.error.__name__, text)
         if state.failures:
             return error_messages.failed(run_id, state)
-        if self._odd:
+        if self._unsuccessful:
             text = f"run {run_id} failed: {self.reason or 'not all notebooks succeeded'}"
             return RunEnded("failed", "WorkerError", text)
         return RunEnded("succeeded")
 
-    def _unlink(self) -> None:
-        if self._tap is not None:
-            self._tap.close()
-            self._tap = None
-        for link in self._links.values():
-            link.disconnect()
-            link.channel.close()
-        self._links = {}
+    def _disconnect(self) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+        for connection in self._connections.values():
+            connection.disconnect()
+            connection.channel.close()
+        self._connections = {}
 
     @property
     def _own_ranks(self) -> range:
-        return rules.ranks_of(self.nodes, self.index)
+        return membership.ranks_of(self.nodes, self.index)
 
     @property
     def why_stopped(self) -> StopReason:
@@ -338,8 +346,8 @@ class NotebookGroup:
 
     def close(self) -> None:
         """End the child process; it notifies the others if they still wait for this notebook."""
-        self._unlink()
-        self._meeting.close(leaving="" if self._over else self.trouble)
+        self._disconnect()
+        self._client.close(leaving="" if self._ended else self.leave_reason)
 
     # ---- waiting
 
@@ -348,26 +356,28 @@ class NotebookGroup:
         wanted: type[_Event],
         *,
         stoppable: bool = True,
-        saying: Callable[[], str] | None = None,
+        waiting_text: Callable[[], str] | None = None,
         seconds: float | None = None,
     ) -> _Event | None:
         """Return the next event of a kind; None when the run is stopped or the time is over before it arrives."""
-        since, said = time.monotonic(), saying is None
+        since, shown = time.monotonic(), waiting_text is None
         with selectors.DefaultSelector() as selector:
-            selector.register(self._meeting.channel, selectors.EVENT_READ, lambda: self._heard.extend(self._hear()))
+            selector.register(
+                self._client.channel, selectors.EVENT_READ, lambda: self._received.extend(self._receive())
+            )
             selector.register(self._context.commands.wake, selectors.EVENT_READ, self._carry_out)
             while True:
                 event = self._take_until(wanted)
                 if event is not None:
-                    self._over = isinstance(event, say.DecisionEvent) and event.action == "end"
+                    self._ended = isinstance(event, protocol.DecisionEvent) and event.action == "end"
                     return event
                 if stoppable and self._stopped_waiting():
                     return None
                 if seconds is not None and time.monotonic() - since > seconds:
                     return None
-                if saying is not None and not said and time.monotonic() - since > PATIENCE:
-                    said = True
-                    self._say(saying())
+                if waiting_text is not None and not shown and time.monotonic() - since > WAIT_NOTE_SECONDS:
+                    shown = True
+                    self._show(waiting_text())
                 dispatch(selector, 0.2)
                 self._context.publisher.flush()
 
@@ -378,57 +388,57 @@ class NotebookGroup:
         there are ranks.
         """
         found, kept = None, []
-        while self._heard and found is None:
-            event = self._heard.pop(0)
+        while self._received and found is None:
+            event = self._received.pop(0)
             if isinstance(event, wanted):
                 found = event
-            elif wanted is say.ListenerEvent and isinstance(event, (say.NewsEvent, say.StandEvent)):
+            elif wanted is protocol.ListenerEvent and isinstance(event, (protocol.NewsEvent, protocol.PauseEvent)):
                 kept.append(event)
-            elif isinstance(event, say.WaitingEvent):
+            elif isinstance(event, protocol.WaitingEvent):
                 self._on_waiting(event)
-            elif isinstance(event, say.NoteEvent):
+            elif isinstance(event, protocol.NoteEvent):
                 self._note(event.text)
-            elif isinstance(event, say.StandEvent):
-                self._standstill.hear(event)
-            elif isinstance(event, say.NewsEvent) and event.kind == "stopped" and not self.stopped:
+            elif isinstance(event, protocol.PauseEvent):
+                self._pauses.handle(event)
+            elif isinstance(event, protocol.NewsEvent) and event.kind == "stopped" and not self.stopped:
                 self.stopped = event.text
-                self._say(event.text)
-            elif isinstance(event, say.BrokenEvent):
+                self._show(event.text)
+            elif isinstance(event, protocol.JoinFailedEvent):
                 raise LaunchError(event.text)
-        self._heard[:0] = kept
+        self._received[:0] = kept
         return found
 
-    def _on_waiting(self, event: say.WaitingEvent) -> None:
+    def _on_waiting(self, event: protocol.WaitingEvent) -> None:
         if event.first:
-            for line in invitation(self._context.config, self._context.function_name):
+            for line in instruction_lines(self._context.config, self._context.function_name):
                 self._context.journal.append(NoteAdded(line))
-                self._say(f"  {line}")
-        self._say(event.text)
+                self._show(f"  {line}")
+        self._show(event.text)
 
     def _carry_out(self) -> None:
-        self._context.commands.carry_out(self._lobby)
+        self._context.commands.carry_out(self._wait)
 
     def _stopped_waiting(self) -> bool:
         """Check whether this notebook must stop waiting; if so, notify the others."""
-        lobby = self._lobby
-        if self._own_stop is not None and self._own_stop is lobby.stop_reason:
+        wait = self._wait
+        if self._own_stop is not None and self._own_stop is wait.stop_reason:
             return True
         limit, clock = self._context.config.timeout, self._context.clock
         if limit is not None and clock.now() > clock.started + limit:
-            lobby.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
-        if lobby.stop_reason is None:
+            wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
+        if wait.stop_reason is None:
             return False
-        self._own_stop = lobby.stop_reason
+        self._own_stop = wait.stop_reason
         if self._context.state.stop_phase == "none" and self._context.state.ended is None:
-            self._context.journal.append(StopAdvanced("interrupting", lobby.stop_reason.text))
-        self._meeting.send(say.NewsOrder("stopped", lobby.stop_reason.text))
+            self._context.journal.append(StopAdvanced("interrupting", wait.stop_reason.text))
+        self._client.send(protocol.NewsOrder("stopped", wait.stop_reason.text))
         return True
 
-    def _waits_for_others(self) -> str:
-        others = [rules.title(index, node.host) for index, node in enumerate(self.nodes) if index != self.index]
+    def _waiting_text(self) -> str:
+        others = [membership.title(index, node.host) for index, node in enumerate(self.nodes) if index != self.index]
         return f"the ranks of this notebook have ended; waiting for {', '.join(others[:8])}"
 
-    def _say(self, text: str, stream: str = "stdout") -> None:
+    def _show(self, text: str, stream: str = "stdout") -> None:
         self._context.show(text, stream)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as protocol
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.hosts.rendezvous.signed_messages import Directory, MessageSigner
@@ -26,16 +26,16 @@ class Participant:
         left: Names of the nodes that continue after the last decision; empty before it.
     """
 
-    def __init__(self, channel: Channel, order: say.RendezvousOrder) -> None:
+    def __init__(self, channel: Channel, order: protocol.RendezvousOrder) -> None:
         self.channel, self.order = channel, order
-        self.seal = MessageSigner(order.secret, order.run_id)
+        self.signer = MessageSigner(order.secret, order.run_id)
         self.node = Node.from_dict({**order.node, "torch": torch.__version__})
         self.connection: stores.Connection | None = None
         self.attempt, self.generation = 0, 0
-        self.left: list[str] = []
+        self.remaining: list[str] = []
 
     @property
-    def where(self) -> str:
+    def endpoint(self) -> str:
         """Address of the rendezvous."""
         return f"{self.order.address}:{self.order.port}"
 
@@ -48,7 +48,7 @@ class Participant:
     def directory(self) -> Directory:
         """The run's part of the store."""
         assert self.connection is not None
-        return Directory(self.connection.store, f"notebook_accelerate/{self.order.run_id}", self.seal)
+        return Directory(self.connection.store, f"notebook_accelerate/{self.order.run_id}", self.signer)
 
     @property
     def round_name(self) -> str:

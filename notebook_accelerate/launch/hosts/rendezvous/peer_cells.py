@@ -29,26 +29,26 @@ class ForeignCells:
     """Adds the names and source lines of another notebook's cells to the events of its ranks.
 
     Args:
-        where: Suffix of the names of cells, as " of node 1".
+        suffix: Suffix of the names of cells, as " of node 1".
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
         self._names: dict[str, str] = {}
 
-    def learn(self, cells: Mapping[str, list[str]]) -> None:
+    def add(self, cells: Mapping[str, list[str]]) -> None:
         """Add cells in the format of `CellsEvent`, and register their source lines under their names."""
         for filename, (name, source) in cells.items():
-            self._names[filename] = named = f"{name}{self._where}"
-            install_sources({named: source})
+            self._names[filename] = cell = f"{name}{self._suffix}"
+            install_sources({cell: source})
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Remove all registered cells from this process."""
         for name in self._names.values():
             linecache.cache.pop(name, None)
         self._names.clear()
 
-    def named(self, event: Event) -> Event:
+    def with_named_cells(self, event: Event) -> Event:
         """Return a rank's event with its cells named as in this notebook."""
         handler = _HANDLERS.get(type(event))
         if handler is not None:
@@ -80,7 +80,7 @@ class ForeignCells:
     def _in_failure(self, event: FailureEvent | CellReply) -> None:
         event.chain = self._in_chain(event.chain)
 
-    def _in_question(self, event: InputRequest) -> None:
+    def _in_prompt(self, event: InputRequest) -> None:
         event.shown = self.in_text(event.shown)
 
 
@@ -88,7 +88,7 @@ _HANDLERS: dict[type[Event], Callable[[ForeignCells, Any], None]] = {
     StacksReply: ForeignCells._in_stacks,
     FailureEvent: ForeignCells._in_failure,
     CellReply: ForeignCells._in_failure,
-    InputRequest: ForeignCells._in_question,
+    InputRequest: ForeignCells._in_prompt,
 }
 
 __all__ = ["CellsEvent", "ForeignCells", "own_cells"]

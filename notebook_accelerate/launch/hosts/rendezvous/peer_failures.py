@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from notebook_accelerate.launch.hosts.rendezvous import membership as rules
+from notebook_accelerate.launch.hosts.rendezvous import membership
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.telemetry import RankFailure, tracebacks
 from notebook_accelerate.telemetry.failure import to_chain
 
 
-def as_told(found: Iterable[RankFailure], index: int) -> list[dict[str, Any]]:
+def to_json(found: Iterable[RankFailure], index: int) -> list[dict[str, Any]]:
     """Return the failures of node ``index`` as JSON values; exception objects stay in their own notebook."""
     return [
         {
@@ -26,10 +26,10 @@ def as_told(found: Iterable[RankFailure], index: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def from_told(told: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
-    """Return the failures from the result of `as_told`; those of an incompatible version are skipped."""
+def from_json(reported: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
+    """Return the failures from the result of `to_json`; those of an incompatible version are skipped."""
     found = []
-    for each in told:
+    for each in reported:
         with suppress(KeyError, TypeError, ValueError):
             found.append(
                 RankFailure(
@@ -40,7 +40,7 @@ def from_told(told: Iterable[Mapping[str, Any]]) -> list[RankFailure]:
     return found
 
 
-def of_lost(nodes: Sequence[Node], lost: Mapping[str, str]) -> tuple[RankFailure, ...]:
+def lost_failures(nodes: Sequence[Node], lost: Mapping[str, str]) -> tuple[RankFailure, ...]:
     """Return a failure for each rank of the nodes that were lost.
 
     Args:
@@ -49,15 +49,15 @@ def of_lost(nodes: Sequence[Node], lost: Mapping[str, str]) -> tuple[RankFailure
     """
     found = []
     for index, why in sorted((int(index), why) for index, why in lost.items()):
-        text = rules.lost_text(index, nodes[index].host, why)
-        found += [RankFailure(rank, "lost", time.time(), text) for rank in rules.ranks_of(nodes, index)]
+        text = membership.lost_text(index, nodes[index].host, why)
+        found += [RankFailure(rank, "lost", time.time(), text) for rank in membership.ranks_of(nodes, index)]
     return tuple(found)
 
 
-def of_all(
+def merged(
     here: Iterable[RankFailure],
     own_ranks: Collection[int],
-    told: Iterable[RankFailure],
+    reported: Iterable[RankFailure],
     lost: Sequence[RankFailure],
 ) -> tuple[RankFailure, ...]:
     """Return every rank's failure, the first failure first; after a lost node the others are its consequences.
@@ -65,10 +65,10 @@ def of_all(
     Args:
         here: Failures that this notebook has seen; these have their exceptions.
         own_ranks: The ranks that it starts.
-        told: Failures that all notebooks reported; these have the names of the others' cells.
+        reported: Failures that all notebooks reported; these have the names of the others' cells.
         lost: Failures of the ranks that were lost.
     """
-    by_rank = {failure.rank: failure for failure in told}
+    by_rank = {failure.rank: failure for failure in reported}
     for failure in here:
         keeps = failure.rank in own_ranks or failure.rank not in by_rank
         chain = failure.chain if keeps else by_rank[failure.rank].chain
@@ -78,4 +78,4 @@ def of_all(
     return (*lost, *(replace(failure, consequence=True) if lost else failure for failure in rest))
 
 
-__all__ = ["as_told", "from_told", "of_all", "of_lost"]
+__all__ = ["from_json", "lost_failures", "merged", "to_json"]

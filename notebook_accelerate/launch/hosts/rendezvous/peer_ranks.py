@@ -12,7 +12,7 @@ from notebook_accelerate.launch.hosts.remote.host_connection import HostConnecti
 from notebook_accelerate.launch.hosts.remote.host_protocol import StartedEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.rendezvous.peer_cells import CellsEvent, ForeignCells
-from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import LADDER
+from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import STOP_SIGNALS
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import NewsEvent
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event, Stamped
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.rendezvous.membership import Node
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
-VISIT_SECONDS = 20.0
+CONNECT_SECONDS = 20.0
 """Seconds that the other notebooks have to connect."""
 START_SECONDS = 120.0
 
@@ -29,20 +29,20 @@ START_SECONDS = 120.0
 class PeerRank(RemoteRank):
     """A rank of another notebook; that notebook stops it and asks its own user."""
 
-    asks_here = False
+    prompts_here = False
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
         """See ``RankProcess.send_signal``; in a common stop each notebook signals its own ranks."""
-        link = self._link
-        assert isinstance(link, PeerConnection)
-        if number not in LADDER or not link.stopping():
+        connection = self._connection
+        assert isinstance(connection, PeerConnection)
+        if number not in STOP_SIGNALS or not connection.stopping():
             super().send_signal(number, group=group)
 
-    def dated(self, messages: list[Stamped]) -> list[Stamped]:
-        """See ``RankProcess.dated``; cells are named as in this notebook."""
-        assert isinstance(self._link, PeerConnection)
-        cells = self._link.cells
-        return [Stamped(stamp, cells.named(event)) for stamp, event in super().dated(messages)]
+    def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
+        """See ``RankProcess.in_local_time``; cells are named as in this notebook."""
+        assert isinstance(self._connection, PeerConnection)
+        cells = self._connection.cells
+        return [Stamped(stamp, cells.with_named_cells(event)) for stamp, event in super().in_local_time(messages)]
 
 
 class PeerConnection(HostConnection):
@@ -55,7 +55,7 @@ class PeerConnection(HostConnection):
     """
 
     stopping: Callable[[], bool] = staticmethod(lambda: False)
-    react: Callable[[NewsEvent], None] = staticmethod(lambda _: None)
+    handle_news: Callable[[NewsEvent], None] = staticmethod(lambda _: None)
 
     def __init__(self, channel: Channel, node: int, host: str) -> None:
         super().__init__(channel, node, host)
@@ -65,50 +65,50 @@ class PeerConnection(HostConnection):
         """See ``HostConnection.new_rank``."""
         return PeerRank(self, event.rank, event.pid, event.local_rank)
 
-    def take(self, event: Event, hearing: RankListener) -> None:
-        """See ``HostConnection.take``."""
+    def handle(self, event: Event, listener: RankListener) -> None:
+        """See ``HostConnection.handle``."""
         if isinstance(event, NewsEvent):
-            self.react(NewsEvent(event.kind, self.node, f"{self.name}: {event.text}"))
+            self.handle_news(NewsEvent(event.kind, self.node, f"{self.name}: {event.text}"))
         elif isinstance(event, CellsEvent):
-            self.cells.learn(event.cells)
+            self.cells.add(event.cells)
         else:
-            super().take(event, hearing)
+            super().handle(event, listener)
 
-    def look(self, rank: int) -> ProcessStacks:
-        """See ``HostConnection.look``."""
-        seen = super().look(rank)
-        return ProcessStacks(self.cells.in_text(seen.dump), seen.native)
+    def capture_stacks(self, rank: int) -> ProcessStacks:
+        """See ``HostConnection.capture_stacks``."""
+        stacks = super().capture_stacks(rank)
+        return ProcessStacks(self.cells.in_text(stacks.dump), stacks.native)
 
     def disconnect(self) -> None:
         """See ``HostConnection.disconnect``."""
         super().disconnect()
-        self.cells.forget()
+        self.cells.clear()
 
 
-class Together(ProcessBackend):
+class GroupBackend(ProcessBackend):
     """Starts this notebook's ranks and waits for those of the others.
 
     Args:
         own: Starts this notebook's ranks.
         node: Index of this notebook.
-        links: Connections to the others, with the number of ranks that each starts.
+        connections: Connections to the others, with the number of ranks that each starts.
     """
 
-    def __init__(self, own: ProcessBackend, node: int, links: Sequence[tuple[PeerConnection, int]] = ()) -> None:
+    def __init__(self, own: ProcessBackend, node: int, connections: Sequence[tuple[PeerConnection, int]] = ()) -> None:
         super().__init__(own.function, own.arguments)
-        self._own, self._node, self._links = own, node, links
+        self._own, self._node, self._connections = own, node, connections
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
 
-        def begun(process: RankProcess) -> None:
+        def started_here(process: RankProcess) -> None:
             process.node = self._node
             started(process)
 
-        self._own.start_ranks(orders, begun)
-        for link, count in self._links:
+        self._own.start_ranks(orders, started_here)
+        for connection, count in self._connections:
             for _ in range(count):
-                started(link.await_started(START_SECONDS))
+                started(connection.await_started(START_SECONDS))
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
@@ -119,36 +119,38 @@ class Together(ProcessBackend):
         self._own.close()
 
 
-def receive(door: HostListener, nodes: Sequence[Node], stopping: Callable[[], bool]) -> dict[int, PeerConnection]:
+def accept_notebooks(
+    listener: HostListener, nodes: Sequence[Node], stopping: Callable[[], bool]
+) -> dict[int, PeerConnection]:
     """Wait until the other notebooks connect; return the connection to each that did, by its index.
 
     Args:
-        door: The listener they connect to.
+        listener: The listener they connect to.
         nodes: All nodes, in order; this is the first.
         stopping: Returns whether to stop waiting.
     """
-    links: dict[int, PeerConnection] = {}
-    deadline = time.monotonic() + VISIT_SECONDS
-    gone: set[int] = set()
-    while len(links) + len(gone) < len(nodes) - 1 and time.monotonic() < deadline and not stopping():
-        visitor = door.next_visitor(0.05)
-        if visitor is None:
+    connections: dict[int, PeerConnection] = {}
+    deadline = time.monotonic() + CONNECT_SECONDS
+    departed: set[int] = set()
+    while len(connections) + len(departed) < len(nodes) - 1 and time.monotonic() < deadline and not stopping():
+        incoming = listener.next_host(0.05)
+        if incoming is None:
             continue
-        index = visitor.hello.node
+        index = incoming.hello.node
         if (
             not 0 < index < len(nodes)
-            or index in {*links, *gone}
-            or visitor.hello.facts.get("name") != nodes[index].name
+            or index in {*connections, *departed}
+            or incoming.hello.facts.get("name") != nodes[index].name
         ):
-            visitor.channel.close()
+            incoming.channel.close()
             continue
-        link = PeerConnection(visitor.channel, index, nodes[index].host)
+        connection = PeerConnection(incoming.channel, index, nodes[index].host)
         try:
-            link.measure_clock()
-            links[index] = link
+            connection.measure_clock()
+            connections[index] = connection
         except ChannelClosedError:  # it has already left
-            gone.add(index)
-    return links
+            departed.add(index)
+    return connections
 
 
-__all__ = ["PeerConnection", "PeerRank", "Together", "receive"]
+__all__ = ["GroupBackend", "PeerConnection", "PeerRank", "accept_notebooks"]

@@ -13,9 +13,9 @@ from notebook_accelerate.launch.hosts.rendezvous.peer_cells import CellsEvent, o
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import NewsEvent
 from notebook_accelerate.telemetry import Channel, Event
 
-MAX_WAITING = 64 << 20
+MAX_QUEUED = 64 << 20
 """Maximum bytes queued for the first notebook; if it stops reading, this notebook's ranks must not block."""
-FAREWELL_SECONDS = 5.0
+LEAVE_SECONDS = 5.0
 
 
 class RankMirror(Relay):
@@ -29,55 +29,55 @@ class RankMirror(Relay):
     def __init__(self, channel: Channel, note: Callable[[str], None]) -> None:
         super().__init__(channel)
         self._note = note
-        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._bytes, self._counting = 0, threading.Lock()
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._bytes, self._count_lock = 0, threading.Lock()
         self._cut = False
         self._threads = [
-            threading.Thread(target=call, name="notebook-accelerate-tap", daemon=True)
-            for call in (self._send, self._listen)
+            threading.Thread(target=call, name="notebook-accelerate-mirror", daemon=True)
+            for call in (self._send_queued, self._listen)
         ]
         for thread in self._threads:
             thread.start()
         self._cells: dict[str, list[str]] = {}
-        self.tell_cells()
+        self.send_cells()
 
     # ---- from this notebook
 
     def stopping(self, node: int, kind: str, text: str) -> None:
         """Report that this notebook stops its ranks; the first one receives it before their exits."""
-        self._tell(NewsEvent(kind, node, text))
+        self._send(NewsEvent(kind, node, text))
 
-    def tell_cells(self) -> None:
+    def send_cells(self) -> None:
         """Send the cells that this notebook has run since the last call."""
         new = {filename: cell for filename, cell in own_cells().items() if self._cells.get(filename) != cell}
         if new:
             self._cells |= new
-            self._tell(CellsEvent(new))
+            self._send(CellsEvent(new))
 
     def close(self) -> None:
         """Send everything that is queued, then leave."""
-        self._waiting.put(None)
-        self._threads[0].join(FAREWELL_SECONDS)
-        self._left.wait(FAREWELL_SECONDS)
+        self._queue.put(None)
+        self._threads[0].join(LEAVE_SECONDS)
+        self._left.wait(LEAVE_SECONDS)
         self._channel.shut()
         self._threads[1].join()
         self._channel.close()
 
     # ---- to the first notebook
 
-    def _tell(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         self._count(len(getattr(event, "payload", b"")))
         if self._cut or self._left.is_set():
             return
-        if self._bytes > MAX_WAITING:
+        if self._bytes > MAX_QUEUED:
             self._cut = True
-            self._note("the first notebook does not take in what the ranks of this one say; it shows them no longer")
+            self._note("the first notebook reads too slowly; it no longer shows the ranks of this one")
             self._channel.shut()
             return
-        self._waiting.put(event)
+        self._queue.put(event)
 
-    def _send(self) -> None:
-        while (event := self._waiting.get()) is not None:
+    def _send_queued(self) -> None:
+        while (event := self._queue.get()) is not None:
             try:
                 self._channel.send(event)
             except ChannelClosedError:
@@ -86,11 +86,11 @@ class RankMirror(Relay):
             self._count(-len(getattr(event, "payload", b"")))
 
     def _count(self, size: int) -> None:
-        with self._counting:  # used by the run, its sampler and the sending threads
+        with self._count_lock:  # used by the run, its sampler and the sending threads
             self._bytes += size
 
 
-LADDER = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that every notebook sends to its own ranks in a stop."""
 
-__all__ = ["LADDER", "RankMirror"]
+__all__ = ["STOP_SIGNALS", "RankMirror"]

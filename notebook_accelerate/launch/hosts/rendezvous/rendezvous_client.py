@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError
-from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as protocol
 from notebook_accelerate.launch.hosts.rendezvous.child_process import start
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.processes.pickled_start import log_tail
@@ -52,11 +52,11 @@ class RendezvousClient:
         return self._process.pid
 
     def send(self, order: Event) -> None:
-        """Send an order to the child; `heard` reports a child that has died."""
+        """Send an order to the child; `receive` reports a child that has died."""
         with suppress(ChannelClosedError):
             self.channel.send(order)
 
-    def heard(self) -> list[Event]:
+    def receive(self) -> list[Event]:
         """Return the events that the child has sent.
 
         Raises:
@@ -65,7 +65,7 @@ class RendezvousClient:
         try:
             return [event for _, event in self.channel.receive_available()]
         except ChannelClosedError:
-            raise LaunchError(f"the process that meets the other notebooks has ended{self._last_words()}") from None
+            raise LaunchError(f"the rendezvous process has ended{self._log_end()}") from None
 
     def close(self, leaving: str) -> None:
         """End the child; kill it when it takes too long.
@@ -74,7 +74,7 @@ class RendezvousClient:
             leaving: The reason for the other notebooks that still wait for this one; "" after the common end.
         """
         if leaving:
-            self.send(say.LeaveOrder(leaving))
+            self.send(protocol.LeaveOrder(leaving))
         if not self._process.ended(LEAVE_SECONDS if leaving else END_SECONDS):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -84,7 +84,7 @@ class RendezvousClient:
         self.channel.close()
         self._log.close()
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         return log_tail(self._log)
 
 
@@ -93,7 +93,7 @@ def shared_secret(config: LaunchConfig) -> str:
     return str((config.rdzv_conf or {}).get("secret") or os.environ.get(SECRET_VARIABLE, ""))
 
 
-def _order(config: LaunchConfig, plan: LaunchPlan) -> say.RendezvousOrder:
+def _order(config: LaunchConfig, plan: LaunchPlan) -> protocol.RendezvousOrder:
     settings: dict[str, Any] = {k: v for k, v in (config.rdzv_conf or {}).items() if k != "secret"}
     address, port = config.meeting_point
     node = Node(
@@ -107,7 +107,7 @@ def _order(config: LaunchConfig, plan: LaunchPlan) -> say.RendezvousOrder:
         min_nodes=config.min_nodes or config.num_nodes,
         max_restarts=config.max_restarts,
     )
-    return say.RendezvousOrder(
+    return protocol.RendezvousOrder(
         config.rdzv_backend, address, port, config.rdzv_id, config.num_nodes, node.as_dict(), settings,
         shared_secret(config),
     )  # fmt: skip

@@ -57,7 +57,7 @@ class NoteEvent(Event):
 
 
 @dataclass(slots=True)
-class MetEvent(Event):
+class AllJoinedEvent(Event):
     """All have arrived: the nodes in order, the index of this one, and the address of the ranks' store."""
 
     attempt: int
@@ -70,7 +70,7 @@ class MetEvent(Event):
 
 
 @dataclass(slots=True)
-class BrokenEvent(Event):
+class JoinFailedEvent(Event):
     """The rendezvous has failed: ``kind`` is "timeout", "secret", "port", "late", "mismatch" or "connection"."""
 
     kind: str
@@ -100,19 +100,19 @@ class NewsEvent(Event):
 
 
 @dataclass(slots=True)
-class StandOrder(Event):
+class PauseOrder(Event):
     """For the other notebooks: whether this one's clock is suspended, and a text about where it waits for its user."""
 
-    standing: bool
+    paused: bool
     text: str = ""
 
 
 @dataclass(slots=True)
-class StandEvent(Event):
+class PauseEvent(Event):
     """Whether the clock of another notebook is suspended."""
 
     node: int
-    standing: bool
+    paused: bool
     text: str = ""
 
 
@@ -137,7 +137,7 @@ class DecisionEvent(Event):
     reason: str
     ends: dict[str, dict[str, Any]]
     lost: dict[str, str]
-    left: int
+    remaining: int
 
 
 @dataclass(slots=True)
@@ -148,18 +148,18 @@ class LeaveOrder(Event):
 
 
 __all__ = [
-    "BrokenEvent",
+    "AllJoinedEvent",
     "DecisionEvent",
     "EndOrder",
+    "JoinFailedEvent",
     "JoinOrder",
     "LeaveOrder",
     "ListenerEvent",
-    "MetEvent",
     "NewsEvent",
     "NewsOrder",
     "NoteEvent",
+    "PauseEvent",
+    "PauseOrder",
     "RendezvousOrder",
-    "StandEvent",
-    "StandOrder",
     "WaitingEvent",
 ]

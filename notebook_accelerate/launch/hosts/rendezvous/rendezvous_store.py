@@ -128,13 +128,12 @@ def _listener(order: RendezvousOrder) -> socket.socket | None:
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens on one address of this machine only; "" means all."""
     flags = socket.AI_PASSIVE if not address else 0
-    family, kind, protocol, _, where = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)[
-        0
-    ]
+    found = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)
+    family, kind, protocol, _, endpoint = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
+        listener.bind(endpoint)
         listener.listen(BACKLOG)
     except OSError:
         listener.close()
@@ -143,7 +142,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def handler(
-    order: RendezvousOrder, seal: MessageSigner, run_id: str, least: int, most: int, *, hosting: bool
+    order: RendezvousOrder, signer: MessageSigner, run_id: str, least: int, most: int, *, hosting: bool
 ) -> RendezvousHandler:
     """Return torch's handler for one rendezvous of at least ``least`` and at most ``most`` nodes."""
     conf: dict[str, Any] = {k: int(float(v)) for k, v in order.settings.items() if k.endswith(("_timeout", "_attempt"))}
@@ -158,18 +157,18 @@ def handler(
         return get_rendezvous_handler(parameters)
     parameters.config.update(conf, is_host=hosting, store_type="tcp")
     backend, store = c10d_rendezvous_backend.create_backend(parameters)
-    return dynamic_rendezvous.create_handler(store, SignedBackend(backend, seal), parameters)
+    return dynamic_rendezvous.create_handler(store, SignedBackend(backend, signer), parameters)
 
 
-def way_to(address: str, port: int) -> tuple[str, str]:
+def route_to(address: str, port: int) -> tuple[str, str]:
     """Return the network interface through which this machine reaches an address, and its own address there.
 
     Both are "" when unknown.
     """
     try:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
-            probe.connect(where)
+            probe.connect(endpoint)
             own = probe.getsockname()[0]
     except OSError:
         return "", ""
@@ -192,5 +191,5 @@ __all__ = [
     "host",
     "join_seconds",
     "listen",
-    "way_to",
+    "route_to",
 ]

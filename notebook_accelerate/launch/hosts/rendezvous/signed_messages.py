@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-OPEN = b"-"
+UNSIGNED = b"-"
 """Replaces the signature when there is no secret."""
 
 
@@ -32,20 +32,20 @@ class MessageSigner:
         salt = b"notebook_accelerate rendezvous " + self._run_id
         self._key = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 14, r=8, p=1) if secret else b""
 
-    def close(self, key: str, body: bytes) -> bytes:
+    def sign(self, key: str, body: bytes) -> bytes:
         """Return ``body`` with its signature in front."""
-        return self._mark(key, body) + b":" + body
+        return self._signature(key, body) + b":" + body
 
-    def open(self, key: str, data: bytes) -> bytes:
-        """Verify the result of ``close`` and return its body.
+    def verify(self, key: str, data: bytes) -> bytes:
+        """Verify the result of ``sign`` and return its body.
 
         Raises:
             ForgedError: The signature is missing or wrong.
         """
-        mark, _, body = data.partition(b":")
-        if hmac.compare_digest(mark, self._mark(key, body)):
+        signature, _, body = data.partition(b":")
+        if hmac.compare_digest(signature, self._signature(key, body)):
             return body
-        if mark == OPEN:
+        if signature == UNSIGNED:
             raise ForgedError("the other notebooks have no secret; pass none here, or the same to all of them")
         if not self._key:
             raise ForgedError(
@@ -53,9 +53,9 @@ class MessageSigner:
             )
         raise ForgedError("the other notebooks have another secret")
 
-    def _mark(self, key: str, body: bytes) -> bytes:
+    def _signature(self, key: str, body: bytes) -> bytes:
         if not self._key:
-            return OPEN
+            return UNSIGNED
         text = b"\0".join((self._run_id, key.encode(), body))
         return hmac.new(self._key, text, "blake2b").hexdigest()[:64].encode()
 
@@ -69,17 +69,17 @@ class Directory:
         seal: Signs and verifies the stored values.
     """
 
-    def __init__(self, store: Any, prefix: str, seal: MessageSigner) -> None:
-        self._store, self._prefix, self._seal = store, prefix, seal
+    def __init__(self, store: Any, prefix: str, signer: MessageSigner) -> None:
+        self._store, self._prefix, self._signer = store, prefix, signer
 
     def under(self, name: str) -> Directory:
         """Return the part of this one under ``name``."""
-        return Directory(self._store, f"{self._prefix}/{name}", self._seal)
+        return Directory(self._store, f"{self._prefix}/{name}", self._signer)
 
     def post(self, key: str, values: dict[str, Any]) -> None:
         """Store ``values`` under ``key``."""
         full = self._full(key)
-        self._store.set(full, self._seal.close(full, json.dumps(values).encode()))
+        self._store.set(full, self._signer.sign(full, json.dumps(values).encode()))
 
     def read(self, key: str) -> dict[str, Any] | None:
         """Return the values under ``key``; None when there are none.
@@ -93,7 +93,7 @@ class Directory:
     def first(self, key: str, values: dict[str, Any]) -> dict[str, Any]:
         """Store ``values`` under ``key`` unless it has a value, and return the stored values."""
         full = self._full(key)
-        data = self._seal.close(full, json.dumps(values).encode())
+        data = self._signer.sign(full, json.dumps(values).encode())
         return self._decoded(full, self._store.compare_set(full, "", data.decode()))
 
     def count(self, key: str, more: int = 0) -> int:
@@ -105,11 +105,11 @@ class Directory:
 
     def _decoded(self, full: str, data: bytes) -> dict[str, Any]:
         try:
-            found = json.loads(self._seal.open(full, data))
+            found = json.loads(self._signer.verify(full, data))
         except (ValueError, RecursionError) as error:
-            raise ForgedError(f"what is stored is not of this protocol: {error}") from None
+            raise ForgedError(f"the stored value does not belong to this protocol: {error}") from None
         if not isinstance(found, dict):
-            raise ForgedError("what is stored is not of this protocol")
+            raise ForgedError("the stored value does not belong to this protocol")
         return found
 
 
@@ -121,8 +121,8 @@ class SignedBackend(RendezvousBackend):
         seal: Signs and verifies its state.
     """
 
-    def __init__(self, backend: RendezvousBackend, seal: MessageSigner) -> None:
-        self._backend, self._seal = backend, seal
+    def __init__(self, backend: RendezvousBackend, signer: MessageSigner) -> None:
+        self._backend, self._signer = backend, signer
 
     @property
     def name(self) -> str:
@@ -132,12 +132,12 @@ class SignedBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         """See the base class."""
         found = self._backend.get_state()
-        return None if found is None else (self._seal.open("state", found[0]), found[1])
+        return None if found is None else (self._signer.verify("state", found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """See the base class."""
-        found = self._backend.set_state(self._seal.close("state", state), token)
-        return None if found is None else (self._seal.open("state", found[0]), found[1], found[2])
+        found = self._backend.set_state(self._signer.sign("state", state), token)
+        return None if found is None else (self._signer.verify("state", found[0]), found[1], found[2])
 
 
 __all__ = ["Directory", "ForgedError", "MessageSigner", "SignedBackend"]

@@ -1,4 +1,4 @@
-"""Who takes part, who is missing, and what all do next."""
+"""The decisions: who takes part, who is missing, and whether all end or restart."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ def _node(rank: int, **values: Any) -> Node:
     return Node(**{**given, **values})
 
 
-def test_a_node_travels() -> None:
+def test_a_node_is_converted_to_a_dict_and_back() -> None:
     node = _node(1, accelerator="cuda", hosting=True)
     assert Node.from_dict({**node.as_dict(), "of a newer version": 1}) == node
 
 
 def test_ranks_are_counted_in_the_order_of_the_nodes() -> None:
-    came = [_node(0, order=1), _node(0, name="host", order=2, hosting=True), _node(1, order=0)]
-    ordered = in_order(came)
+    nodes = [_node(0, order=1), _node(0, name="host", order=2, hosting=True), _node(1, order=0)]
+    ordered = in_order(nodes)
     assert [node.name for node in ordered] == ["host", "n0", "n1"]
     assert [first_rank(ordered, index) for index in range(3)] == [0, 1, 2]
 
 
-def test_who_is_waited_for() -> None:
+def test_the_text_lists_the_missing_notebooks() -> None:
     assert waiting_text("static", 2, [_node(0)]) == "1 of 2 notebooks have joined; waiting for node 1"
     assert waiting_text("static", 4, [_node(2)]) == "1 of 4 notebooks have joined; waiting for nodes 0, 1, 3"
     assert waiting_text("c10d", 3, [_node(0)]) == "1 of 3 notebooks have joined (host0); waiting for 2 more"
     assert waiting_text("static", 2, [_node(0), _node(1)]) == "2 of 2 notebooks have joined"
 
 
-def test_who_is_missing_at_the_join_timeout() -> None:
-    said = timeout_text("static", 2, [_node(0)], 5)
-    assert said.startswith("node 1 did not join within 5 s (rdzv_conf={'join_timeout': 5})")
+def test_the_join_timeout_lists_the_missing_notebooks() -> None:
+    text = timeout_text("static", 2, [_node(0)], 5)
+    assert text.startswith("node 1 did not join within 5 s (rdzv_conf={'join_timeout': 5})")
     assert "1 notebook did not join" in timeout_text("c10d", 3, [_node(0), _node(1)], 5)
     assert "2 of 3 notebooks have joined (host0, host1)" in timeout_text("c10d", 3, [_node(0), _node(1)], 5)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"),
+    ("nodes", "text"),
     [
         (
             [_node(0), _node(0, name="other")],
-            "say node_rank=0: host0 (kernel 100) and host0 (kernel 100)",
+            "have node_rank=0: host0 (kernel 100) and host0 (kernel 100)",
         ),
         ([_node(0), _node(1, num_nodes=3)], "num_nodes=2 and 3"),
         ([_node(0), _node(1, accelerator="cuda")], "cpu and cuda"),
     ],
 )
-def test_what_cannot_be_one_run(nodes: list[Node], said: str) -> None:
-    assert said in problem("static", nodes)
+def test_notebooks_that_cannot_form_one_run(nodes: list[Node], text: str) -> None:
+    assert text in problem("static", nodes)
 
 
-def test_equal_node_ranks_are_fine_where_they_are_not_counted() -> None:
+def test_equal_node_ranks_are_allowed_with_c10d() -> None:
     assert not problem("c10d", [_node(0), _node(0, name="other")])
 
 
-def test_different_versions_of_torch_are_told() -> None:
+def test_different_versions_of_torch_are_noted() -> None:
     assert not version_note([_node(0, torch="2.13.0+cpu"), _node(1, torch="2.13.0+cu130")])
     assert "node 1 (host1) 2.9.0" in version_note([_node(0, torch="2.13.0"), _node(1, torch="2.9.0")])
 
@@ -90,14 +90,14 @@ def _decide(ends: dict[str, Any], lost: dict[str, str] | None = None, **values: 
     return decide(_nodes(**values), ends, lost or {}, attempt, backend)
 
 
-def test_nothing_is_decided_before_all_have_told_their_end() -> None:
+def test_no_decision_before_all_ends_are_known() -> None:
     assert _decide({"n0": DONE, "n1": DONE}) is None
     assert _decide({"n0": DONE, "n1": DONE, "n2": DONE}) == {
-        "action": "end", "reason": "", "left": ["n0", "n1", "n2"],
+        "action": "end", "reason": "", "remaining": ["n0", "n1", "n2"],
     }  # fmt: skip
 
 
-def test_a_failure_ends_all_or_starts_all_again() -> None:
+def test_a_failure_ends_or_restarts_all() -> None:
     ends = {"n0": FOLLOWED, "n1": FAILED, "n2": DONE}
     found = _decide(ends)
     assert found is not None
@@ -118,7 +118,7 @@ def test_a_lost_node_ends_all_unless_those_left_are_enough() -> None:
     ends, lost = {"n0": FOLLOWED, "n1": FOLLOWED}, {"n2": "its kernel ended"}
     found = _decide(ends, lost, max_restarts=1, min_nodes=2)
     assert found == {
-        "action": "restart", "reason": "node 2 (host2) was lost: its kernel ended", "left": ["n0", "n1"],
+        "action": "restart", "reason": "node 2 (host2) was lost: its kernel ended", "remaining": ["n0", "n1"],
     }  # fmt: skip
     assert _action(ends, lost, max_restarts=1, min_nodes=3) == "end"
     assert _action(ends, lost, max_restarts=0, min_nodes=2) == "end"
@@ -126,18 +126,18 @@ def test_a_lost_node_ends_all_unless_those_left_are_enough() -> None:
     assert _action({"n1": FOLLOWED, "n2": FOLLOWED}, {"n0": "gone"}, max_restarts=1, min_nodes=1) == "end"
 
 
-def test_a_late_notebook_is_told_who_runs() -> None:
+def test_a_late_notebook_receives_the_members() -> None:
     members = [_node(0), _node(1)]
     who = "host0 (kernel 100), host1 (kernel 101)"
-    said = late_text(members, 3)
-    assert f"began without this notebook, with 2 of 3: {who}; it takes one in by starting again" in said
-    assert "max_restarts=0 leaves no restart" in said
+    text = late_text(members, 3)
+    assert f"began without this notebook, with 2 of 3: {who}; it includes another by a restart" in text
+    assert "max_restarts=0 leaves none" in text
     full = late_text(members, 2)
     assert full.startswith(f"the run has its 2 notebooks already: {who}")
     assert full.endswith("with num_nodes=3")
 
 
-def test_a_late_notebook_is_taken_in_by_a_restart() -> None:
+def test_a_late_notebook_is_included_at_a_restart() -> None:
     members = [_node(rank, num_nodes=3, max_restarts=1) for rank in range(2)]
     late = _node(0, name="late", num_nodes=3)
     assert has_room(members, 0, "c10d")
@@ -146,9 +146,13 @@ def test_a_late_notebook_is_taken_in_by_a_restart() -> None:
     assert not has_room([*members, late], 0, "c10d")
     followed = {node.name: {"outcome": "followed"} for node in members}
     decision = decide(members, followed, {}, 0, "c10d", [late])
-    assert decision == {"action": "restart", "reason": decision["reason"], "left": ["n0", "n1", "late"]}  # type: ignore[index]
+    assert decision == {"action": "restart", "reason": decision["reason"], "remaining": ["n0", "n1", "late"]}  # type: ignore[index]
     assert "host0 (kernel 100)" in decision["reason"]
     gone_again = decide(members, followed, {}, 0, "c10d")
-    assert gone_again == {"action": "restart", "reason": "", "left": ["n0", "n1"]}
+    assert gone_again == {"action": "restart", "reason": "", "remaining": ["n0", "n1"]}
     succeeded = {node.name: {"outcome": "succeeded"} for node in members}
-    assert decide(members, succeeded, {}, 0, "c10d", [late]) == {"action": "end", "reason": "", "left": ["n0", "n1"]}
+    assert decide(members, succeeded, {}, 0, "c10d", [late]) == {
+        "action": "end",
+        "reason": "",
+        "remaining": ["n0", "n1"],
+    }

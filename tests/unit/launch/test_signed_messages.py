@@ -1,4 +1,4 @@
-"""What notebooks tell each other through torch's store, with a secret and without."""
+"""Messages between notebooks through torch's store, with and without a secret."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def store() -> Any:
 
 
 @pytest.mark.parametrize("secret", ["", "hush"])
-def test_what_is_posted_is_read(store: Any, secret: str) -> None:
+def test_a_posted_value_is_read(store: Any, secret: str) -> None:
     directory = _directory(store, secret)
     assert directory.read("node/1") is None
     directory.post("node/1", {"host": "hällo", "ranks": [0, 1]})
@@ -35,7 +35,7 @@ def test_what_is_posted_is_read(store: Any, secret: str) -> None:
     assert directory.under("a").read("node/1") is None
 
 
-def test_the_first_word_counts(store: Any) -> None:
+def test_the_first_value_is_kept(store: Any) -> None:
     assert _directory(store).first("decision", {"action": "end"}) == {"action": "end"}
     assert _directory(store).first("decision", {"action": "restart"}) == {"action": "end"}
 
@@ -45,34 +45,34 @@ def test_counters(store: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "said"),
+    ("ours", "theirs", "message"),
     [
         ("hush", "wrong", "the other notebooks have another secret"),
         ("", "hush", "the run has a secret; pass it here too"),
         ("hush", "", "the other notebooks have no secret"),
     ],
 )
-def test_different_secrets_are_told_apart(store: Any, ours: str, theirs: str, said: str) -> None:
+def test_different_secrets_are_refused_with_the_reason(store: Any, ours: str, theirs: str, message: str) -> None:
     _directory(store, theirs).post("hello", {})
-    with pytest.raises(ForgedError, match=said):
+    with pytest.raises(ForgedError, match=message):
         _directory(store, ours).read("hello")
 
 
-def test_a_seal_holds_for_its_place_and_run(store: Any) -> None:
+def test_a_signature_is_valid_for_its_key_and_run_only(store: Any) -> None:
     _directory(store).post("node/1", {"host": "a"})
-    sealed = store.get("here/node/1")
-    store.set("here/node/2", sealed)
+    signed = store.get("here/node/1")
+    store.set("here/node/2", signed)
     with pytest.raises(ForgedError):
         _directory(store).read("node/2")
     with pytest.raises(ForgedError):
         _directory(store, run_id="another").read("node/1")
-    store.set("here/node/1", sealed[:-3] + b'b"}')
+    store.set("here/node/1", signed[:-3] + b'b"}')
     with pytest.raises(ForgedError):
         _directory(store).read("node/1")
 
 
 @pytest.mark.parametrize("data", [b"", b"-", b"-:", b"-:[]", b"-:{", b"-:" + b"[" * 100_000, b"\xff:\xff"])
-def test_what_is_not_of_this_protocol_is_refused(store: Any, data: bytes) -> None:
+def test_a_value_of_another_protocol_is_refused(store: Any, data: bytes) -> None:
     store.set("here/hello", data)
     with pytest.raises(ForgedError):
         _directory(store, "").read("hello")
@@ -98,17 +98,17 @@ class _Plain(RendezvousBackend):
         return self.state, self.state, written
 
 
-def test_torchs_pickled_state_is_sealed() -> None:
+def test_torchs_pickled_state_is_signed() -> None:
     plain = _Plain()
-    sealed = SignedBackend(plain, MessageSigner("hush", "none"))
-    assert sealed.get_state() is None
-    found = sealed.set_state(b"pickle of the state")
+    signed = SignedBackend(plain, MessageSigner("hush", "none"))
+    assert signed.get_state() is None
+    found = signed.set_state(b"pickle of the state")
     assert found is not None
     assert (found[0], found[2]) == (b"pickle of the state", True)
-    assert sealed.get_state() == (b"pickle of the state", found[1])
-    again = sealed.set_state(b"stale", b"another token")
+    assert signed.get_state() == (b"pickle of the state", found[1])
+    again = signed.set_state(b"stale", b"another token")
     assert again is not None
     assert (again[0], again[2]) == (b"pickle of the state", False)
     plain.state = b"-:cos\nsystem\n(S'echo'\ntR."
     with pytest.raises(ForgedError):
-        sealed.get_state()
+        signed.get_state()

@@ -1,4 +1,4 @@
-"""Where another notebook waits for its user: told in the first one together with the way to answer from there."""
+"""The first notebook shows where another one waits for its user, and how to answer from here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as say
+from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as protocol
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node
 from notebook_accelerate.launch.hosts.rendezvous.peer_pauses import PeerPauses
 from notebook_accelerate.launch.output.rank_lines import TextPublisher
@@ -22,7 +22,7 @@ NODES = [
     Node(name="a", host="left", pid=1, node_rank=0, processes=1),
     Node(name="b", host="right", pid=2, node_rank=1, processes=1),
 ]
-WAITS = say.StandEvent(1, True, "rank 1 is waiting for input")
+WAITING = protocol.PauseEvent(1, True, "rank 1 is waiting for input")
 THERE = "node 1 (right): rank 1 is waiting for input, in its notebook"
 
 
@@ -44,11 +44,11 @@ class First:
         self.run: Run = make_run(2, block=block)
         self.publisher = Lines()
         self.lines = self.publisher.lines
-        self.standstill = PeerPauses(context_of(self.run, self.publisher), cast("Any", None), lambda: shows_all)
-        self.standstill.meet(NODES, 0)
+        self.pauses = PeerPauses(context_of(self.run, self.publisher), cast("Any", None), lambda: shows_all)
+        self.pauses.set_nodes(NODES, 0)
         self.ends = Channel.pair()
 
-    def asked(self) -> None:
+    def open_prompt(self) -> None:
         request = InputRequest("who? ", number=1)
         self.run.commands.prompts.put(Prompt(1, request, self.ends[0], lambda _: None, here=False))
 
@@ -66,34 +66,34 @@ def close(notebook: First) -> None:
     notebook.ends[1].close()
 
 
-@pytest.mark.parametrize("question_first", [True, False])
-def test_it_is_said_how_to_answer_whichever_word_comes_first(first: First, question_first: bool) -> None:
-    if question_first:
-        first.asked()
-        first.standstill.hear(WAITS)
+@pytest.mark.parametrize("prompt_first", [True, False])
+def test_the_message_has_the_way_to_answer_in_either_order_of_events(first: First, prompt_first: bool) -> None:
+    if prompt_first:
+        first.open_prompt()
+        first.pauses.handle(WAITING)
     else:
-        first.standstill.hear(WAITS)
+        first.pauses.handle(WAITING)
         assert first.lines == []
-        first.asked()
-        first.standstill.announce()
+        first.open_prompt()
+        first.pauses.announce()
     assert first.lines == [f"{THERE}; run.debug(rank=1) opens it here too"]
-    first.standstill.announce()
-    first.standstill.hear(WAITS)
+    first.pauses.announce()
+    first.pauses.handle(WAITING)
     assert len(first.lines) == 1
 
 
-def test_what_is_over_before_its_question_came_is_not_said(first: First) -> None:
-    first.standstill.hear(WAITS)
-    first.standstill.hear(say.StandEvent(1, False))
-    first.asked()
-    first.standstill.announce()
+def test_a_pause_that_ends_before_its_prompt_arrives_is_not_shown(first: First) -> None:
+    first.pauses.handle(WAITING)
+    first.pauses.handle(protocol.PauseEvent(1, False))
+    first.open_prompt()
+    first.pauses.announce()
     assert first.lines == []
 
 
-def test_what_cannot_be_opened_here_is_said_at_once(first: First) -> None:
-    first.standstill.hear(say.StandEvent(1, True, "rank 1 is paused"))
+def test_a_pause_that_cannot_be_opened_here_is_shown_at_once(first: First) -> None:
+    first.pauses.handle(protocol.PauseEvent(1, True, "rank 1 is paused"))
     assert first.lines == ["node 1 (right): rank 1 is paused, in its notebook"]
     for other in (First(block=True), First(shows_all=False)):
-        other.standstill.hear(WAITS)
+        other.pauses.handle(WAITING)
         assert other.lines == [THERE]
         close(other)
