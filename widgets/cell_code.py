@@ -27,19 +27,17 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig) -> str:
         arguments: The code of its arguments, such as ``(model, 3)``; "" for none.
         config: The launch.
     """
-    imports = ["from notebook_accelerate import notebook_launcher"]
     given = config.non_default()
-    if isinstance(given.get("on"), RayCluster):
-        imports[0] = "from notebook_accelerate import RayCluster, notebook_launcher"
     in_config = {name: given.pop(name) for name in ONLY_IN_CONFIG if name in given}
-    if in_config:
-        imports[0] = imports[0].replace("import ", "import LaunchConfig, ")
+    names = ["LaunchConfig"] if in_config else []
+    names += ["RayCluster"] if isinstance(given.get("on"), RayCluster) else []
+    imports = [f"from notebook_accelerate import {', '.join([*names, 'notebook_launcher'])}", *_imports(in_config)]
     call = [function, *([arguments] if arguments and arguments != "()" else [])]
     call += [f"{name}={code_of(value)}" for name, value in given.items()]
     if in_config:
         values = [f"{name}={_multiline(value)}" for name, value in in_config.items()]
         call.append(f"config=LaunchConfig({', '.join(values)})")
-    return "\n".join([*imports, *_imports(in_config), "", _call("run = notebook_launcher", call)])
+    return "\n".join([*imports, "", _call("run = notebook_launcher", call)])
 
 
 def _multiline(value: Any) -> str:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.config_file import ClusterConfig, load_config_from_file
-from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType
+from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import device_table
-from notebook_accelerate.widgets.training_options import TrainingOptions
+from notebook_accelerate.widgets.form_draft import FormDraft
+from notebook_accelerate.widgets.training_options import DYNAMO_KEYS, TrainingOptions
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
     from notebook_accelerate.hardware import HardwareInfo
 
 # Fields of a LaunchConfig that a configuration file contains, too.
@@ -27,25 +28,18 @@ _OTHERWISE_SET = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERAT
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The contents of a configuration file."""
-
-    cluster: ClusterConfig
-    """The file itself, including settings that the forms do not contain."""
-    launch: LaunchConfig
-    """The launch it describes."""
-    dynamo: TorchDynamoPlugin | None
-    """Its settings for ``torch.compile``."""
-
-
-def load(path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig | None = None) -> Loaded:
+def load(
+    path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig | None = None
+) -> tuple[ClusterConfig, LaunchConfig]:
     """Read a configuration file.
 
     Args:
         path: YAML or JSON.
         base: The settings that such files do not contain.
         before: The file that was loaded before; its variables are removed.
+
+    Returns:
+        The file's contents, including settings that the forms do not contain, and the launch it describes.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -75,7 +69,7 @@ def load(path: str | os.PathLike[str], base: LaunchConfig, before: ClusterConfig
         "cpu": found.use_cpu,
         "env": {**_without(base.env or {}, before), **_variables(found)} or None,
     }
-    return Loaded(cluster=found, launch=base.changed(**values), dynamo=_dynamo(found.dynamo_config or {}))
+    return found, base.changed(**values)
 
 
 def _variables(found: ClusterConfig) -> dict[str, str]:
@@ -91,19 +85,13 @@ def _without(env: Mapping[str, str], before: ClusterConfig | None) -> dict[str, 
     return {name: value for name, value in env.items() if given.get(name) != value}
 
 
-def _dynamo(config: dict[str, Any]) -> TorchDynamoPlugin | None:
-    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
-    from notebook_accelerate.config.enums import DynamoBackend
-
-    if not config:
+def dynamo_plugin(cluster: ClusterConfig) -> TorchDynamoPlugin | None:
+    """Return the settings for ``torch.compile`` in a configuration file; None without any."""
+    if not cluster.dynamo_config:
         return None
-    return TorchDynamoPlugin(
-        backend=DynamoBackend(str(config.get("dynamo_backend", "NO")).upper()),
-        mode=config.get("dynamo_mode"),
-        fullgraph=config.get("dynamo_use_fullgraph"),
-        dynamic=config.get("dynamo_use_dynamic"),
-        use_regional_compilation=config.get("dynamo_use_regional_compilation"),
-    )
+    config = {"dynamo_backend": "NO", **cluster.dynamo_config}
+    values: dict[str, Any] = {name: config.get(key) for name, key in DYNAMO_KEYS.items()}
+    return TorchDynamoPlugin(**values)
 
 
 def to_cluster(
@@ -133,14 +121,7 @@ def to_cluster(
         "dynamo_config": training.dynamo_config(),
         "distributed_type": _distributed_type(accelerator, world, before),
     }
-    base = before or ClusterConfig(
-        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
-        distributed_type=DistributedType.NO,
-        mixed_precision="no",
-        use_cpu=False,
-        debug=False,
-    )
-    return replace(base, **values)
+    return replace(before or ClusterConfig.from_dict({}), **values)
 
 
 def _distributed_type(accelerator: str, world: int, before: ClusterConfig | None) -> Any:
@@ -164,8 +145,6 @@ def save(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
 
 def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
     """Return the names of changed settings that such a file cannot contain."""
-    from notebook_accelerate.widgets.form_draft import FormDraft
-
     names = [name for name in launch.non_default() if name not in _IN_FILE]
     kept = _variables(cluster)
     if "env" in names and not set(launch.env or {}) - set(kept):
@@ -174,4 +153,4 @@ def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: Cluste
     return [*names, *(name for name in changed if name not in {"batch_size", "dynamo_plugin"})]
 
 
-__all__ = ["Loaded", "load", "not_in_file", "save", "to_cluster"]
+__all__ = ["dynamo_plugin", "load", "not_in_file", "save", "to_cluster"]

@@ -14,7 +14,7 @@ from typing import Any
 import ipywidgets
 
 from notebook_accelerate import hardware, launch
-from notebook_accelerate.config.config_file import default_config_file
+from notebook_accelerate.config.config_file import ClusterConfig, default_config_file
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, LaunchPlan, Run
@@ -26,7 +26,6 @@ from notebook_accelerate.widgets import config_file_form
 from notebook_accelerate.widgets.cell_code import launch_cell, name_of, training_functions
 from notebook_accelerate.widgets.copy_button import CopyButton
 from notebook_accelerate.widgets.field_groups import LAUNCH_CHOICES, LAUNCH_GROUPS, TRAINING_GROUPS
-from notebook_accelerate.widgets.form_draft import Checked
 from notebook_accelerate.widgets.forms import Form
 from notebook_accelerate.widgets.memory_check import MemoryCheck
 from notebook_accelerate.widgets.panel_elements import alert, notice, row, style_widget, widget_bundle, with_classes
@@ -67,13 +66,13 @@ class ConfigPanel:
     ) -> None:
         self.hardware = machine or hardware.detect()
         self.runs: list[Run] = []
-        self._facts_of_kernel = facts
+        self._facts = facts or self._detect_facts
         self._hazard: str | None = None
         self._hazard_checked = 0.0
         self._function, self._arguments = function, tuple(args)
         self._memory_check = MemoryCheck(model, memory) if model is not None else None
         self._lock = threading.RLock()
-        self._cluster: Any = None
+        self._cluster: ClusterConfig | None = None
         self._own_files: set[Path] = set()
         self._parent: Any = None
         self._shown = PanelOutput(self._static, lambda: "Settings of a launch")
@@ -223,13 +222,15 @@ class ConfigPanel:
             ValueError: It contains unknown keys or values.
         """
         now = self.launch_form.checked.value or LaunchConfig(block=False)
-        loaded = config_file_form.load(Path(path).expanduser(), now, self._cluster)
+        file = Path(path).expanduser()
+        cluster, config = config_file_form.load(file, now, self._cluster)
+        plugin = config_file_form.dynamo_plugin(cluster)
         with self._lock:
-            self._cluster = loaded.cluster
-            self._own_files.add(Path(path).expanduser().resolve())
-            self.config = loaded.launch
+            self._cluster = cluster
+            self._own_files.add(file.resolve())
+            self.config = config
             training = self.training_form.checked.value or TrainingOptions()
-            training.dynamo_plugin = loaded.dynamo
+            training.dynamo_plugin = plugin
             self.training = training
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -245,7 +246,7 @@ class ConfigPanel:
         self._own_files.add(file.resolve())
         return file
 
-    def _cluster_config(self) -> Any:
+    def _cluster_config(self) -> ClusterConfig:
         return config_file_form.to_cluster(self.launch_form.value, self.training, self.hardware, self._cluster)
 
     def close(self) -> None:
@@ -257,9 +258,7 @@ class ConfigPanel:
     def _plan(self, config: LaunchConfig) -> LaunchPlan:
         return launch.make_plan(config, self.hardware, self._facts())
 
-    def _facts(self) -> KernelFacts:
-        if self._facts_of_kernel is not None:
-            return self._facts_of_kernel()
+    def _detect_facts(self) -> KernelFacts:
         return replace(kernel_facts(), fork_hazard=self._fork_hazard)
 
     def _fork_hazard(self) -> str:
@@ -287,7 +286,7 @@ class ConfigPanel:
         self._copy = CopyButton(label="Copy this cell")
         self._name.value = name_of(self._function) if self._function is not None else ""
         for box in (self._name, self._args):
-            box.observe(lambda _: self._guarded(self.refresh), names="value")
+            box.observe(self._changed, names="value")
         self._go.on_click(lambda _: self._guarded(self._launch_clicked, self._run_note))
         self._load.on_click(lambda _: self._guarded(self._load_clicked, self._file_note))
         self._save.on_click(lambda _: self._guarded(self._save_clicked, self._file_note))
@@ -331,13 +330,11 @@ class ConfigPanel:
         lines += [alert(warning)] if (warning := self.warning) else []
         return element("div", join(lines, "<br>"), class_="na-plan", role="status")
 
-    def _changed(self, _: Checked) -> None:
+    def _changed(self, _: Any) -> None:
         self._guarded(self.refresh)
 
     def _guarded(self, action: Callable[[], None], note: Any = None) -> None:
         """Run the action of a click or a keystroke; errors are shown in the panel, not raised in a cell."""
-        if not hasattr(self, "widget"):
-            return  # a form reports its first values before the panel is complete
         try:
             action()
         except Exception as error:  # noqa: BLE001 - shown beside the button
@@ -420,7 +417,7 @@ class ConfigPanel:
         ])  # fmt: skip
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return widget_bundle(self.widget, html=self.html, text=self.text)
+        return widget_bundle(self.widget, self._static())
 
     def _ipython_display_(self) -> None:
         """Show the live panel; a saved notebook keeps the static form beside it."""

@@ -133,8 +133,6 @@ class Form:
     def check(self) -> None:
         """Check all entries, show the errors, and call ``on_change``."""
         with self._lock:
-            if self._loading:
-                return
             checked = self.draft.check()
             self._show(checked)
             if self._on_change is not None:
@@ -161,7 +159,8 @@ class Form:
         return self.draft.text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return widget_bundle(self.widget, html=self.html, text=f"{self.title}\n{self.text}")
+        static = {"text/html": self.html, "text/plain": f"{self.title}\n{self.text}"}
+        return widget_bundle(self.widget, static)
 
 
 class _Row:

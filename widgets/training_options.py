@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from notebook_accelerate.config import constants
 from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
+from notebook_accelerate.config.field_checks import check_whole_number
 from notebook_accelerate.config.fp8_recipes import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
@@ -35,14 +36,14 @@ HANDLERS = {
     "msamp_recipe": MSAMPRecipeKwargs,
 }
 """Fields that are passed as ``kwargs_handlers``, and their classes."""
-# Fields of TorchDynamoPlugin and their names in a configuration file.
-_DYNAMO = {
+DYNAMO_KEYS = {
     "backend": "dynamo_backend",
     "mode": "dynamo_mode",
     "fullgraph": "dynamo_use_fullgraph",
     "dynamic": "dynamo_use_dynamic",
     "use_regional_compilation": "dynamo_use_regional_compilation",
 }
+"""Fields of TorchDynamoPlugin, and their names in a configuration file."""
 
 
 @dataclass(kw_only=True)
@@ -81,10 +82,9 @@ class TrainingOptions:
     parallelism_config: ParallelismConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "gradient_accumulation_steps"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} is not allowed; pass a whole number of at least 1")
+        if self.batch_size is not None:
+            check_whole_number("batch_size", self.batch_size)
+        check_whole_number("gradient_accumulation_steps", self.gradient_accumulation_steps)
         plugin = self.gradient_accumulation_plugin
         if plugin is not None and plugin.num_steps is not None and self.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -124,7 +124,7 @@ class TrainingOptions:
         if self.dynamo_plugin is None:
             return {}
         given = vars(self.dynamo_plugin)
-        config = {key: getattr(given[name], "value", given[name]) for name, key in _DYNAMO.items()}
+        config = {key: getattr(given[name], "value", given[name]) for name, key in DYNAMO_KEYS.items()}
         return {key: value for key, value in config.items() if value is not None}
 
     def accelerator(self) -> dict[str, Any]:
@@ -136,9 +136,7 @@ class TrainingOptions:
         }
         accumulation = self.gradient_accumulation_plugin
         if accumulation is not None and set(accumulation.to_kwargs()) - {"num_steps"}:
-            given = accumulation.num_steps or self.gradient_accumulation_steps
-            plugin = GradientAccumulationPlugin(**{**vars(accumulation), "num_steps": given})
-            arguments["gradient_accumulation_plugin"] = plugin
+            arguments["gradient_accumulation_plugin"] = replace(accumulation, num_steps=self.steps)
         elif self.steps != 1:
             arguments["gradient_accumulation_steps"] = self.steps
         handlers = [getattr(self, name) for name in HANDLERS if getattr(self, name) is not None]
@@ -153,12 +151,9 @@ class TrainingOptions:
         known = {entry.name for entry in fields(self)} - {"batch_size", *HANDLERS}
         values = {name: value for name, value in given.items() if name in known}
         kinds = {kind: name for name, kind in HANDLERS.items()}
-        others = []
-        for handler in given.get("kwargs_handlers") or ():
-            if type(handler) in kinds:
-                values[kinds[type(handler)]] = handler
-            else:
-                others.append(handler)
+        handlers = given.get("kwargs_handlers") or ()
+        values |= {kinds[type(handler)]: handler for handler in handlers if type(handler) in kinds}
+        others = [handler for handler in handlers if type(handler) not in kinds]
         rest = {name: value for name, value in given.items() if name not in known and name != "kwargs_handlers"}
         rest |= {"kwargs_handlers": others} if others else {}
         return TrainingOptions(batch_size=self.batch_size, **values), rest
@@ -205,4 +200,4 @@ CHOICES.update({
     },
 })  # fmt: skip
 
-__all__ = ["HANDLERS", "TrainingOptions"]
+__all__ = ["DYNAMO_KEYS", "HANDLERS", "TrainingOptions"]
