@@ -59,6 +59,8 @@ def _with_variables(parser: _Parser) -> _Parser:
 class RankMagics(Magics):
     """Magics whose cells run in a persistent group of ranks."""
 
+    shell: Any
+
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.group: WarmRanks | None = None
@@ -138,12 +140,11 @@ class RankMagics(Magics):
 
     def _config(self, options: argparse.Namespace) -> LaunchConfig:
         """Return the named configuration, or the default one, changed by the options of the line."""
-        shell: Any = self.shell
         given = {name: value for name, value in vars(options).items() if name in _SETTINGS and value is not None}
         if "on" in given:
             given["on"] = self._cluster(given["on"])
         if options.config is not None:
-            named = shell.user_ns.get(options.config)
+            named = self.shell.user_ns.get(options.config)
             if not isinstance(named, LaunchConfig):
                 raise ValueError(
                     f"-c {options.config}: the kernel has no LaunchConfig of this name; write one first: "
@@ -155,8 +156,7 @@ class RankMagics(Magics):
         return LaunchConfig(**given)
 
     def _cluster(self, name: str) -> str | RayCluster:
-        shell: Any = self.shell
-        value = shell.user_ns.get(name)
+        value = self.shell.user_ns.get(name)
         return value if isinstance(value, RayCluster) else name
 
     def _running(self) -> WarmRanks:
@@ -167,12 +167,11 @@ class RankMagics(Magics):
     def _execute(
         self, group: WarmRanks, cell: str, ranks: list[int] | None, inputs: list[str], outputs: list[str]
     ) -> None:
-        shell: Any = self.shell
-        user = shell.user_ns
+        user = self.shell.user_ns
         if missing := [name for name in inputs if name not in user]:
             raise ValueError(f"-i {','.join(missing)}: not a variable of the kernel; assign a value in a cell first")
         source = "\n" + cell  # the line of the magic is the first line of the cell
-        filename = shell.compile.cache(source, shell.execution_count)
+        filename = self.shell.compile.cache(source, self.shell.execution_count)
         result = group.execute(source, filename, ranks, {name: user[name] for name in inputs}, outputs)
         for name in outputs:
             user[name] = [values[name] for _, values in sorted(result.fetched.items())]

@@ -15,7 +15,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets import debug_panel_html as parts
 from notebook_accelerate.widgets.debug_panel_html import MAX_HISTORY, Entry
 from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.panel_elements import card, problem, row, style_sheet, with_classes
+from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
 
 if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis
@@ -47,7 +47,7 @@ class DebugPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
-        self._head, self._problem, self._verdict = (ipywidgets.HTML() for _ in range(3))
+        self._head, self._verdict = (ipywidgets.HTML() for _ in range(2))
         self._ranks, self._stacks, self._history = (ipywidgets.HTML() for _ in range(3))
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Stop all ranks before their next step", self._pause)
@@ -98,9 +98,6 @@ class DebugPanel(LivePanel):
     def _reachable(self) -> bool:
         """Return whether ranks can be asked: also after a failure, while they are held."""
         return self.run.ended is None or self.run.held
-
-    def _show_problem(self, text: str) -> None:
-        self._problem.value = problem(text)
 
     def _ended(self, run: Run) -> None:
         if not run.held:  # not held for inspection

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import ipywidgets
+
 from notebook_accelerate.launch.output.replaceable_outputs import CellOutput, here
+from notebook_accelerate.widgets.panel_elements import problem
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 
@@ -36,6 +39,7 @@ class LivePanel(ABC):
         self.closed = False
         self._lives = run.ended is None
         self._shown_at = float("-inf")
+        self._problem = ipywidgets.HTML()
         self.widget: Any = self._build()
         self.binding = RenderSchedule([run.store], self._tick, self._failed, clock)
         self.binding.tick()
@@ -51,10 +55,6 @@ class LivePanel(ABC):
     def _render(self, now: float) -> None:
         """Update the widget."""
 
-    @abstractmethod
-    def _show_problem(self, text: str) -> None:
-        """Show a problem; "" removes it."""
-
     @property
     @abstractmethod
     def html(self) -> str:
@@ -64,6 +64,10 @@ class LivePanel(ABC):
     @abstractmethod
     def text(self) -> str:
         """The panel as plain text."""
+
+    def _show_problem(self, text: str) -> None:
+        """Show a problem in ``_problem``, which `_build` puts into the widget; "" removes it."""
+        self._problem.value = problem(text)
 
     def _title(self) -> str:
         return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -62,16 +62,15 @@ def problem(text: str) -> Markup:
     return element("p", text, class_="na-problem", role="alert") if text else Markup()
 
 
-def widget_bundle(widget: Any, **static: str) -> dict[str, Any]:
+def widget_bundle(widget: Any, static: Mapping[str, Any]) -> dict[str, Any]:
     """Return the MIME bundle of a live widget (ipywidgets 7 and 8).
 
     Args:
         widget: The widget.
-        static: The static forms for front ends without widgets: ``text``, ``html``.
+        static: The bundle of its static form, for front ends without widgets.
     """
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    types = {"html": "text/html", "text": "text/plain"}
-    return {"application/vnd.jupyter.widget-view+json": view} | {types[name]: form for name, form in static.items()}
+    return {"application/vnd.jupyter.widget-view+json": view, **static}
 
 
 __all__ = ["alert", "card", "notice", "problem", "row", "style_sheet", "style_widget", "widget_bundle", "with_classes"]

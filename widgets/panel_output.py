@@ -57,7 +57,7 @@ class PanelOutput:
             other._forget_replaced(output)
         with self._lock:
             text = f"{self._title()}: live in the notebook of its kernel"
-            output.show(widget_bundle(widget, text=text))
+            output.show(widget_bundle(widget, {"text/plain": text}))
             output.leave(self._beside())
             leave_at_exit(output, self._static)
             self._outputs.append(output)

@@ -12,7 +12,7 @@ from notebook_accelerate.launch.report.node_summary import MANY
 from notebook_accelerate.widgets import grouped_ranks, run_panel_html
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.log_view import LogView
-from notebook_accelerate.widgets.panel_elements import card, problem, row, widget_bundle
+from notebook_accelerate.widgets.panel_elements import card, row, widget_bundle
 from notebook_accelerate.widgets.plot import Plot, Source
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
@@ -48,7 +48,7 @@ class RunPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
-        self._head, self._problem, self._progress, self._strip = (ipywidgets.HTML() for _ in range(4))
+        self._head, self._progress, self._strip = (ipywidgets.HTML() for _ in range(3))
         self._ranks, self._times, self._sharding, self._errors, self._setup = (ipywidgets.HTML() for _ in range(5))
         source = Source(self.run.store, self.run.started)
         self.plot = Plot([source], "No metric has been logged yet: accelerator.log({...}) draws curves here.")
@@ -127,9 +127,6 @@ class RunPanel(LivePanel):
         self.run.request_stop()
         self.binding.touch()
 
-    def _show_problem(self, text: str) -> None:
-        self._problem.value = problem(text)
-
     # ---- without a browser
 
     @property
@@ -146,9 +143,7 @@ class RunPanel(LivePanel):
         return dict(self.run.report().bundle)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        if self.closed:
-            return self._static()
-        return {**self._static(), **widget_bundle(self.widget, text=self.text)}
+        return self._static() if self.closed else widget_bundle(self.widget, self._static())
 
 
 __all__ = ["TABS", "RunPanel"]

@@ -176,7 +176,7 @@ class RunsTable:
         return {"text/html": self.html, "text/plain": self.text}
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return widget_bundle(self.widget, html=self.html, text=self.text)
+        return widget_bundle(self.widget, self._static())
 
     def __repr__(self) -> str:
         return f"<RunsTable: {len(self.runs)} runs>"
