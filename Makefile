@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
 PY ?= $(VENV)/bin/python
+# Kernels and ranks import the tree hundreds of times: its bytecode is kept, wherever the caller's shell says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
 BENCH_DEEPSPEED_VENV := .venv-bench-deepspeed

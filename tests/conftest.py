@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,9 @@ with contextlib.suppress(ImportError):  # groups with an environment of their ow
 
 # Two ranks and a kernel share few cores: one thread each, here and in everything that is started from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every kernel and rank imports the package: without its bytecode, each compiles it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from notebook_accelerate.strategies.unwrap import is_compiled_module
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def has_compiled_regions(module: torch.nn.Module) -> bool:
@@ -42,14 +46,22 @@ def has_repeated_blocks(module: torch.nn.Module) -> bool:
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Tell whether a model has parameters that are distributed over a device mesh.
+    """Return whether a model has parameters that are distributed over a device mesh.
 
     Args:
         model: The model.
     """
-    from torch.distributed.tensor import DTensor
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor, without importing their module: it takes a second.
+
+    Args:
+        tensor: The tensor. Where the module is not imported, none is a DTensor.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def get_model_tp_size(model: torch.nn.Module) -> int | None:

@@ -83,6 +83,17 @@ def test_an_accelerator_loads_only_what_it_uses() -> None:
     assert idle == [], "loaded before their first use"
 
 
+def test_an_accelerator_loads_no_distributed_tensors() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); from notebook_accelerate import Accelerator; "
+        "Accelerator(cpu=True); late = {'sympy', 'torch.distributed.tensor', 'torch._dynamo'}; "
+        "print(*late & set(sys.modules) - before)"
+    )
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [], "each takes up to a second to import"
+
+
 def test_imports_follow_the_layers() -> None:
     code = (
         "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command(['--no-cache']))"

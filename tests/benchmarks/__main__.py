@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 # Importing an area registers its rows.
@@ -19,4 +20,5 @@ from tests.benchmarks import (  # noqa: F401
 from tests.benchmarks.bench import main
 
 if __name__ == "__main__":
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode, the peer's and ours
     sys.exit(main(sys.argv[1:]))

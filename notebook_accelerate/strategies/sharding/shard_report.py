@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.strategies.module_queries import is_dtensor
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.telemetry.sharding_events import KINDS, ShardReport, ShardSizes
 
@@ -77,7 +77,7 @@ def count_tensors(tensors: Iterable[torch.Tensor]) -> ShardTally:
 
 def _count_tensor(tensor: torch.Tensor) -> ShardTally:
     size = tensor.element_size()
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ShardTally(tensor.numel() * size, tensor.numel() * size)
     names = tensor.device_mesh.mesh_dim_names or ()
     cut = [name for name, how in zip(names, tensor.placements, strict=False) if not how.is_replicate()]
