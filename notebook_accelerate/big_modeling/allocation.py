@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
-
-from notebook_accelerate.big_modeling.module_sizes import as_names, readable
+from notebook_accelerate.big_modeling.module_sizes import Totals, as_names, readable
 from notebook_accelerate.big_modeling.module_tree import ModuleTree, full_name, prefixes
 
 _IS_WAITING, _IS_PLACED = 1, 2
@@ -23,9 +21,7 @@ class Allocation:
 
     Args:
         tree: The model's modules.
-        totals: Bytes of each module.
-        measure: Returns the bytes of a named tensor.
-        tied: Names of tied parameters, group by group.
+        totals: Bytes of each module, and tied parameters.
         limits: Bytes by device, in the order in which devices are filled.
         no_split: Names of classes that are not split among devices.
         verbose: Print every decision.
@@ -35,13 +31,11 @@ class Allocation:
     def __init__(
         self,
         tree: ModuleTree,
-        totals: Sequence[Any],
-        measure: Callable[[str, torch.Tensor], Any],
-        tied: Sequence[Sequence[str]],
+        totals: Totals,
         limits: Mapping[Any, int],
-        no_split: Any = None,
-        verbose: bool = False,
-        fallback: bool = False,
+        no_split: Any,
+        verbose: bool,
+        fallback: bool,
     ) -> None:
         self.tree, self.limits = tree, dict(limits)
         self.accelerators = [device for device in limits if device not in ("cpu", "disk")]
@@ -52,16 +46,15 @@ class Allocation:
         self._no_split = frozenset(as_names(no_split))
         self._log = print if verbose else None
         self._fallback = fallback
-        self._measure = measure
+        self._measure = totals.measure
         self._modules = len(tree.names)
-        self._names, self._sizes, self._after = list(tree.names), list(totals), list(tree.ends)
-        self._second = {name for group in tied for name in group[1:]}
-        self._tensors: dict[str, int] = {}
+        self._names, self._sizes, self._after = list(tree.names), list(totals.all), list(tree.ends)
+        self._second = {name for group in totals.tied for name in group[1:]}
         self._owner: dict[int, int] = {}
         self._device_of: list[Any] = [None] * self._modules
         self._state = bytearray(self._modules)
-        self._numbers = {name: number for number, name in enumerate(tree.names)} if tied else {}
-        self._groups = _groups_by_prefix(tied)
+        self._numbers = {name: number for number, name in enumerate(tree.names)} if totals.tied else {}
+        self._groups = _groups_by_prefix(totals.tied)
         self._own: list[Any] = []
         self._ahead: list[Any] = []
         self._layers = self._largest_from()
@@ -248,7 +241,7 @@ class Allocation:
     def _tensor(self, node: int, key: str, after: int) -> int:
         """Return the number of a tensor, the same each time that its module is split."""
         name = full_name(self.tree.names[node], key)
-        if (known := self._tensors.get(name)) is not None:
+        if (known := self._numbers.get(name)) is not None:
             return known
         number = len(self._names)
         self._names.append(name)
@@ -258,10 +251,8 @@ class Allocation:
         self._after.append(after)
         self._state.append(0)
         self._device_of.append(None)
-        self._tensors[name] = number
+        self._numbers[name] = number
         self._owner[number] = node
-        if self._numbers:
-            self._numbers[name] = number
         return number
 
     def _assign(self, entry: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from notebook_accelerate.big_modeling.allocation import MIXED, Allocation
 from notebook_accelerate.big_modeling.device_memory import get_balanced_memory, get_max_memory
 from notebook_accelerate.big_modeling.module_sizes import Totals, readable, totals_of
-from notebook_accelerate.big_modeling.module_tree import build_tree, prefixes, submodule
+from notebook_accelerate.big_modeling.module_tree import build_tree, find_tensor, prefixes
 from notebook_accelerate.big_modeling.tied_parameters import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -65,9 +65,7 @@ def infer_auto_device_map(
     try:
         tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
-        allocation = Allocation(
-            tree, totals.all, totals.measure, totals.tied, limits, no_split_module_classes, verbose, fallback_allocation
-        )
+        allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)
         allocation.place_all()
         device_map = allocation.clean_device_map() if clean_result else allocation.device_map()
     finally:
@@ -155,15 +153,11 @@ def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
             devices[outer] = device if counts[outer] == 1 or devices[outer] == device else MIXED
     joined = {name for name, count in counts.items() if count > 1 and devices[name] is not MIXED}
     for name in list(device_map):
-        inside = (outer for outer in prefixes(name) if _within(outer, module_name))
+        inside = (outer for outer in prefixes(name) if module_name in prefixes(outer))
         outermost = next((outer for outer in inside if outer in joined), None)
         if outermost is not None and outermost != name:
             device_map[outermost] = device_map.pop(name)
     return device_map
-
-
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
@@ -176,9 +170,9 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
     Raises:
         ValueError: The map gives tensors no device, or is empty.
     """
-    tree = build_tree(model)
-    modules = set(tree.names)
-    unknown = [name for name in device_map if name not in modules and not _is_tensor(model, name)]
+    modules = set(build_tree(model).names)
+    # Tensors are listed too: `infer_auto_device_map` lists those of split modules.
+    unknown = [name for name in device_map if name not in modules and find_tensor(model, name) is None]
     if unknown:
         warnings.warn(
             f"The following device_map keys do not match any submodules in the model: {unknown}", stacklevel=2
@@ -188,15 +182,6 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
         raise ValueError(
             "The device_map provided does not give any device for the following parameters: " + ", ".join(missing)
         )
-
-
-def _is_tensor(model: torch.nn.Module, name: str) -> bool:
-    """Return whether a name is a tensor's: `infer_auto_device_map` lists those of split modules."""
-    try:
-        owner, key = submodule(model, name)
-    except AttributeError:
-        return False
-    return isinstance(getattr(owner, key, None), torch.Tensor)
 
 
 __all__ = [

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.empty_init import init_on_device
-from notebook_accelerate.big_modeling.module_sizes import dtype_of, readable, sizes_of
-from notebook_accelerate.big_modeling.module_tree import build_tree
+from notebook_accelerate.big_modeling.module_sizes import compute_module_sizes, dtype_of, readable
 from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, RankLayout, checked_offload
 from notebook_accelerate.big_modeling.tied_parameters import device_of
 
@@ -330,7 +329,7 @@ def measure_device_map(
         dtype: Dtype that floating weights are converted to.
         max_memory: Bytes by device.
     """
-    sizes = sizes_of(build_tree(model), dtype)
+    sizes = compute_module_sizes(model, dtype)
     names = {str(device) for device in device_map.values()}
     computing = names - {"cpu", "disk"}
     blocks = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.module_tree import ModuleTree, build_tree, full_name
+from notebook_accelerate.big_modeling.module_tree import ModuleTree, full_name, prefixes
 from notebook_accelerate.config.enums import CustomDtype
 
 _BYTES_OF_CUSTOM = {"fp8": 1, "int4": 0.5, "int2": 0.25}
@@ -41,13 +41,10 @@ def dtype_byte_size(dtype: Any) -> int | float:
     Raises:
         ValueError: `dtype` is not a dtype.
     """
-    if dtype == torch.bool:
-        return 1 / 8
-    if isinstance(dtype, torch.dtype):
-        return dtype.itemsize
     if isinstance(dtype, CustomDtype):
         return _BYTES_OF_CUSTOM[dtype.value]
-    return dtype_of(dtype).itemsize
+    dtype = dtype_of(dtype)
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
@@ -143,7 +140,7 @@ class _PerElement(dict[torch.dtype, Any]):
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
-        self._limit = None if dtype is None else dtype_byte_size(_given(dtype))
+        self._limit = None if dtype is None else dtype_byte_size(dtype)
 
     def __missing__(self, kind: torch.dtype) -> Any:
         size = dtype_byte_size(kind)
@@ -154,16 +151,12 @@ class _PerElement(dict[torch.dtype, Any]):
 def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
     """Return a function (name, tensor) -> bytes."""
     per_element = _PerElement(dtype)
-    exact = {name: dtype_byte_size(_given(value)) for name, value in (special or {}).items()}
+    exact = {name: dtype_byte_size(value) for name, value in (special or {}).items()}
 
     def size(name: str, tensor: torch.Tensor) -> int | float:
         return tensor.numel() * (exact[name] if name in exact else per_element[tensor.dtype])
 
     return size
-
-
-def _given(dtype: Any) -> Any:
-    return dtype_of(dtype) if isinstance(dtype, str) and not isinstance(dtype, CustomDtype) else dtype
 
 
 @dataclass
@@ -212,45 +205,15 @@ def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, 
             sums[tree.parents[index]] += sums[index]
     if with_buffers:
         every = [size + buffer for size, buffer in zip(every, buffers, strict=True)]
-    return Totals(every, buffers, tied_in(tree) if tied else [], measure)
+    return Totals(every, buffers, tied_names(tree.modules[0]) if tied else [], measure)
 
 
-def tied_in(tree: ModuleTree) -> list[list[str]]:
-    """Return the names of a tree's tied parameters in its order, group by group."""
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of a model's tied parameters in its order, group by group."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, module in zip(tree.names, tree.modules, strict=True):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                names[id(parameter)].append(f"{name}.{key}" if name else key)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
     return [group for group in names.values() if len(group) > 1]
-
-
-def sizes_of(
-    tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, Any] | None = None, buffers_only: bool = False
-) -> Sizes:
-    """Measure all modules and tensors of a tree; see `compute_module_sizes`."""
-    measure = _measure(dtype, special_dtypes)
-    totals: list[Any] = [None] * len(tree.names)
-    tensors: Sizes = {}
-    seen: set[int] = set()
-    kinds = ("_buffers",) if buffers_only else ("_parameters", "_buffers")
-    for index, (name, module) in enumerate(zip(tree.names, tree.modules, strict=True)):
-        for kind in kinds:
-            for key, tensor in module.__dict__[kind].items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                path = f"{name}.{key}" if name else key
-                tensors[path] = size = measure(path, tensor)
-                totals[index] = size + (totals[index] or 0)
-    for index in range(len(totals) - 1, 0, -1):  # children come after their parents
-        if totals[index] is not None:
-            parent = tree.parents[index]
-            totals[parent] = totals[index] + (totals[parent] or 0)
-    sizes: Sizes = defaultdict(int)
-    sizes.update((name, total) for name, total in zip(tree.names, totals, strict=True) if total is not None)
-    sizes.update(tensors)
-    return sizes
 
 
 def compute_module_sizes(
@@ -270,7 +233,14 @@ def compute_module_sizes(
     Returns:
         Bytes by dotted name; the whole model's name is "".
     """
-    return sizes_of(build_tree(model), dtype, special_dtypes, buffers_only)
+    measure = _measure(dtype, special_dtypes)
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    sizes: Sizes = defaultdict(int)
+    for name, tensor in tensors:
+        size = measure(name, tensor)
+        for outer in prefixes(name):
+            sizes[outer] += size
+    return sizes
 
 
 def compute_module_total_buffer_size(
@@ -286,15 +256,9 @@ def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
     Args:
         module_sizes: The result of `compute_module_sizes`, or any mapping by dotted name.
     """
-    parents = {name.rpartition(".")[0] for name in module_sizes if "." in name}
-    outer = {prefix for parent in parents for prefix in _above(parent)}
-    return [name for name in module_sizes if name and name not in outer]
-
-
-def _above(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
+    parents = {name.rpartition(".")[0] for name in module_sizes}
+    outer = {prefix for parent in parents for prefix in prefixes(parent)}
+    return [name for name in module_sizes if name not in outer]
 
 
 def get_max_layer_size(

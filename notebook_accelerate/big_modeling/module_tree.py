@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -81,10 +80,15 @@ def submodule(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]
     Raises:
         AttributeError: There is no such module.
     """
-    *path, last = name.split(".")
-    for part in path:
-        found: Any = getattr(module, part)
-        if found is None:
-            raise AttributeError(f"{module.__class__.__name__} has no submodule named {part!r} (it is None)")
-        module = found
-    return module, last
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path), last
+
+
+def find_tensor(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return the tensor of a dotted name; None if there is none."""
+    try:
+        owner, key = submodule(module, name)
+    except AttributeError:
+        return None
+    found = getattr(owner, key, None)
+    return found if isinstance(found, torch.Tensor) else None

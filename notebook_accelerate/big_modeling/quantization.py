@@ -17,7 +17,7 @@ from notebook_accelerate.big_modeling.device_map import make_device_map
 from notebook_accelerate.big_modeling.dispatching import dispatch_model
 from notebook_accelerate.big_modeling.empty_init import init_empty_weights
 from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.module_tree import full_name, prefixes, submodule
+from notebook_accelerate.big_modeling.module_tree import find_tensor, full_name, prefixes, submodule
 from notebook_accelerate.big_modeling.offload_folder import offload_weight, save_offload_index
 from notebook_accelerate.big_modeling.tied_parameters import device_of, find_tied_parameters, retie_parameters
 from notebook_accelerate.config.quantization_config import BnbQuantizationConfig
@@ -141,7 +141,9 @@ def _load_weights(
             else:
                 _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
     save_offload_index(index, folder) if index else None
-    left = [name for name in sorted(missing) if _is_empty(model, name) and name not in index]
+    left = [
+        name for name in sorted(missing) if name not in index and getattr(find_tensor(model, name), "is_meta", False)
+    ]
     if left:
         raise CheckpointMismatchError(
             f"{location} contains no {', '.join(left[:5])}: it is another model's; pass this model's weights_location"
@@ -187,14 +189,6 @@ def is_offloadable(model: torch.nn.Module, name: str) -> bool:
     """
     eight_bit = sys.modules.get(_EIGHT_BIT)  # it defines these layers: without it there are none
     return eight_bit is not None and bool(eight_bit.is_offloadable(model, name))
-
-
-def _is_empty(model: torch.nn.Module, name: str) -> bool:
-    try:
-        owner, key = submodule(model, name)
-    except AttributeError:
-        return False
-    return getattr(getattr(owner, key, None), "is_meta", False)
 
 
 def _cast(name: str, value: torch.Tensor, config: Any) -> torch.Tensor:

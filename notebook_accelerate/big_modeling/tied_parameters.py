@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.module_sizes import tied_in
-from notebook_accelerate.big_modeling.module_tree import build_tree, prefixes, submodule
+from notebook_accelerate.big_modeling.module_sizes import tied_names
+from notebook_accelerate.big_modeling.module_tree import prefixes, submodule
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str
     Returns:
         One sorted list of names per tied parameter.
     """
-    return [sorted(group) for group in tied_in(build_tree(model))]
+    return [sorted(group) for group in tied_names(model)]
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
