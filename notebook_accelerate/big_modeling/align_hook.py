@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from notebook_accelerate.big_modeling.arena import Slot, Unit
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.big_modeling.gradients import GradientSink
 from notebook_accelerate.big_modeling.module_hooks import ModelHook
 from notebook_accelerate.big_modeling.module_sizes import named_module_tensors
 from notebook_accelerate.big_modeling.module_tensors import TiedParams, set_module_tensor_to_device
 from notebook_accelerate.big_modeling.module_tree import submodule
-from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit
-from notebook_accelerate.big_modeling.tensor_sources import FileSource, is_in_memory, loader_of, source_of
+from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, unprefixed
+from notebook_accelerate.big_modeling.prefetch import Prefetcher
+from notebook_accelerate.big_modeling.tensor_sources import FileSource
 from notebook_accelerate.big_modeling.weight_transfer import can_prefetch
 from notebook_accelerate.collectives import find_device, send_to_device
 
@@ -63,7 +65,8 @@ class AlignDevicesHook(ModelHook):
         self.gradients = GradientSink()
         """Takes the gradients of weights that are released before backward."""
         self._device: torch.device | None = None
-        self._pass_prefetchers: tuple[Prefetcher, ...] = ()
+        self.pass_prefetchers: tuple[Prefetcher, ...] = ()
+        """The prefetchers for which each forward of the module begins a pass."""
         self._prefetcher: Prefetcher | None = None
         self._unit: Unit | None = None
         self._slots: list[tuple[dict[str, Any], str, str, Any]] = []
@@ -112,27 +115,17 @@ class AlignDevicesHook(ModelHook):
         """Register the weights to be read ahead, where they are in files or are copied to an accelerator."""
         # "is None": 0 is an accelerator.
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
-        loader = loader_of(self.weights_map)
-        if loader is None or device.type == "meta" or not self._slots or not can_prefetch(device):
+        loader, prefix = unprefixed(self.weights_map)
+        if not isinstance(loader, OffloadedWeightsLoader) or not self._slots:
             return
-        assert self.weights_map is not None
-        sources = [(slot, source_of(self.weights_map, slot[2])) for slot in self._slots]
-        converted = any(source is None or source.dtype != slot[3].dtype for slot, source in sources)
-        if converted or (device.type == "cpu" and not any(isinstance(source, FileSource) for _, source in sources)):
+        if device.type == "meta" or not can_prefetch(device):
             return
-        slots = [Slot(slot[0], slot[1], slot[3], source) for slot, source in sources if source is not None]
+        slots = [Slot(placeholder, loader.source(prefix + name)) for _, _, name, placeholder in self._slots]
+        converted = any(slot.source.dtype != slot.placeholder.dtype for slot in slots)
+        if converted or (device.type == "cpu" and not any(isinstance(slot.source, FileSource) for slot in slots)):
+            return
         self._prefetcher = loader.prefetchers.setdefault(device, Prefetcher(device))
         self._unit = Unit(slots, block_of(self.block))
-
-    def mark_passes(self, weights: Mapping[str, Any] | None) -> None:
-        """Let each forward of this hook's module begin a pass of the prefetchers.
-
-        Args:
-            weights: The offloaded weights of its submodules.
-        """
-        loader = loader_of(weights)
-        if loader is not None:
-            self._pass_prefetchers = tuple(loader.prefetchers.values())
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Move the weights back to their original devices."""
@@ -151,7 +144,7 @@ class AlignDevicesHook(ModelHook):
         """Load the weights and move the inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-            for prefetcher in self._pass_prefetchers:
+            for prefetcher in self.pass_prefetchers:
                 _untraced(prefetcher.begin_pass)
         if self.offload:
             _untraced(self._load_weights)
@@ -186,9 +179,16 @@ class AlignDevicesHook(ModelHook):
         moved = value.detach().to(device=device, dtype=placeholder.dtype if value.is_floating_point() else None)
         is_parameter = isinstance(placeholder, torch.nn.Parameter)
         loaded = self.gradients.watch(name, like(placeholder, moved)) if is_parameter else moved
-        if moved.data_ptr() == value.data_ptr() and is_in_memory(self.weights_map, name):
+        if moved.data_ptr() == value.data_ptr() and self._is_in_memory(name):
             self._reused[name] = (value, loaded)
         return loaded
+
+    def _is_in_memory(self, name: str) -> bool:
+        """Return whether a weight is in memory; others may be mapped from their file anew on each access."""
+        weights, prefix = unprefixed(self.weights_map)
+        if isinstance(weights, OffloadedWeightsLoader):
+            return prefix + name in weights.state_dict
+        return isinstance(weights, dict)
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         """Release the weights and move the output."""

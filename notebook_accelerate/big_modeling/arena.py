@@ -19,14 +19,10 @@ class Slot:
     """One offloaded tensor of a module.
 
     Attributes:
-        tensors: The module's dictionary of parameters or buffers.
-        key: The tensor's name in it.
         placeholder: The tensor on the meta device that is in the module between forwards.
         source: Where the weight is read from.
     """
 
-    tensors: dict[str, Any]
-    key: str
     placeholder: Any
     source: Source
 

@@ -108,7 +108,7 @@ def _offload_all(
     return model
 
 
-def _check_weights(model: torch.nn.Module, names: list[str], weights: Mapping[str, Any], buffers: bool) -> None:
+def _check_weights(model: torch.nn.Module, names: list[str], weights: OffloadedWeightsLoader, buffers: bool) -> None:
     """Check the offloaded weights of some modules, before hooks replace the model's own."""
     tensors = dict(named_module_tensors(model, include_buffers=buffers, recurse=True, remove_non_persistent=True))
     wanted = extract_submodules_state_dict(tensors, names)
@@ -118,9 +118,8 @@ def _check_weights(model: torch.nn.Module, names: list[str], weights: Mapping[st
             f"The offloaded weights lack {', '.join(missing[:5])}{' and more' * (len(missing) > 5)}: they are another "
             "model's. Pass an empty folder: offload_dir='another_folder'."
         )
-    index = weights.index if isinstance(weights, OffloadedWeightsLoader) else {}
     for name, tensor in wanted.items():
-        shape = index.get(name, {}).get("shape", tensor.shape)
+        shape = weights.index.get(name, {}).get("shape", tensor.shape)
         if tuple(shape) != tuple(tensor.shape):
             raise ValueError(
                 f"The offloaded {name} has shape {tuple(shape)}, the model's {tuple(tensor.shape)}: it is another "
@@ -128,11 +127,11 @@ def _check_weights(model: torch.nn.Module, names: list[str], weights: Mapping[st
             )
 
 
-def _mark_passes(model: torch.nn.Module, weights: Mapping[str, Any] | None) -> None:
+def _mark_passes(model: torch.nn.Module, weights: OffloadedWeightsLoader) -> None:
     """Let the model's own hook mark where passes begin."""
     for hook in align_hooks(model):
         if hook.io_same_device:
-            hook.mark_passes(weights)
+            hook.pass_prefetchers = tuple(weights.prefetchers.values())
 
 
 def dispatch_model(
@@ -244,8 +243,8 @@ class _Placement:
             where = sorted({str(self.device_map[name]) for name in self.offloaded})
             _LOG.warning("Some parameters are on the meta device because they were offloaded to the %s.",
                          " and ".join(where))  # fmt: skip
+            _mark_passes(self.model, self.weights)
         retie_parameters(self.model, tied)
-        _mark_passes(self.model, self.weights)
 
 
 def _tied_params_map(model: torch.nn.Module, tied: list[list[str]]) -> TiedParams:

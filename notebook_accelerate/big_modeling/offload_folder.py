@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.file_mapping import map_file
-from notebook_accelerate.big_modeling.weight_files import inside, open_safetensors
+from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource, Source
+from notebook_accelerate.big_modeling.weight_files import inside, safetensors_layout
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
 INDEX_NAME = "index.json"
@@ -64,37 +64,16 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     Raises:
         BrokenCheckpointError: The file is missing, or has another size.
     """
-    path, shape = Path(weight_file), tuple(weight_info["shape"])
-    dtype: torch.dtype = getattr(torch, weight_info["dtype"])
-    size = _checked_size(path, weight_info)
-    return map_file(path, 0, size).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+    return _dat_source(Path(weight_file), weight_info).map_lazily()
 
 
-def data_file(folder: str | os.PathLike[str] | None, name: str, info: Mapping[str, Any]) -> Path:
-    """Return the ``.dat`` file of a tensor.
-
-    Args:
-        folder: The offload folder; None: the working directory.
-        name: The tensor's name.
-        info: Its "dtype" and "shape".
-
-    Raises:
-        BrokenCheckpointError: The file is missing, or has another size.
-        CheckpointError: The name leads out of the folder.
-    """
-    path = inside(Path(folder or "."), f"{name}.dat")
-    _checked_size(path, info)
-    return path
-
-
-def _checked_size(path: Path, info: Mapping[str, Any]) -> int:
-    dtype: torch.dtype = getattr(torch, info["dtype"])
-    size = dtype.itemsize * torch.Size(info["shape"]).numel()
+def _dat_source(path: Path, info: Mapping[str, Any]) -> FileSource:
+    source = FileSource(path, 0, tuple(info["shape"]), getattr(torch, info["dtype"]))
     found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        problem = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+    if found != source.nbytes:
+        problem = "is missing" if found is None else f"has {found:,} bytes instead of {source.nbytes:,}"
         raise BrokenCheckpointError(f"{path} {problem}. Offload the model again.")
-    return size
+    return source
 
 
 def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
@@ -191,18 +170,50 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if key in self.state_dict:
             tensor: torch.Tensor = self.state_dict[key]
             return tensor
+        info, source = self.index[key], self._file_source(key)
+        if info.get("safetensors_file") is None:
+            return source.map_lazily()
+        tensor = source.load(torch.device(self.device or "cpu"))
+        return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
+
+    def source(self, key: str) -> Source:
+        """Return where a tensor is read from, in the dtype that it has there.
+
+        Args:
+            key: Its name.
+
+        Raises:
+            BrokenCheckpointError: The tensor's file is missing, or has another size.
+            CheckpointError: The name leads out of the folder.
+        """
+        if key in self.state_dict:
+            return MemorySource(self.state_dict[key], self.state_dict, key)
+        return self._file_source(key)
+
+    def _file_source(self, key: str) -> FileSource:
         info = self.index[key]
-        if info.get("safetensors_file") is not None:
-            with open_safetensors(info["safetensors_file"], self.device or "cpu") as file:
-                tensor = file.get_tensor(info.get("weight_name", key))
-            return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
-        return load_offloaded_weight(data_file(self.save_folder, key, info), info)
+        if info.get("safetensors_file") is None:
+            return _dat_source(inside(Path(self.save_folder or "."), f"{key}.dat"), info)
+        path, name = Path(info["safetensors_file"]), info.get("weight_name", key)
+        location = safetensors_layout(path).get(name)
+        if location is None:
+            raise BrokenCheckpointError(f"{path} contains no tensor {name!r}. Offload the model again.")
+        return FileSource(path, location.offset, location.shape, location.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
 
     def __len__(self) -> int:
         return len(self.all_keys)
+
+
+def unprefixed(weights: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, str]:
+    """Return the mapping below prefixed views, and the prefix of names in it."""
+    prefix = ""
+    while isinstance(weights, PrefixedDataset):
+        prefix = weights.prefix + prefix
+        weights = weights.dataset
+    return weights, prefix
 
 
 def extract_submodules_state_dict(

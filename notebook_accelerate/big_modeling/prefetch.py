@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.arena import Slot, Unit, arena_bytes, assign_offsets
+from notebook_accelerate.big_modeling.arena import Unit, arena_bytes, assign_offsets
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.big_modeling.weight_transfer import transfer_to
 from notebook_accelerate.collectives import recursively_apply
 
-WINDOW = 2
+_WINDOW = 2
 """How many of the largest blocks the arena holds: one computes while the next is read."""
 _IDLE = 0.25
 """Seconds without anything to read after which the thread ends; the next forward starts another."""
@@ -47,11 +47,10 @@ class Prefetcher:
 
     Args:
         device: Where the weights are computed with.
-        window: Size of the arena, in largest blocks.
     """
 
-    def __init__(self, device: torch.device, window: int = WINDOW) -> None:
-        self.device, self.window = device, window
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.reads_ahead = self.waits = 0
         self._transfer = transfer_to(device)
         self._order: list[Unit] = []
@@ -62,12 +61,9 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
         self._clear()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: it makes its own plan."""
-        return {"device": self.device, "window": self.window}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Prefetcher], tuple[torch.device]]:
+        """Copy only the device: the copy makes its own plan."""
+        return Prefetcher, (self.device,)
 
     def _clear(self) -> None:
         self._next_use = self._next_read = 0
@@ -160,7 +156,7 @@ class Prefetcher:
 
     def _make_plan(self, order: list[Unit]) -> None:
         self._stop_reading()
-        size = arena_bytes(order, self.window)
+        size = arena_bytes(order, _WINDOW)
         offsets, conflicts = assign_offsets(order, size)
         with torch.inference_mode(mode=False):  # these tensors are written again outside of it
             arena = self._transfer.allocate(size)
@@ -312,6 +308,3 @@ def _as_parameters(unit: Unit, tensors: list[torch.Tensor]) -> list[Any]:
         like(slot.placeholder, tensor) if isinstance(slot.placeholder, torch.nn.Parameter) else tensor
         for slot, tensor in zip(unit.slots, tensors, strict=True)
     ]
-
-
-__all__ = ["Prefetcher", "Slot", "Unit"]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from notebook_accelerate.big_modeling import file_mapping
-from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, PrefixedDataset, data_file
-from notebook_accelerate.big_modeling.weight_files import safetensors_layout
-from notebook_accelerate.errors import BrokenCheckpointError
 
 _ALIGNMENT = 64
 """Bytes, as torch's CPU allocator aligns. With 8, as safetensors has, MKL's products of vectors round differently."""
@@ -142,62 +138,3 @@ class FileSource(Source):
     def load(self, device: torch.device) -> torch.Tensor:
         """Return the tensor on a device; on the CPU as a mapping of its file, where kernels see no difference."""
         return self.map_lazily() if device.type == "cpu" and self._is_aligned else super().load(device)
-
-
-def source_of(weights: Mapping[str, Any], name: str) -> Source | None:
-    """Return where a tensor of an offloaded model is read from.
-
-    Args:
-        weights: The hook's weights.
-        name: The tensor's name in them.
-
-    Returns:
-        The source; None for mappings that must be asked each time.
-
-    Raises:
-        BrokenCheckpointError: The tensor's file is missing, or has another size.
-    """
-    weights, name = _unprefixed(weights, name)
-    if not isinstance(weights, OffloadedWeightsLoader):
-        return None
-    if name in weights.state_dict:
-        return MemorySource(weights.state_dict[name], weights.state_dict, name)
-    info = weights.index[name]
-    if info.get("safetensors_file") is not None:
-        return _in_safetensors(Path(info["safetensors_file"]), info.get("weight_name", name), info)
-    return FileSource(
-        data_file(weights.save_folder, name, info), 0, tuple(info["shape"]), getattr(torch, info["dtype"])
-    )
-
-
-def _unprefixed(weights: Any, name: str) -> tuple[Any, str]:
-    while isinstance(weights, PrefixedDataset):
-        name = weights.prefix + name
-        weights = weights.dataset
-    return weights, name
-
-
-def _in_safetensors(path: Path, name: str, info: Mapping[str, Any]) -> Source | None:
-    location = safetensors_layout(path).get(name)
-    if location is None:
-        raise BrokenCheckpointError(f"{path} contains no tensor {name!r}. Offload the model again.")
-    if "dtype" in info and getattr(torch, info["dtype"]) != location.dtype:
-        return None  # converted each time
-    return FileSource(path, location.offset, location.shape, location.dtype)
-
-
-def loader_of(weights: Any) -> OffloadedWeightsLoader | None:
-    """Return the loader below prefixed views; None for other mappings."""
-    weights, _ = _unprefixed(weights, "")
-    return weights if isinstance(weights, OffloadedWeightsLoader) else None
-
-
-def is_in_memory(weights: Any, name: str) -> bool:
-    """Return whether a mapping has a tensor in memory, and does not map its file anew on each access.
-
-    Args:
-        weights: The hook's weights.
-        name: The tensor's name in them.
-    """
-    weights, name = _unprefixed(weights, name)
-    return name in weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else isinstance(weights, dict)

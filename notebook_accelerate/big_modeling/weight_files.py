@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import pickle
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import safetensors
 import torch
 
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
@@ -77,26 +77,6 @@ def read_index(path: Path) -> dict[str, Path]:
     if missing := sorted({file.name for file in files.values() if not file.is_file()}):
         raise BrokenCheckpointError(f"{path.parent} is incomplete: {', '.join(missing)} of {path.name} are missing.")
     return files
-
-
-def open_safetensors(path: str | Path, device: Any = "cpu") -> Any:
-    """Open a safetensors file; use the result as a context.
-
-    Args:
-        path: The file.
-        device: The device of its tensors.
-
-    Raises:
-        BrokenCheckpointError: It is broken or missing.
-    """
-    try:
-        return safetensors.safe_open(path, framework="pt", device=_device_name(device))
-    except (safetensors.SafetensorError, OSError) as error:
-        raise BrokenCheckpointError(f"{path} is broken: {error}") from error
-
-
-def _device_name(device: Any) -> Any:
-    return device if isinstance(device, int) else str(device)
 
 
 @dataclass(frozen=True)
@@ -194,10 +174,4 @@ def numpy_globals() -> list[Any]:
     found: list[Any] = [np.ndarray, np.dtype, *sorted(dtypes, key=str)]
     for function in (multiarray._reconstruct, multiarray.scalar):
         found += [(function, f"numpy.{package}.multiarray.{function.__name__}") for package in ("core", "_core")]
-    return [*found, _encode()]
-
-
-def _encode() -> Any:
-    import _codecs  # numpy numbers are pickled with their bytes as encoded text
-
-    return _codecs.encode
+    return [*found, codecs.encode]  # numpy numbers are pickled with their bytes as encoded text
