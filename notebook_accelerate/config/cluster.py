@@ -112,6 +112,3 @@ def _check_runtime_env(runtime_env: object) -> None:
             f"runtime_env={runtime_env!r} is not allowed ({error}); pass a dict of plain values, as "
             "runtime_env={'env_vars': {'NAME': 'value'}}"
         ) from None
-
-
-__all__ = ["RayCluster", "resolve_cluster"]

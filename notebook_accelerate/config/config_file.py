@@ -311,16 +311,3 @@ def _fp8_variables(config: Mapping[str, Any] | None) -> dict[str, Any]:
     if "ACCELERATE_FP8_AMAX_HISTORY_LENGTH" in values:
         values["ACCELERATE_FP8_AMAX_HISTORY_LEN"] = values.pop("ACCELERATE_FP8_AMAX_HISTORY_LENGTH")
     return values
-
-
-__all__ = [
-    "BaseConfig",
-    "ClusterConfig",
-    "SageMakerConfig",
-    "cache_dir",
-    "cache_folder",
-    "default_config_file",
-    "default_json_config_file",
-    "default_yaml_config_file",
-    "load_config_from_file",
-]

@@ -124,6 +124,3 @@ def _member(
 ) -> DDPCommunicationHookType:
     check_one_of(name, value, [member.value for member in allowed])
     return DDPCommunicationHookType(value)
-
-
-__all__ = ["DistributedDataParallelKwargs"]

@@ -159,6 +159,3 @@ def _parsed(text: str, source: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{source} contains a {type(found).__name__}; a DeepSpeed configuration is a JSON object")
     return found
-
-
-__all__ = ["AUTO", "DerivedConfig", "HfDeepSpeedConfig"]

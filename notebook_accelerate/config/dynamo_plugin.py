@@ -66,6 +66,3 @@ def _backend(value: DynamoBackend | str) -> DynamoBackend:
     if name == "IPEX":
         warnings.warn("DynamoBackend.IPEX is deprecated: write INDUCTOR, which has its optimisations", FutureWarning, 4)
     return DynamoBackend(name)
-
-
-__all__ = ["TorchDynamoPlugin"]

@@ -203,19 +203,3 @@ def _warn_renamed(enum_name: str, older: str, newer: str) -> None:
         FutureWarning,
         stacklevel=3,
     )
-
-
-__all__ = [
-    "BaseEnum",
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DistributedType",
-    "DynamoBackend",
-    "EnumWithContains",
-    "FP8BackendType",
-    "LoggerType",
-    "PrecisionType",
-    "RNGType",
-    "SageMakerDistributedType",
-]

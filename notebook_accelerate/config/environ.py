@@ -341,26 +341,3 @@ def worker_variables(*, mixed_precision: str, cpu: bool) -> dict[str, str]:
     if cpu:
         values["ACCELERATE_USE_CPU"] = "true"
     return values
-
-
-__all__ = [
-    "KERNEL_ONLY",
-    "as_text",
-    "choice",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "flag",
-    "get_int_from_env",
-    "ignored",
-    "inheritable",
-    "integer",
-    "parse_choice_from_env",
-    "parse_flag",
-    "parse_flag_from_env",
-    "patch_environment",
-    "purge_accelerate_environment",
-    "set_variables",
-    "str_to_bool",
-    "text",
-    "worker_variables",
-]

@@ -43,6 +43,3 @@ def is_number(value: object) -> bool:
         value: Anything.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-__all__ = ["check_one_of", "check_whole_number", "is_number"]

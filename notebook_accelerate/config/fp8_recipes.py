@@ -142,6 +142,3 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
 def _installed_backend() -> str:
     return "MSAMP" if importlib.util.find_spec("msamp") and not importlib.util.find_spec("transformer_engine") else "TE"
-
-
-__all__ = ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"]

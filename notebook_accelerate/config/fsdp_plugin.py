@@ -335,6 +335,3 @@ def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch
         name: Name of the class.
     """
     return next((type(child) for child in module.modules() if type(child).__name__ == name), None)
-
-
-__all__ = ["FullyShardedDataParallelPlugin", "get_module_class_from_name"]

@@ -77,6 +77,3 @@ class InitProcessGroupKwargs(KwargsHandler):
             self.timeout = _NCCL_TIMEOUT if self.backend == "nccl" else _TIMEOUT
         if not isinstance(self.timeout, timedelta):
             raise ValueError(f"timeout={self.timeout!r} is not allowed; pass datetime.timedelta(seconds=...)")
-
-
-__all__ = ["AutocastKwargs", "GradScalerKwargs", "InitProcessGroupKwargs", "KwargsHandler"]

@@ -118,12 +118,3 @@ def takes_launch_arguments(init: _Init) -> _Init:
         init(self, *args, **kwargs)
 
     return cast("_Init", wrapped)
-
-
-__all__ = [
-    "ACCELERATOR_ARGUMENTS",
-    "check_accelerator_arguments",
-    "launch_arguments_set",
-    "set_launch_arguments",
-    "takes_launch_arguments",
-]

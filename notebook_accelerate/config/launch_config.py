@@ -208,6 +208,3 @@ def _check_environment(env: object) -> None:
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
             raise ValueError(f"env={{{name!r}: {value!r}}} is not allowed; no environment variable can have it")
-
-
-__all__ = ["LaunchConfig"]

@@ -371,6 +371,3 @@ def _parse_t5(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
         encoder_seq_length=encoder,
         pad_token_id=_first_set(model.config, "pad_token_id", default=0),
     )
-
-
-__all__ = ["MODEL_CONFIGS_TO_MEGATRON_PARSERS", "MegatronLMPlugin", "add_model_config_to_megatron_parser"]

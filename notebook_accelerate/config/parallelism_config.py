@@ -253,6 +253,3 @@ class ParallelismConfig:
                 f"{device_type!r}; create a new ParallelismConfig for the other type"
             )
         return self._mesh
-
-
-__all__ = ["ParallelismConfig"]

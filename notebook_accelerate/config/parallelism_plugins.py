@@ -89,11 +89,3 @@ class DeepSpeedSequenceParallelConfig:
                 f"sp_attn_implementation={chosen!r} is not allowed; pass one of "
                 f"{', '.join(map(repr, _SP_ATTENTIONS))}, or a kernel's name on the hub"
             )
-
-
-__all__ = [
-    "DeepSpeedSequenceParallelConfig",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-]

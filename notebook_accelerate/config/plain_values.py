@@ -85,6 +85,3 @@ def format_setting(value: Any) -> str:
         return repr(getattr(value, "value", value) if isinstance(value, Enum) else value)
     changed = {entry.name: given for entry in fields(value) if (given := getattr(value, entry.name)) != entry.default}
     return f"{type(value).__name__}({format_setting(changed)})"
-
-
-__all__ = ["convert_bytes", "format_setting", "get_pretty_name", "merge_dicts", "recursive_getattr"]

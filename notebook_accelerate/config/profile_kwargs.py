@@ -64,6 +64,3 @@ class ProfileKwargs(KwargsHandler):
             if name not in known:
                 raise ValueError(f"profiler activity {name!r} is not supported here; supported: {', '.join(known)}")
         return [known[name] for name in self.activities]
-
-
-__all__ = ["ProfileKwargs"]

@@ -67,6 +67,3 @@ def _dtype(value: Any) -> torch.dtype:
     check_one_of("bnb_4bit_compute_dtype", value, _COMPUTE_DTYPES)
     dtype: torch.dtype = getattr(torch, _COMPUTE_DTYPES[value])
     return dtype
-
-
-__all__ = ["BnbQuantizationConfig"]

@@ -96,6 +96,3 @@ class TensorInformation:
 
     shape: torch.Size
     dtype: torch.dtype
-
-
-__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "ProjectConfiguration", "TensorInformation"]

@@ -55,6 +55,3 @@ def _basic_config(mixed_precision: str, hardware: HardwareInfo) -> ClusterConfig
         debug=False,
         num_processes=max(hardware.count, 1),
     )
-
-
-__all__ = ["write_basic_config"]

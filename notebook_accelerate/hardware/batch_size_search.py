@@ -176,6 +176,3 @@ def find_executable_batch_size(
         )
     check_whole_number("starting_batch_size", starting_batch_size)
     return _SizeFinder(function, starting_batch_size, reduce_batch_size_fn)
-
-
-__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]

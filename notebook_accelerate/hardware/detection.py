@@ -123,6 +123,3 @@ def _loopback() -> str | None:
         if any(address.address.startswith("127.") for address in addresses):
             return str(name)
     return None
-
-
-__all__ = ["HardwareInfo", "cpu_count", "detect", "host", "in_kernel", "ipython_shell", "memory_bytes"]

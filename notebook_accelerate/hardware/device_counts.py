@@ -222,5 +222,3 @@ COUNTERS: dict[str, Callable[[], int]] = {
     "xpu": _xpu,
     "mps": _mps,
 }
-
-__all__ = ["COUNTERS", "count"]

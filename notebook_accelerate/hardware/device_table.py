@@ -210,6 +210,3 @@ def row(device_type: str) -> DeviceRow:
     if device_type not in _BY_TYPE:
         raise ValueError(f"device type {device_type!r} is not known; pass one of {', '.join(_BY_TYPE)}")
     return _BY_TYPE[device_type]
-
-
-__all__ = ["ROWS", "DeviceRow", "row"]

@@ -72,13 +72,3 @@ def get_current_device_type() -> tuple[str, str]:
     row = device_table.row(detect().accelerator)
     name = row.distributed_type if row.distributed_type != DistributedType.NO else DistributedType.MULTI_CPU
     return row.type, name.value
-
-
-__all__ = [
-    "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support",
-    "get_current_device_type",
-    "get_driver_version",
-    "get_gpu_info",
-    "visible_gpu",
-]

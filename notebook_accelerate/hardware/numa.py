@@ -99,13 +99,3 @@ def parse_cpu_list(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return cores
-
-
-__all__ = [
-    "RANK_VARIABLES",
-    "CPUInformation",
-    "get_cpu_distributed_information",
-    "override_numa_affinity",
-    "parse_cpu_list",
-    "set_numa_affinity",
-]

@@ -79,6 +79,3 @@ def _describe(index: int, handle: Any) -> Gpu:
         capability=_query("nvmlDeviceGetCudaComputeCapability", handle, default=(0, 0)),
         pci_bus_id="" if pci is None else pci.busId.lower(),
     )
-
-
-__all__ = ["Gpu", "count", "driver_version", "gpus"]

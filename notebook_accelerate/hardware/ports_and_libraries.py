@@ -54,6 +54,3 @@ def get_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-__all__ = ["are_libraries_initialized", "check_os_kernel", "get_free_port", "is_port_in_use"]

@@ -64,6 +64,3 @@ def flight_recorder_variables() -> dict[str, str]:
         return {}
     old = Version(version) < Version("2.9")
     return {"TORCH_NCCL_TRACE_BUFFER_SIZE" if old else "TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES}
-
-
-__all__ = ["TorchBuild", "flight_recorder_variables", "read"]

@@ -56,6 +56,3 @@ def is_torch_version(operation: str, version: str) -> bool:
         Whether the comparison holds.
     """
     return compare_versions(parse(parse(torch_build.read().version or "0").public), operation, version)
-
-
-__all__ = ["compare_versions", "installed_version", "is_torch_version"]

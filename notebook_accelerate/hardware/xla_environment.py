@@ -59,6 +59,3 @@ def chips_of_host(environment: Mapping[str, str]) -> int:
 def _accelerator_type(environment: Mapping[str, str]) -> tuple[str, int]:
     found = re.fullmatch(r"(v\d+\w*)-(\d+)", environment.get("TPU_ACCELERATOR_TYPE", "").strip())
     return (found[1], int(found[2])) if found else ("", 0)
-
-
-__all__ = ["XlaLayout", "chips_of_host", "layout"]

@@ -103,6 +103,3 @@ def here() -> CellOutput | None:
     """Return an output of the running cell; None outside a notebook."""
     kernel = running_kernel()
     return CellOutput(kernel) if kernel is not None else None
-
-
-__all__ = ["NOTHING", "CellOutput", "forget", "here", "leave_at_exit"]

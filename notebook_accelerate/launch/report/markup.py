@@ -91,6 +91,3 @@ def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
     """
     data = base64.b64encode(drawing.encode()).decode()
     return element("img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}")
-
-
-__all__ = ["Markup", "element", "join", "svg", "svg_image", "svg_text"]

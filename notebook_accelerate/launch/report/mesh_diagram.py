@@ -254,6 +254,3 @@ def _hatch_patterns(palette: Palette) -> Markup:
         for index, colour in enumerate(palette.kinds)
     ]  # fmt: skip
     return element("defs", *patterns)
-
-
-__all__ = ["PAPER", "SCREEN", "Grid", "Palette", "description", "image", "mesh_rows", "slice_of", "svg"]

@@ -66,6 +66,3 @@ def state_counts(ranks: Iterable[RankOnNode]) -> str:
 def severity(state: str) -> int:
     """Return a sort key for states: the worst is 0."""
     return _STATES.index(state) if state in _STATES else len(_STATES)
-
-
-__all__ = ["MANY", "SHOWN_NODES", "SHOWN_RANKS", "RankOnNode", "by_node", "node_name", "severity", "state_counts"]

@@ -48,6 +48,3 @@ def percent(share: float | None, unknown: str = "") -> str:
     if share is None:
         return unknown
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"
-
-
-__all__ = ["byte_size", "number", "percent"]

@@ -122,6 +122,3 @@ def _step(info: RankInfo) -> int | None:
 def _range(steps: Iterable[int | None]) -> str:
     known = [step for step in steps if step is not None]
     return "–".join(dict.fromkeys(str(step) for step in (min(known), max(known)))) if known else ""
-
-
-__all__ = ["MAX_NAMES", "own_seconds", "short_names", "step_time", "step_time_rows", "tables"]

@@ -249,13 +249,3 @@ def _report_table(caption: str, rows: Rows) -> Markup:
     columns = [{"style": f"text-align:{'right' if right else 'left'}"} for right in numeric]
     title = element("caption", caption, style="text-align:left;caption-side:top")
     return html_table(head, body, caption=title, columns=columns)
-
-
-__all__ = [
-    "Report",
-    "config_rows",
-    "environment_rows",
-    "failures_html",
-    "sparkline",
-    "trace_rows",
-]

@@ -196,18 +196,3 @@ def report_rows(reports: ShardReports) -> list[list[str]]:
     """
     rows = sharding_rows(reports)
     return [list(HEAD), *([*row[:4], percent(row.share), row.layout] for row in rows)]
-
-
-__all__ = [
-    "CAPTION",
-    "HEAD",
-    "RankGroup",
-    "ShardReports",
-    "ShardingRow",
-    "groups",
-    "latest_reports",
-    "report_rows",
-    "sharding_rows",
-    "summary",
-    "total_bytes",
-]

@@ -232,6 +232,3 @@ def _legend(tracks: Sequence[Track]) -> list[Markup]:
 
 def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
-
-
-__all__ = ["COLOURS", "MAX_TRACKS", "Track", "description", "image", "metric_image", "svg", "ticks", "tracks_of"]

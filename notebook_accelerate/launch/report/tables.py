@@ -62,6 +62,3 @@ def text_table(rows: Sequence[Sequence[str]], *, rule: bool = False) -> str:
     if rule:
         lines.insert(1, "  ".join("─" * width for width in widths))
     return "\n".join(lines)
-
-
-__all__ = ["LEFT", "Attributes", "Rows", "html_table", "text_table"]
