@@ -56,11 +56,6 @@ class RayCluster:
         _check_runtime_env(self.runtime_env)
 
     @property
-    def by_client(self) -> bool:
-        """Whether the kernel reaches the cluster through Ray's client, from a machine outside the cluster."""
-        return self.address.startswith(RAY_CLIENT)
-
-    @property
     def description(self) -> str:
         """The cluster, as a part of a message."""
         return "a Ray cluster" if self.address == "auto" else f"the Ray cluster at {self.address}"

@@ -59,7 +59,7 @@ class BaseConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a file: enums by value, without fields that are None or empty."""
-        values = {name: _enum_value(value) for name, value in dataclasses.asdict(self).items()}
+        values = {name: getattr(value, "value", value) for name, value in dataclasses.asdict(self).items()}
         return {name: value for name, value in values.items() if value is not None and value != {}}
 
     @staticmethod
@@ -261,10 +261,6 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
 def _contents(path: Path) -> dict[str, Any]:
     # JSON is a subset of YAML, so both load, independent of the file's name.
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-
-
-def _enum_value(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
 
 
 def _upper(config: Mapping[str, Any] | None, prefix: str = "") -> dict[str, Any]:

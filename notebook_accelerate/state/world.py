@@ -43,8 +43,4 @@ def world_from_environ() -> World:
 
 
 def _first(value_name: str, default: int) -> int:
-    for name in RANK_VARIABLES[value_name]:
-        value = environ.integer(name)
-        if value is not None and value >= 0:
-            return value
-    return default
+    return environ.get_int_from_env(RANK_VARIABLES[value_name], default)

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.parallelism_config import (
-        ParallelismConfig as ParallelismConfig,
-    )
-    from notebook_accelerate.hardware.basic_config import (
-        write_basic_config as write_basic_config,
-    )
+    from notebook_accelerate.config.parallelism_config import ParallelismConfig as ParallelismConfig
+    from notebook_accelerate.hardware.basic_config import write_basic_config as write_basic_config
     from notebook_accelerate.strategies.megatron.megatron_strategy import (
         megatron_lm_initialize as megatron_lm_initialize,
         megatron_lm_prepare_data_loader as megatron_lm_prepare_data_loader,

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.ddp_kwargs import (
-        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
-    )
-    from notebook_accelerate.config.deepspeed_plugin import (
-        DeepSpeedPlugin as DeepSpeedPlugin,
-    )
-    from notebook_accelerate.config.dynamo_plugin import (
-        TorchDynamoPlugin as TorchDynamoPlugin,
-    )
+    from notebook_accelerate.config.ddp_kwargs import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin as TorchDynamoPlugin
     from notebook_accelerate.config.enums import *
     from notebook_accelerate.config.fp8_recipes import (
         AORecipeKwargs as AORecipeKwargs,
@@ -44,12 +38,8 @@ if TYPE_CHECKING:
         TorchTensorParallelConfig as TorchTensorParallelConfig,
         TorchTensorParallelPlugin as TorchTensorParallelPlugin,
     )
-    from notebook_accelerate.config.profile_kwargs import (
-        ProfileKwargs as ProfileKwargs,
-    )
-    from notebook_accelerate.config.quantization_config import (
-        BnbQuantizationConfig as BnbQuantizationConfig,
-    )
+    from notebook_accelerate.config.profile_kwargs import ProfileKwargs as ProfileKwargs
+    from notebook_accelerate.config.quantization_config import BnbQuantizationConfig as BnbQuantizationConfig
     from notebook_accelerate.config.training_config import (
         DataLoaderConfiguration as DataLoaderConfiguration,
         GradientAccumulationPlugin as GradientAccumulationPlugin,

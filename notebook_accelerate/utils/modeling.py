@@ -49,9 +49,7 @@ if TYPE_CHECKING:
         get_module_size_with_ties as get_module_size_with_ties,
         retie_parameters as retie_parameters,
     )
-    from notebook_accelerate.checkpointing import (
-        shard_checkpoint as shard_checkpoint,
-    )
+    from notebook_accelerate.checkpointing import shard_checkpoint as shard_checkpoint
     from notebook_accelerate.precision.autocast_helpers import (
         get_grad_scaler as get_grad_scaler,
         get_mixed_precision_context_manager as get_mixed_precision_context_manager,

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
         slice_tensors as slice_tensors,
         verify_operation as verify_operation,
     )
-    from notebook_accelerate.errors import (
-        DistributedOperationException as DistributedOperationException,
-    )
+    from notebook_accelerate.errors import DistributedOperationException as DistributedOperationException
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
         get_free_port as get_free_port,
         is_port_in_use as is_port_in_use,
     )
-    from notebook_accelerate.state.seeding import (
-        wait_for_everyone as wait_for_everyone,
-    )
+    from notebook_accelerate.state.seeding import wait_for_everyone as wait_for_everyone
     from notebook_accelerate.strategies.module_queries import (
         compile_regions as compile_regions,
         compile_regions_deepspeed as compile_regions_deepspeed,

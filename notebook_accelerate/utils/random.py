@@ -11,8 +11,6 @@ if TYPE_CHECKING:
         synchronize_rng_state as synchronize_rng_state,
         synchronize_rng_states as synchronize_rng_states,
     )
-    from notebook_accelerate.state.seeding import (
-        set_seed as set_seed,
-    )
+    from notebook_accelerate.state.seeding import set_seed as set_seed
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

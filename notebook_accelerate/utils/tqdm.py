@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.logging import (
-        tqdm as tqdm,
-    )
+    from notebook_accelerate.logging import tqdm as tqdm
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.constants import (
-        STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC,
-    )
+    from notebook_accelerate.config.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
     from notebook_accelerate.hardware.versions import (
         compare_versions as compare_versions,
         is_torch_version as is_torch_version,

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
         ClusterConfig as ClusterConfig,
         default_json_config_file as default_json_config_file,
     )
-    from notebook_accelerate.hardware.basic_config import (
-        write_basic_config as write_basic_config,
-    )
+    from notebook_accelerate.hardware.basic_config import write_basic_config as write_basic_config
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

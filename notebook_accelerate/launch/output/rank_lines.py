@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import string
 import sys
 import time
@@ -137,21 +139,11 @@ class Publisher(ABC):
         if self._pending and (force or now >= self._due):
             self._due = now + FLUSH_SECONDS
             pending, self._pending = self._pending, []
-            for stream, text in _merged(pending):
-                self._write(stream, text)
+            for stream, group in itertools.groupby(pending, key=operator.itemgetter(0)):
+                self._write(stream, "".join(text for _, text in group))
         if self._bars_changed and (force or now >= self._bars_due):
             self._bars_due, self._bars_changed = now + PROGRESS_SECONDS, False
             self._draw_bars("\n".join(self._bars[rank] for rank in sorted(self._bars)))
-
-
-def _merged(pending: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    merged: list[tuple[str, list[str]]] = []
-    for stream, text in pending:
-        if merged and merged[-1][0] == stream:
-            merged[-1][1].append(text)
-        else:
-            merged.append((stream, [text]))
-    return [(stream, "".join(texts)) for stream, texts in merged]
 
 
 class TextPublisher(Publisher):
@@ -179,15 +171,15 @@ class NotebookPublisher(Publisher):
         super().__init__()
         self._kernel = kernel
         self._parent = parent_message(kernel)
-        self._bars_id: str | None = None
-        self._bars_name = f"notebook-accelerate-{run_id}-progress"
+        self._bars_shown = False
+        self._bars_id = f"notebook-accelerate-{run_id}-progress"
         self._budget, self._budget_time = float(BURST_BYTES), time.monotonic()
         self._withheld = 0
 
     def show_under(self, cell: Any) -> None:
         """See ``Publisher.show_under``."""
         self._parent = cell
-        self._bars_id = None
+        self._bars_shown = False
 
     def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
         # Sent through the session: OutStream would add it to the cell that is running now.
@@ -209,15 +201,16 @@ class NotebookPublisher(Publisher):
     def display(self, event: DisplayEvent, label: str) -> None:
         """See ``Publisher.display``."""
         self.flush(force=True)
-        transient = {} if event.display_id is None else {"display_id": event.display_id}
-        kind = "update_display_data" if event.update else "display_data"
-        self._send(kind, {"data": event.data, "metadata": event.metadata, "transient": transient}, kind)
+        self._send_display(event.data, event.metadata, event.display_id, update=event.update)
+
+    def _send_display(self, data: Any, metadata: Any, display_id: str | None, *, update: bool) -> None:
+        transient = {} if display_id is None else {"display_id": display_id}
+        kind = "update_display_data" if update else "display_data"
+        self._send(kind, {"data": data, "metadata": metadata, "transient": transient}, kind)
 
     def _draw_bars(self, text: str) -> None:
-        content = {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": self._bars_name}}
-        kind = "update_display_data" if self._bars_id else "display_data"
-        self._bars_id = self._bars_name
-        self._send(kind, content, kind)
+        self._send_display({"text/plain": text}, {}, self._bars_id, update=self._bars_shown)
+        self._bars_shown = True
 
     def flush(self, *, force: bool = False) -> None:
         """See ``Publisher.flush``; with ``force`` it also reports how much output was withheld."""

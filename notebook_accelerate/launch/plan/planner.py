@@ -159,7 +159,6 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
     """Return the plan of ranks on a cluster, whose machines are unknown until the launch reaches them."""
     ranks = config.num_processes or 1
     on_cpu = config.cpu or cluster.gpus == 0
-    asked = (config.env or {}).get("OMP_NUM_THREADS")
     return LaunchPlan(
         start_method="ray",
         reason=f"as asked: on={config.on!r}" if isinstance(config.on, str) else "as asked: on=RayCluster(...)",
@@ -168,7 +167,7 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
         first_rank=0,
         accelerator="cpu" if on_cpu else "the cluster's devices",
         backend="gloo" if on_cpu and ranks > 1 else "",
-        threads=int(asked) if asked and asked.isdigit() and int(asked) > 0 else max(1, int(cluster.cpus)),
+        threads=_threads_in((config.env or {}).get("OMP_NUM_THREADS")) or max(1, int(cluster.cpus)),
         master_addr="",  # the address of the first rank's node, once the rank has one
         port=0,
         loopback="",
@@ -218,9 +217,11 @@ def _backend(accelerator: str) -> str:
 
 def _threads(config: LaunchConfig, num_processes: int, cpu_count: int, facts: KernelFacts) -> int:
     asked = (config.env or {}).get("OMP_NUM_THREADS") or facts.environment.get("OMP_NUM_THREADS")
-    if asked and asked.isdigit() and int(asked) > 0:
-        return int(asked)
-    return max(1, cpu_count // num_processes)
+    return _threads_in(asked) or max(1, cpu_count // num_processes)
+
+
+def _threads_in(variable: str | None) -> int:
+    return int(variable) if variable and variable.isdigit() else 0
 
 
 def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, accelerator: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import PortInUseError
+from notebook_accelerate.hardware.ports_and_libraries import get_free_port
 from notebook_accelerate.launch.processes.rank_process import Ends
 
 
@@ -108,8 +109,5 @@ def _can_bind(port: int, address: str) -> bool:
 
 def _any_free() -> _Held:
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if (held := _hold(port)) is not None:
+        if (held := _hold(get_free_port())) is not None:
             return held

@@ -38,13 +38,12 @@ def byte_size(count: int | None, unknown: str = "–") -> str:
     return f"{count} B" if unit == "B" else f"{size:,.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
 
 
-def percent(share: float | None, unknown: str = "") -> str:
-    """Return a share as "50 %", small ones with two significant digits.
+def percent(share: float | None) -> str:
+    """Return a share as "50 %", small ones with two significant digits; "" for None.
 
     Args:
         share: From 0 to 1, more with padding; None: not known.
-        unknown: Returned for None.
     """
     if share is None:
-        return unknown
+        return ""
     return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"

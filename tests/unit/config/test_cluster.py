@@ -15,7 +15,6 @@ def test_on_selects_a_cluster() -> None:
     assert LaunchConfig(on="ray").cluster == RayCluster()
     client = resolve_cluster("ray://head:10001")
     assert client == RayCluster(address="ray://head:10001")
-    assert client.by_client
     assert (RayCluster().description, client.description) == ("a Ray cluster", "the Ray cluster at ray://head:10001")
 
 
