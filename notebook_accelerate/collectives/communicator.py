@@ -133,8 +133,3 @@ COMMUNICATORS: dict[str, Communicator] = {
     "xla": XlaCommunicator(),
 }
 """The communicators, by the name in `PartialState.communicator`."""
-
-
-def communicator() -> Communicator:
-    """Return the communicator of this process's world."""
-    return COMMUNICATORS[PartialState().communicator]

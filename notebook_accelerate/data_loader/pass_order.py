@@ -73,9 +73,8 @@ class RecordedSource:
         if generator is not None:
             generator.set_state(resumed)
             return iter(source)
-        current = torch.get_rng_state()
-        torch.set_rng_state(resumed)
-        items = iter(source)
-        first = list(itertools.islice(items, 1))
-        torch.set_rng_state(current)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(resumed)
+            items = iter(source)
+            first = list(itertools.islice(items, 1))
         return itertools.chain(first, items)

@@ -311,10 +311,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         whose seed was drawn before the run was interrupted.
         """
         if self._original is not None:
-            numbers = torch.get_rng_state()
-            batches = self.batches()
-            torch.set_rng_state(numbers)
-            return batches
+            with torch.random.fork_rng(devices=[]):
+                return self.batches()
         with separate_worker_seed(self) if self._iterator is None and self.workers_seeded else nullcontext():
             return self.batches()
 

@@ -69,9 +69,8 @@ class _Stateful(PreparedDataLoader):
         self._state_before = None
         if state is None:
             return super().batches()
-        numbers = torch.get_rng_state()
-        batches = super().batches()
-        torch.set_rng_state(numbers)
+        with torch.random.fork_rng(devices=[]):
+            batches = super().batches()
         if state.get(_FINISHED) and self.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # the new pass draws its workers' seed, as every pass does
         return batches
@@ -231,10 +230,9 @@ class ResumableIterator(Iterator[Any]):
         if self.numbers is None or generator is not None:
             self.items = self._items_after_start()
             return
-        current = torch.get_rng_state()
-        torch.set_rng_state(self.numbers)
-        self.items = self._items_after_start()
-        torch.set_rng_state(current)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.numbers)
+            self.items = self._items_after_start()
 
     def _items_after_start(self) -> Iterator[Any]:
         """Start after the items that were yielded before, and draw the order now."""

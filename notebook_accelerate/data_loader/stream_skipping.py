@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from types import GeneratorType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler
 
@@ -15,18 +15,11 @@ _END: Any = object()
 _JUMPING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
-@runtime_checkable
-class Skippable(Protocol):
-    """A batch sampler that implements skipping itself."""
-
-    def iterate_from(self, skipped: int) -> Iterator[Any]:
-        """Iterate over the batches that follow the first `skipped` ones."""
-
-
-def iterate_from(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
+def iterate_from(batches: Any, skipped: int) -> Iterator[Any]:
     """Iterate over a batch sampler, or any iterable, without its first batches.
 
-    For torch's own BatchSampler, the sampler's indices are skipped instead of the batches.
+    A batch sampler with a method `iterate_from` skips by itself. For torch's own BatchSampler, the sampler's indices
+    are skipped instead of the batches.
 
     Args:
         batches: A batch sampler, a sampler, or any other iterable.
@@ -35,8 +28,9 @@ def iterate_from(batches: Iterable[Any], skipped: int) -> Iterator[Any]:
     Returns:
         An iterator over the remaining batches.
     """
-    if isinstance(batches, Skippable):
-        return batches.iterate_from(skipped)
+    if hasattr(batches, "iterate_from"):
+        own: Iterator[Any] = batches.iterate_from(skipped)
+        return own
     if skipped and type(batches) is BatchSampler:
         moved = advance(iter(batches.sampler), skipped * batches.batch_size)
         return iter(BatchSampler(moved, batches.batch_size, batches.drop_last))

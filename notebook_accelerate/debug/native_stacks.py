@@ -10,7 +10,7 @@ from pathlib import Path
 
 SECONDS = 1.0
 """Time limit of py-spy, which stops the process while it runs."""
-_FRAME = re.compile(r"^\s+(?P<name>.+?) \((?P<file>.*)\)$")
+_FRAME = re.compile(r"^\s+.+ \(.*\)$")
 
 
 def command() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from notebook_accelerate.debug import diagnosis, stack_dumps
@@ -124,10 +125,8 @@ class Session:
         if reply.error:
             return AskError(f"rank {rank}: {reply.error}")
         if reply.payload:
-            try:
+            with suppress(Exception):  # the kernel may lack its class, and shows the repr
                 return load_bytes(reply.payload)
-            except Exception:  # noqa: BLE001 - the kernel may lack its class, and shows the repr
-                return RemoteRepr(reply.shown)
         return RemoteRepr(reply.shown)
 
     def _why_silent(self, rank: int) -> str:

@@ -115,22 +115,14 @@ class AcceleratorState(PartialState):
         if requested["_mixed_precision"] is None:
             requested = {**requested, "_mixed_precision": precision_from_environ()}
         _deciding_plugin(requested)
-        settings = {**partial.__dict__, "device_mesh": None, "use_ipex": False, **requested}
-        settings |= arrange_ranks(settings)
-        kind = _deciding_plugin(settings)
-        self.__dict__.update(settings)
-        self._set_distributed_type(kind)
+        self._arrange({**partial.__dict__, "device_mesh": None, "use_ipex": False, **requested})
 
     def _apply_settings(self, partial: PartialState, requested: Slots) -> None:
         new = {name: value for name, value in requested.items() if value is not None}
         if kind := _deciding_plugin(new):
             new |= {name: None for name in _TYPE_OF_PLUGIN if name != kind and self.__dict__.get(name) is not None}
         before = {name: self.__dict__.get(name) for name in ("device", *new)}
-        settings = {**self.__dict__, **partial.__dict__, **new}
-        settings |= arrange_ranks(settings)
-        kind = _deciding_plugin(settings)
-        self.__dict__.update(settings)
-        self._set_distributed_type(kind)
+        self._arrange({**self.__dict__, **partial.__dict__, **new})
         changes = [_describe_change(name, old, self.__dict__[name]) for name, old in before.items()]
         if any(changes):
             warn_once(
@@ -138,7 +130,10 @@ class AcceleratorState(PartialState):
                 "objects prepared by an earlier Accelerator stay as they were prepared"
             )
 
-    def _set_distributed_type(self, kind: str) -> None:
+    def _arrange(self, settings: Slots) -> None:
+        settings |= arrange_ranks(settings)
+        kind = _deciding_plugin(settings)
+        self.__dict__.update(settings)
         self.distributed_type = _TYPE_OF_PLUGIN.get(kind) or PartialState().distributed_type
 
     @staticmethod

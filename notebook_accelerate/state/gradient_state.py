@@ -21,6 +21,7 @@ class GradientState:
         active_dataloader: The innermost loader that is being read; None outside of loops.
         dataloader_references: All loaders that are being read, outermost first, after a leading None.
         plugin_kwargs: The accumulation settings that differ from the defaults.
+        is_xla_gradients_synced: Whether gradients were reduced since the last step (XLA only).
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
@@ -28,7 +29,7 @@ class GradientState:
     sync_gradients: bool
     dataloader_references: list[Any]
     plugin_kwargs: dict[str, Any]
-    _is_xla_gradients_synced: bool
+    is_xla_gradients_synced: bool
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         cls = type(self)
@@ -97,15 +98,6 @@ class GradientState:
         loader = self.dataloader_references[-1]
         return -1 if loader is None else loader.remainder
 
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients were reduced since the last step (XLA only)."""
-        return self._is_xla_gradients_synced
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, value: bool) -> None:
-        self._is_xla_gradients_synced = value
-
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set whether this step completes a window."""
         self.sync_gradients = sync_gradients
@@ -126,5 +118,5 @@ def _initial(plugin_kwargs: dict[str, Any]) -> Slots:
         "sync_gradients": True,
         "dataloader_references": [None],
         "plugin_kwargs": plugin_kwargs,
-        "_is_xla_gradients_synced": False,
+        "is_xla_gradients_synced": False,
     }

@@ -29,8 +29,7 @@ def _note_fork() -> None:
     _inherited = dist.is_available() and dist.is_initialized()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def group_exists() -> bool:
@@ -47,15 +46,16 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
         device: The rank's device; a group on an accelerator is bound to it.
         kwargs: More arguments of `torch.distributed.init_process_group`.
     """
+    timeout = kwargs.get("timeout") or DEFAULT_TIMEOUT
     if device.type == "cuda":
         kwargs.setdefault("device_id", device)
     if not {"store", "init_method"} & set(kwargs) and _is_local(world):
-        kwargs["store"] = _loopback_store(world, kwargs.get("timeout") or DEFAULT_TIMEOUT)
+        kwargs["store"] = _loopback_store(world, timeout)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
     if _is_launched() and backend != "mpi":  # mpi has no store
         _wait_for_all(world)
     if telemetry.current_sink() is not None:
-        _let_kernel_time_out(kwargs.get("timeout") or DEFAULT_TIMEOUT)
+        _let_kernel_time_out(timeout)
 
 
 def _is_launched() -> bool:

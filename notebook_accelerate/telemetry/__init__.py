@@ -5,60 +5,40 @@ The kernel's side and the worker's side share this package. It imports no torch.
 
 from __future__ import annotations
 
-from notebook_accelerate.errors import ExceptionInfo, FrameInfo, RankFailure
-from notebook_accelerate.telemetry.channel import Channel, Decoder, Stamped, encode
-from notebook_accelerate.telemetry.events import (
-    AnsweredEvent,
-    DisplayEvent,
-    DroppedEvent,
-    Event,
-    GroupTimeoutEvent,
-    InputReply,
-    InputRequest,
-    LogEvent,
-    MetricEvent,
-    ProgressEvent,
-    ResourceEvent,
-    ResultEvent,
-    ShardingEvent,
-    StatusEvent,
-    TraceEvent,
+from notebook_accelerate.errors import (
+    ExceptionInfo as ExceptionInfo,
+    FrameInfo as FrameInfo,
+    RankFailure as RankFailure,
 )
-from notebook_accelerate.telemetry.failure import FailureEvent
-from notebook_accelerate.telemetry.sink import Sink, current_sink, emit, install_sink
-from notebook_accelerate.telemetry.step_time import StepTimeEvent
-from notebook_accelerate.telemetry.store import Metrics, MetricSeries, Store
-
-__all__ = [
-    "AnsweredEvent",
-    "Channel",
-    "Decoder",
-    "DisplayEvent",
-    "DroppedEvent",
-    "Event",
-    "ExceptionInfo",
-    "FailureEvent",
-    "FrameInfo",
-    "GroupTimeoutEvent",
-    "InputReply",
-    "InputRequest",
-    "LogEvent",
-    "MetricEvent",
-    "MetricSeries",
-    "Metrics",
-    "ProgressEvent",
-    "RankFailure",
-    "ResourceEvent",
-    "ResultEvent",
-    "ShardingEvent",
-    "Sink",
-    "Stamped",
-    "StatusEvent",
-    "StepTimeEvent",
-    "Store",
-    "TraceEvent",
-    "current_sink",
-    "emit",
-    "encode",
-    "install_sink",
-]
+from notebook_accelerate.telemetry.channel import (
+    Channel as Channel,
+    Decoder as Decoder,
+    Stamped as Stamped,
+    encode as encode,
+)
+from notebook_accelerate.telemetry.events import (
+    AnsweredEvent as AnsweredEvent,
+    DisplayEvent as DisplayEvent,
+    DroppedEvent as DroppedEvent,
+    Event as Event,
+    GroupTimeoutEvent as GroupTimeoutEvent,
+    InputReply as InputReply,
+    InputRequest as InputRequest,
+    LogEvent as LogEvent,
+    MetricEvent as MetricEvent,
+    ProgressEvent as ProgressEvent,
+    ResourceEvent as ResourceEvent,
+    ResultEvent as ResultEvent,
+    ShardingEvent as ShardingEvent,
+    StatusEvent as StatusEvent,
+    TraceEvent as TraceEvent,
+)
+from notebook_accelerate.telemetry.failure import FailureEvent as FailureEvent
+from notebook_accelerate.telemetry.sink import (
+    Sink as Sink,
+    current_sink as current_sink,
+    emit as emit,
+    install_sink as install_sink,
+)
+from notebook_accelerate.telemetry.step_time import StepTimeEvent as StepTimeEvent
+from notebook_accelerate.telemetry.store import Metrics as Metrics, MetricSeries as MetricSeries, Store as Store

@@ -33,10 +33,8 @@ class AimTracker(VendorTracker):
         run.name = self.run_name
         return run
 
-    @property
-    def writer(self) -> Any:
-        """The run."""
-        return self.tracker
+    writer = VendorTracker.tracker
+    """The run."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

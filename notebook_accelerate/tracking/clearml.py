@@ -38,10 +38,8 @@ class ClearMLTracker(VendorTracker):
         if not self._opened_elsewhere:
             self._run.close()
 
-    @property
-    def task(self) -> Any:
-        """The task."""
-        return self.tracker
+    task = VendorTracker.tracker
+    """The task."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -26,10 +26,8 @@ class CometMLTracker(VendorTracker):
     def _close(self) -> None:
         self._run.end()
 
-    @property
-    def writer(self) -> Any:
-        """The experiment."""
-        return self.tracker
+    writer = VendorTracker.tracker
+    """The experiment."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

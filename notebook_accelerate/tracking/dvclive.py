@@ -33,10 +33,8 @@ class DVCLiveTracker(VendorTracker):
     def _close(self) -> None:
         self._run.end()
 
-    @property
-    def live(self) -> Any:
-        """The `dvclive.Live`."""
-        return self.tracker
+    live = VendorTracker.tracker
+    """The `dvclive.Live`."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -70,10 +70,8 @@ class MLflowTracker(VendorTracker):
 
         mlflow.end_run()
 
-    @property
-    def active_run(self) -> Any:
-        """The run."""
-        return self.tracker
+    active_run = VendorTracker.tracker
+    """The run."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -27,10 +27,8 @@ class RunTracker(VendorTracker):
     def _close(self) -> None:
         self._run.finish()
 
-    @property
-    def run(self) -> Any:
-        """The vendor's run."""
-        return self.tracker
+    run = VendorTracker.tracker
+    """The vendor's run."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

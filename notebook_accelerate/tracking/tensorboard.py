@@ -35,10 +35,8 @@ class TensorBoardTracker(VendorTracker):
             module = import_module("tensorboardX")
         return module.SummaryWriter(str(self.logging_dir), **self.init_kwargs)
 
-    @property
-    def writer(self) -> Any:
-        """The `SummaryWriter`."""
-        return self.tracker
+    writer = VendorTracker.tracker
+    """The `SummaryWriter`."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -131,15 +131,14 @@ def filter_trackers(
         if isinstance(item, GeneralTracker):
             found.append(item)
         elif item == LoggerType.ALL.value:
-            found += [name for name in get_available_trackers() if logging_dir is not None or not _needs_folder(name)]
+            found += [
+                name
+                for name in get_available_trackers()
+                if logging_dir is not None or not TRACKERS[str(name)].tracker_class.requires_logging_directory
+            ]
         elif _check_name(item, logging_dir):
             found.append(_public_name(str(item)))
     return [item for position, item in enumerate(found) if item not in found[:position]]
-
-
-def _needs_folder(name: Any) -> bool:
-    row = find_row(str(name))
-    return row is not None and row.tracker_class.requires_logging_directory
 
 
 def _check_name(name: Any, logging_dir: Any) -> bool:

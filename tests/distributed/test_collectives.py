@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from notebook_accelerate import collectives
+from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
 from tests.support.ranks import RankError, run_ranks
@@ -391,7 +392,7 @@ def measure() -> dict[str, float]:
     def fused() -> list[torch.Tensor]:
         """One collective, packed and cut as one would by hand."""
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
-        rows = collectives.communicator().all_gather(flat, size)
+        rows = COMMUNICATORS[PartialState().communicator].all_gather(flat, size)
         return [part.reshape(128, 4) for part in rows.split(256, dim=1)]
 
     def median(work: Any) -> float:
