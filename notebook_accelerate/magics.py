@@ -24,9 +24,6 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; {self.format_usage().strip()}")
 
 
-_SETTINGS = frozenset(LaunchConfig.__dataclass_fields__)
-
-
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if bad := [name for name in names if not name.isidentifier()]:
@@ -129,20 +126,23 @@ class RankMagics(Magics):
             self.group = None
 
     def _group(self, options: argparse.Namespace) -> WarmRanks:
-        requested = options.num_processes
         if self.group is not None and self.group.alive:
             size = self.group.size
-            if requested not in (None, size):
-                raise ValueError(f"-n {requested}: {size} warm ranks are running; end them first: %rank_stop")
+            if options.num_processes not in (None, size):
+                raise ValueError(
+                    f"-n {options.num_processes}: {size} warm ranks are running; end them first: %rank_stop"
+                )
             return self.group
         self.group = WarmRanks(self._config(options))
         return self.group
 
     def _config(self, options: argparse.Namespace) -> LaunchConfig:
         """Return the named configuration, or the default one, changed by the options of the line."""
-        given = {name: value for name, value in vars(options).items() if name in _SETTINGS and value is not None}
-        if "on" in given:
-            given["on"] = self._cluster(given["on"])
+        known = LaunchConfig.__dataclass_fields__
+        given = {name: value for name, value in vars(options).items() if name in known and value is not None}
+        cluster = self.shell.user_ns.get(options.on)
+        if isinstance(cluster, RayCluster):
+            given["on"] = cluster
         if options.config is not None:
             named = self.shell.user_ns.get(options.config)
             if not isinstance(named, LaunchConfig):
@@ -154,10 +154,6 @@ class RankMagics(Magics):
         if given.get("num_nodes", 1) == 1:
             given.setdefault("use_port", 0)
         return LaunchConfig(**given)
-
-    def _cluster(self, name: str) -> str | RayCluster:
-        value = self.shell.user_ns.get(name)
-        return value if isinstance(value, RayCluster) else name
 
     def _running(self) -> WarmRanks:
         if self.group is None or not self.group.alive:

@@ -84,14 +84,10 @@ class FormDraft:
         else:
             self.entries[entry.name] = text_of(entry, given)
 
-    def field(self, name: str) -> Field:
-        """Return one field by name."""
-        return next(entry for entry in self.fields if entry.name == name)
-
     def nested(self, name: str) -> FormDraft:
         """Return the draft of a nested dataclass, created on first use."""
         if name not in self._nested:
-            nested = self.field(name).nested
+            nested = next(entry.nested for entry in self.fields if entry.name == name)
             assert nested is not None, f"{name} is not a nested dataclass"
             self._nested[name] = FormDraft(nested, choices=CHOICES.get(nested.__name__))
         return self._nested[name]

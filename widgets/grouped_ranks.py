@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,12 +113,12 @@ def node_row(ranks: Sequence[RankSnapshot], *, gpu: bool, several: bool) -> Tabl
     return TableRow(f"n{ranks[0].node}", name, kind, badge, state_counts(ranks), (*cells, last))
 
 
-def sections(run: RunSnapshot, wanted: Callable[[str], bool] = lambda _: True) -> list[Section]:
+def sections(run: RunSnapshot, *, with_others: bool = True) -> list[Section]:
     """Return the sections of the table of many ranks: nodes, outliers, and all other ranks behind folds.
 
     Args:
         run: The run.
-        wanted: Called with "others"; returns whether its rows are needed.
+        with_others: Whether the rows of the last section, all other ranks, are needed.
     """
     gpu, groups = has_gpu(run.ranks), by_node(run.ranks)
     nodes = [node_row(ranks, gpu=gpu, several=len(groups) > 1) for ranks in groups.values()]
@@ -136,7 +136,7 @@ def sections(run: RunSnapshot, wanted: Callable[[str], bool] = lambda _: True) -
         title = "Outliers" if len(listed) == len(all_outliers) else some
         found.append(Section("outliers", title, [rank_row(rank, gpu=gpu, steady=True) for rank in listed]))
     title = f"{'The other' if listed else 'All'} {len(others):,} ranks"
-    rows = [rank_row(rank, gpu=gpu, steady=True) for rank in others] if wanted("others") else None
+    rows = [rank_row(rank, gpu=gpu, steady=True) for rank in others] if with_others else None
     return [*found, Section("others", title, rows, folded=True)]
 
 

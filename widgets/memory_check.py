@@ -161,7 +161,7 @@ def _fsdp(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
 
 
 def _strategy_names(plugin: Any) -> str:
-    return f"{plugin.sharding_strategy} {plugin.reshard_after_forward}".upper() if plugin is not None else ""
+    return f"{plugin.sharding_strategy} {plugin.reshard_after_forward}".upper()
 
 
 def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.grouped_ranks import Section, TableRow
     from notebook_accelerate.widgets.run_summary import RunSnapshot
 
-VISIBLE_SECONDS, OPEN_SECONDS, FOLDED_SECONDS = 0.5, 1.0, 5.0
-"""The shortest time between two updates of visible sections, of an opened fold, and of a closed one."""
+OPEN_SECONDS, FOLDED_SECONDS = 1.0, 5.0
+"""The shortest time between two updates of the other ranks while their fold is open, and while it is closed."""
 
 
 class RankTable(Feed):
@@ -34,7 +34,7 @@ class RankTable(Feed):
         self._head: list[str] = []
         self._known: dict[str, dict[str, tuple[str, ...]]] = {}
         self._titles: dict[str, str] = {}
-        self._due: dict[str, float] = {}
+        self._others_due = 0.0
 
     def update(self, now: float, run: RunSnapshot, loss: str) -> None:
         """Send what has changed, or everything if a view asked for it or may have missed a message.
@@ -52,20 +52,18 @@ class RankTable(Feed):
             self._remember(sections)
             return
         ended = run.status in ("succeeded", "failed", "stopped")
-        sections = grouped_ranks.sections(run, lambda key: ended or self._is_due(key, now))
+        sections = grouped_ranks.sections(run, with_others=ended or self._others_are_due(now))
         changes = [change for section in sections if (change := self._change(section)) is not None]
         removed = [key for key in self._known if key not in {section.key for section in sections}]
         if changes or removed:
             self._send_message("delta", {"sections": changes, "removed": removed})
             self._remember(sections)
 
-    def _is_due(self, key: str, now: float) -> bool:
-        """Return whether it is time to send a section again, and plan the next time."""
-        if now < self._due.get(key, 0.0):
+    def _others_are_due(self, now: float) -> bool:
+        """Return whether it is time to send the other ranks again, and plan the next time."""
+        if now < self._others_due:
             return False
-        folded = key in ("more-nodes", "others")
-        seconds = OPEN_SECONDS if key in self.unfolded else FOLDED_SECONDS if folded else VISIBLE_SECONDS
-        self._due[key] = now + 0.95 * seconds
+        self._others_due = now + 0.95 * (OPEN_SECONDS if "others" in self.unfolded else FOLDED_SECONDS)
         return True
 
     def _change(self, section: Section) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ class Ticker:
         schedule.close()
         self._woken.set()
         with self._lock:
-            thread = self._thread if not any(not other.closed for other in self._schedules) else None
+            thread = self._thread if all(other.closed for other in self._schedules) else None
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2.0)  # it may be rendering another panel
 

@@ -12,7 +12,7 @@ from notebook_accelerate.launch.report.node_summary import MANY
 from notebook_accelerate.widgets import grouped_ranks, run_panel_html
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.log_view import LogView
-from notebook_accelerate.widgets.panel_elements import card, row, widget_bundle
+from notebook_accelerate.widgets.panel_elements import card, row, widget_bundle, with_classes
 from notebook_accelerate.widgets.plot import Plot, Source
 from notebook_accelerate.widgets.rank_table import RankTable
 from notebook_accelerate.widgets.resource_strip import strip
@@ -53,8 +53,7 @@ class RunPanel(LivePanel):
         source = Source(self.run.store, self.run.started)
         self.plot = Plot([source], "No metric has been logged yet: accelerator.log({...}) draws curves here.")
         self.logs = LogView(self.run)
-        self.stop_button = ipywidgets.Button(description="Stop", tooltip="Stop the run")
-        self.stop_button.add_class("na-stop")
+        self.stop_button = with_classes(ipywidgets.Button(description="Stop", tooltip="Stop the run"), "na-stop")
         self.stop_button.on_click(self._stop_clicked)
         self.rank_table = RankTable()
         for feed in (self.plot, self.logs, self.rank_table):
@@ -64,8 +63,7 @@ class RunPanel(LivePanel):
         ranks = ipywidgets.VBox([self._ranks, self.rank_table])
         headline = row([self._head, self.stop_button], "na-headline")
         pages = [self.plot, ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
-        self._tabs = ipywidgets.Tab(children=pages)
-        self._tabs.add_class("na-tabs")
+        self._tabs = with_classes(ipywidgets.Tab(children=pages), "na-tabs")
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
         return card(headline, self._problem, self._progress, self._strip, self._tabs)

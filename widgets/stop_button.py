@@ -92,8 +92,7 @@ def hint(run: Run, kernel: KernelState | None) -> str:
         return ""
     if run.status == "stopping":
         return "Stopping: ranks may finish saving. Kill ends them immediately."
-    inline = run.plan is not None and run.plan.start_method == "inline"
-    if inline:
+    if run.plan is not None and run.plan.start_method == "inline":
         return "The run executes in this kernel: stop it with the notebook's own stop button (■)."
     if not kernel.busy:
         return "The Stop button works now. The notebook's own stop button does not stop a run in the background."
