@@ -16,6 +16,3 @@ def script(*names: str) -> str:
     A widget's script is sent to the browser as one text, which cannot import other files.
     """
     return "\n".join(asset(name) for name in names)
-
-
-__all__ = ["asset", "script"]

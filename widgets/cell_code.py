@@ -89,6 +89,3 @@ def training_functions(namespace: dict[str, Any]) -> list[str]:
         if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == namespace.get("__name__")
     ]
     return own[::-1]
-
-
-__all__ = ["launch_cell", "name_of", "training_functions"]

@@ -151,6 +151,3 @@ def not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: Cluste
         names.remove("env")
     changed = FormDraft(TrainingOptions, training).changed()
     return [*names, *(name for name in changed if name not in {"batch_size", "dynamo_plugin"})]
-
-
-__all__ = ["dynamo_plugin", "load", "not_in_file", "save", "to_cluster"]

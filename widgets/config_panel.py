@@ -456,6 +456,3 @@ def configure(
 def _namespace() -> dict[str, Any]:
     """Return the variables of the notebook, which IPython keeps in ``__main__``."""
     return vars(sys.modules["__main__"])
-
-
-__all__ = ["ConfigPanel", "configure"]

@@ -16,6 +16,3 @@ class CopyButton(anywidget.AnyWidget):
     _esm = asset("copy.js")
     text: Any = traitlets.Unicode("").tag(sync=True)
     label: Any = traitlets.Unicode("Copy").tag(sync=True)
-
-
-__all__ = ["CopyButton"]

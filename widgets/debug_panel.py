@@ -208,6 +208,3 @@ class DebugPanel(LivePanel):
 
 def _shown(value: Any) -> str:
     return str(value) if isinstance(value, Exception) else repr(value)
-
-
-__all__ = ["ALL", "DebugPanel"]

@@ -146,17 +146,3 @@ def panel_text(run: Run, found: Diagnosis | None, entries: Sequence[Entry]) -> s
             groups.setdefault(info.state, []).append(info.rank)
         blocks.append("\n".join(f"{rank_names(ranks)}: {status}" for status, ranks in groups.items()))
     return "\n\n".join(block for block in [*blocks, *(entry.text for entry in entries)] if block)
-
-
-__all__ = [
-    "MAX_HISTORY",
-    "Entry",
-    "head_html",
-    "history_html",
-    "panel_html",
-    "panel_text",
-    "ranks_html",
-    "stacks_html",
-    "stacks_of",
-    "verdict_html",
-]

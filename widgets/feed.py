@@ -83,6 +83,3 @@ class Feed(anywidget.AnyWidget):
         """Send a message: ``kind`` is "full" or "delta"."""
         self._seq += 1
         setattr(self, kind, {"seq": self._seq, "prev": self._seq - 1, **content})
-
-
-__all__ = ["REFRESH_AGES", "Feed", "RepeatTimes"]

@@ -44,5 +44,3 @@ TRAINING_GROUPS = (
         ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "torch_tp_plugin"),
     ),
 )  # fmt: skip
-
-__all__ = ["LAUNCH_CHOICES", "LAUNCH_GROUPS", "TRAINING_GROUPS"]

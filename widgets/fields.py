@@ -351,17 +351,3 @@ def parse(field: Field, text: str) -> Any:
 def text_of(field: Field, value: Any) -> str:
     """Return the text that ``parse`` reads as ``value``; "" for None and for a missing value."""
     return "" if value is None or value is MISSING else TEXT_FORMATS[field.kind].format(value)
-
-
-__all__ = [
-    "TEXT_FORMATS",
-    "Field",
-    "FieldError",
-    "TextFormat",
-    "fields_of",
-    "help_texts",
-    "literal",
-    "parse",
-    "summary",
-    "text_of",
-]

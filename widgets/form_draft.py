@@ -209,6 +209,3 @@ def code_of(value: Any) -> str:
     plain = value.value if isinstance(value, Enum) else value
     # JSON's escapes are Python's too, and formatters prefer double quotes.
     return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else repr(plain)
-
-
-__all__ = ["CHOICES", "Checked", "FormDraft", "code_of"]

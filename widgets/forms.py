@@ -319,6 +319,3 @@ def _label(value: Any) -> str:
 def _with_code(text: str) -> Markup:
     """Return a text with its `names` in backquotes as code elements."""
     return Markup(re.sub(r"``?([^`]+)``?", r"<code>\1</code>", escape(text)))
-
-
-__all__ = ["Form"]

@@ -180,17 +180,3 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _total(values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-__all__ = [
-    "Section",
-    "TableRow",
-    "has_gpu",
-    "head",
-    "node_row",
-    "outliers",
-    "rank_row",
-    "rate",
-    "sections",
-    "usage",
-]

@@ -176,6 +176,3 @@ def _close_all(widget: Any) -> None:
     for part in (getattr(widget, "layout", None), getattr(widget, "style", None), widget):
         if part is not None and hasattr(part, "close"):
             part.close()
-
-
-__all__ = ["LivePanel", "close_retired"]

@@ -71,6 +71,3 @@ class LogView(Feed):
 
 def _cut(line: LogLine) -> str:
     return line.text if len(line.text) <= MAX_LINE else line.text[:MAX_LINE] + " …"
-
-
-__all__ = ["LogView"]

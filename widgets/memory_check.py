@@ -171,6 +171,3 @@ def _available(plan: LaunchPlan, machine: HardwareInfo) -> tuple[int | None, str
     if plan.accelerator == "cuda" and (gpus := nvml.gpus()):
         return min(gpu.memory_bytes for gpu in gpus), "on a GPU of its own"
     return None, ""
-
-
-__all__ = ["MemoryCheck", "distribution_of"]

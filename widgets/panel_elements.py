@@ -71,6 +71,3 @@ def widget_bundle(widget: Any, static: Mapping[str, Any]) -> dict[str, Any]:
     """
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
     return {"application/vnd.jupyter.widget-view+json": view, **static}
-
-
-__all__ = ["alert", "card", "notice", "problem", "row", "style_sheet", "style_widget", "widget_bundle", "with_classes"]

@@ -106,6 +106,3 @@ class PanelOutput:
 
 
 _all: weakref.WeakSet[PanelOutput] = weakref.WeakSet()
-
-
-__all__ = ["LEAVE_AGES", "LEAVE_SECONDS", "PanelOutput"]

@@ -72,6 +72,3 @@ def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
     if plan.threads is not None:
         found.append(f"{plan.threads} CPU thread{'s' * (plan.threads != 1)} per process")
     return found
-
-
-__all__ = ["chips", "details", "machine_summary", "plan_sentence"]

@@ -216,6 +216,3 @@ class Plot(Feed):
         if packet.entries:
             self._send_message("delta", packet.message())
         return True
-
-
-__all__ = ["ENVELOPE_LABEL", "ENVELOPE_RANKS", "MAX_METRICS", "Plot", "Source", "chosen_ranks"]

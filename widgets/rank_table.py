@@ -112,6 +112,3 @@ def _differences(known: dict[str, tuple[str, ...]], key: str, values: tuple[str,
         if old != new:
             pairs += [index, new]
     return pairs
-
-
-__all__ = ["RankTable"]

@@ -144,6 +144,3 @@ class Ticker:
 
 
 ticker = Ticker()
-
-
-__all__ = ["IDLE_PERIOD", "PERIOD", "RenderSchedule", "Ticker", "ticker"]

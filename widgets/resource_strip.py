@@ -146,6 +146,3 @@ def _curve(history: Sequence[float]) -> Markup:
     points = " ".join(f"{64 * i / last:.1f},{15 - 14 * value / top:.1f}" for i, value in enumerate(history))
     line = element("polyline", fill="none", stroke="currentColor", stroke_width="1.3", points=points)
     return element("svg", line, viewBox="0 0 64 16", aria_hidden="true")
-
-
-__all__ = ["ResourceStrip", "strip"]

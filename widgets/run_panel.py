@@ -142,6 +142,3 @@ class RunPanel(LivePanel):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self._static() if self.closed else widget_bundle(self.widget, self._static())
-
-
-__all__ = ["TABS", "RunPanel"]

@@ -230,19 +230,3 @@ def setup(run: Run) -> Markup:
         for caption, rows in tables
         if len(rows) > 1
     ])  # fmt: skip
-
-
-__all__ = [
-    "NUMBER",
-    "badge",
-    "errors",
-    "head",
-    "progress",
-    "ranks",
-    "setup",
-    "state",
-    "step_times",
-    "swatch",
-    "traces",
-    "verdict",
-]

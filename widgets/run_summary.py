@@ -299,6 +299,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-__all__ = ["Progress", "RankSnapshot", "RunSnapshot", "RunWatcher", "duration", "few_names", "loss_name"]

@@ -217,6 +217,3 @@ def _overlays(chosen: Sequence[Run]) -> Markup:
                 descriptions.append(f"run {run.id}: {svg_curves.description(run.store.series(name))}")
         images.append(svg_curves.image(name, tracks, "; ".join(descriptions)))
     return element("div", join(images, " ")) if images else Markup()
-
-
-__all__ = ["RunsTable"]

@@ -82,6 +82,3 @@ def _cells(row: ShardingRow) -> list[str]:
         meter = element("span", element("i", style=style), class_="na-meter")
     share = element("span", meter, element("span", percent(row.share)), class_="na-share")
     return [row.ranks, kind, row.total, row.per_rank, share, element("span", row.layout, class_="na-muted")]
-
-
-__all__ = ["ShardingPage", "page"]

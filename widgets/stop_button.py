@@ -101,6 +101,3 @@ def hint(run: Run, kernel: KernelState | None) -> str:
     if run.config.block or not kernel.blocked:
         return "The cell waits for the run: use the notebook's own stop button (■). A click takes effect when it ends."
     return "Another cell is running: a click takes effect when it ends."
-
-
-__all__ = ["KernelState", "hint", "kernel_state"]

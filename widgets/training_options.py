@@ -199,5 +199,3 @@ CHOICES.update({
         "offload_param_device": ("none", "cpu", "nvme"),
     },
 })  # fmt: skip
-
-__all__ = ["DYNAMO_KEYS", "HANDLERS", "TrainingOptions"]
