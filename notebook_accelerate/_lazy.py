@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -33,7 +34,7 @@ def attach(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             __getattr__, __dir__, __all__ = attach(__name__)
 
     ``from <this package> import submodule as submodule`` makes a submodule an attribute, which is not in ``__all__``;
-    ``import *`` re-exports what another such module does, or the public constants and classes of an ordinary module.
+    ``import *`` re-exports what another such module does, or what an ordinary module defines.
 
     Args:
         module_name: The module's ``__name__``.
@@ -69,16 +70,19 @@ class Exports(NamedTuple):
 
 @cache
 def exports(module_name: str) -> Exports:
-    """Read the imports under ``if TYPE_CHECKING:`` of a module."""
+    """Read the imports under ``if TYPE_CHECKING:`` of a module that re-exports; of others, the names they define."""
+    source = _source(module_name)
+    if "attach(__name__)" not in source:
+        return Exports(dict.fromkeys(_DEFINITION.findall(source), module_name), set())
     homes: dict[str, str] = {}
     submodules: set[str] = set()
-    for statement in _type_checking_imports(module_name):
+    for statement in _type_checking_imports(source):
         home = statement.module or ""
         names = [alias.name for alias in statement.names]
         if home == module_name:
             submodules.update(names)
         elif names == ["*"]:
-            homes.update(exports(home).homes or dict.fromkeys(_definitions(home), home))
+            homes.update(exports(home).homes)
             if home.startswith(f"{module_name}."):
                 submodules.add(home.rpartition(".")[2])
         else:
@@ -86,30 +90,22 @@ def exports(module_name: str) -> Exports:
     return Exports(homes, submodules)
 
 
-def _type_checking_imports(module_name: str) -> list[ast.ImportFrom]:
-    blocks = (node for node in _statements(module_name) if isinstance(node, ast.If))
-    return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
+# Matches at the start of a line: parsing hardware.feature_checks would take 4 ms.
+_DEFINITION = re.compile(r"^(?:class |def |(?=\w+ = ))([A-Za-z]\w*)", re.MULTILINE)
 
 
-def _definitions(module_name: str) -> list[str]:
-    """Return the public constants and classes of a module."""
-    names = []
-    for statement in _statements(module_name):
-        if isinstance(statement, ast.ClassDef):
-            names.append(statement.name)
-        elif isinstance(statement, ast.Assign):
-            names += [target.id for target in statement.targets if isinstance(target, ast.Name)]
-    return [name for name in names if not name.startswith("_")]
-
-
-def _statements(module_name: str) -> list[ast.stmt]:
+def _source(module_name: str) -> str:
     spec = find_spec(module_name)
     loader: Any = None if spec is None else spec.loader  # importlib.abc.InspectLoader takes 15 ms to import
-    source = loader.get_source(module_name) if hasattr(loader, "get_source") else None
+    source: str | None = loader.get_source(module_name) if hasattr(loader, "get_source") else None
     if source is None:
         raise ImportError(f"{module_name} reads its names from its source; install the package with its .py files")
-    tree: ast.Module = ast.parse(source)
-    return tree.body
+    return source
+
+
+def _type_checking_imports(source: str) -> list[ast.ImportFrom]:
+    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
 
 
 __all__ = ["Exports", "attach", "exports"]

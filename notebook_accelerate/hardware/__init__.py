@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.hardware.detection import HardwareInfo, detect
+from typing import TYPE_CHECKING
 
-__all__ = ["HardwareInfo", "detect"]
+from notebook_accelerate._lazy import attach
+
+if TYPE_CHECKING:
+    from notebook_accelerate.hardware.detection import HardwareInfo as HardwareInfo, detect as detect
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,39 +12,9 @@ from packaging.version import parse
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.hardware import device_counts, device_table, nvml, torch_build
-from notebook_accelerate.hardware.versions import installed_version, is_torch_version
+from notebook_accelerate.hardware.versions import installed_version, is_package, is_torch_version
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def is_package(name: str, distribution: str | None = None, minimum: str | None = None) -> bool:
-    """Return whether a package can be imported, without importing it.
-
-    Args:
-        name: Its import name.
-        distribution: Name of its distribution; None: the import name. A folder with the package's name (such as the
-            logs of wandb) does not count.
-        minimum: The minimum version.
-
-    Returns:
-        Whether it is installed, in the minimum version or later.
-    """
-    spec = _spec(name)
-    if spec is None or (spec.origin is None and distribution is None and not installed_version(name)):
-        return False
-    if minimum is None:
-        return True
-    version = installed_version(distribution or name)
-    return version is not None and parse(version) >= parse(minimum)
-
-
-def _spec(name: str) -> Any:
-    if name in sys.modules:
-        return getattr(sys.modules[name], "__spec__", None)  # None instead of a module hides it
-    try:
-        return importlib.util.find_spec(name)
-    except (ModuleNotFoundError, ValueError):
-        return None
 
 
 # -- packages

@@ -1,13 +1,46 @@
-"""Compares versions of packages, read from their metadata without importing them."""
+"""Finds packages and compares their versions, without importing them."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import sys
+from typing import Any
 
 from packaging.version import Version, parse
 
 from notebook_accelerate.config.constants import STR_OPERATION_TO_FUNC
 from notebook_accelerate.hardware import torch_build
+
+
+def is_package(name: str, distribution: str | None = None, minimum: str | None = None) -> bool:
+    """Return whether a package can be imported, without importing it.
+
+    Args:
+        name: Its import name.
+        distribution: Name of its distribution; None: the import name. A folder with the package's name (such as the
+            logs of wandb) does not count.
+        minimum: The minimum version.
+
+    Returns:
+        Whether it is installed, in the minimum version or later.
+    """
+    spec = _spec(name)
+    if spec is None or (spec.origin is None and distribution is None and not installed_version(name)):
+        return False
+    if minimum is None:
+        return True
+    version = installed_version(distribution or name)
+    return version is not None and parse(version) >= parse(minimum)
+
+
+def _spec(name: str) -> Any:
+    if name in sys.modules:
+        return getattr(sys.modules[name], "__spec__", None)  # None instead of a module hides it
+    try:
+        return importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        return None
 
 
 def installed_version(distribution: str) -> str | None:
