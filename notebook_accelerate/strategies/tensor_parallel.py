@@ -24,16 +24,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accelerate.strategies.module_queries import get_model_tp_size, model_has_dtensor
-from notebook_accelerate.strategies.parameter_names import parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.sharded_strategy import (
-    ShardedStrategy,
-    broadcast_weights,
-    upcast_trained,
-)
-from notebook_accelerate.strategies.strategy import add_once
+from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -155,36 +148,25 @@ class TensorParallelStrategy(ShardedStrategy):
 
     name: ClassVar[str] = "tp"
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Split a model in place; every rank must call this. `prepare` calls it before it prepares optimizers.
+    def _has_sharded(self, model: nn.Module) -> bool:
+        return _is_split(model, self.setup.state.device_mesh)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device and split it there, in place; every rank must call this.
 
         Args:
-            model: The model; one that is split already is not split again.
-            device_placement: Not used: the model moves to the device before it is split.
-            evaluation_mode: Prepare it for inference only: it stays whole.
+            model: The model, not split.
 
         Returns:
-            The model itself, its weights replaced by their parts, or its compiled module.
+            The model itself, its weights replaced by their parts.
 
         Raises:
             ValueError: As for `split_tensors`.
         """
-        if evaluation_mode:
-            return super().prepare_model(model, device_placement, evaluation_mode)
-        inner = without_compile(model)
-        before = parameters_by_name(inner)  # those that optimizers have: the split replaces them
-        self.setup.precision.wrap_model(extract_model_from_parallel(model, keep_torch_compile=False))
-        mesh = self.setup.state.device_mesh
-        if not _is_split(inner, mesh):
-            upcast_trained(inner, self.setup.precision)
-            inner.to(self.setup.device)
-            broadcast_weights(inner, self.setup.device)
-            split_tensors(inner, mesh)
-            self.replace_parameters(before, parameters_by_name(inner))
-        add_once(self.models, inner)
-        return self.compile_and_mark(model)
+        model.to(self.setup.device)
+        broadcast_weights(model, self.setup.device)
+        split_tensors(model, self.setup.state.device_mesh)
+        return model
 
     def sharding(self) -> ShardReport:
         """See `Strategy.sharding`."""

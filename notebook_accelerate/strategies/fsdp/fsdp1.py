@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -15,18 +15,13 @@ from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugi
 from notebook_accelerate.state.world import world_from_environ
 from notebook_accelerate.strategies.fsdp.fsdp_settings import resolved_plugin
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
-from notebook_accelerate.strategies.parameter_names import flat_parameters_by_name, parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.sharding.shard_report import ShardTally
-from notebook_accelerate.strategies.sharding.sharded_strategy import (
-    ShardedStrategy,
-    broadcast_weights,
-    upcast_trained,
-)
-from notebook_accelerate.strategies.strategy import NOTHING, add_once, joint_norm, parameters_in
+from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
+from notebook_accelerate.strategies.strategy import NOTHING, joint_norm, parameters_in
 from notebook_accelerate.strategies.strategy_setup import Setup
 from notebook_accelerate.strategies.tied_weights import keep_ties, retie, tied_names
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module, without_compile
+from notebook_accelerate.strategies.unwrap import without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}
@@ -45,36 +40,23 @@ class FSDP1Strategy(ShardedStrategy):
             setup.scaler = ShardedGradScaler(setup.device.type, **(handler.to_kwargs() if handler is not None else {}))
         super().__init__(setup)
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Shard a model; every rank must call this. `prepare` calls it before it prepares optimizers.
+    def _has_sharded(self, model: nn.Module) -> bool:
+        return isinstance(model, FullyShardedDataParallel)
+
+    def shard(self, model: nn.Module) -> FullyShardedDataParallel:
+        """Wrap a model and its units; every rank must call this.
 
         Args:
-            model: The model, on any device; on ranks other than 0 its parameters may have no values where
-                `cpu_ram_efficient_loading` is set. One that is sharded already is not sharded again.
-            device_placement: Not used: a unit moves to the device when it is sharded.
-            evaluation_mode: Prepare it for inference only: it stays whole.
+            model: The model, on any device: a unit moves to this rank's device when it is sharded. Where
+                `cpu_ram_efficient_loading` is set, its parameters may have no values on ranks other than 0.
 
         Returns:
-            The wrapped model.
+            The wrapper.
 
         Raises:
             ValueError: A setting of the plugin does not fit the model.
         """
-        if evaluation_mode:
-            return super().prepare_model(model, device_placement, evaluation_mode)
-        wrapped = without_compile(model)
-        before = parameters_by_name(wrapped)  # those that optimizers have: the sharding replaces them
-        self.setup.precision.wrap_model(extract_model_from_parallel(model, keep_torch_compile=False))
-        if not isinstance(wrapped, FullyShardedDataParallel):
-            upcast_trained(wrapped, self.setup.precision)
-            wrapped = self._shard(wrapped, resolved_plugin(self.setup))
-            self.replace_parameters(before, flat_parameters_by_name(wrapped) or parameters_by_name(wrapped))
-        add_once(self.models, wrapped)
-        return self.compile_and_mark(model if is_compiled_module(model) else wrapped)
-
-    def _shard(self, model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> FullyShardedDataParallel:
+        plugin = resolved_plugin(self.setup)
         units, ignored = choose_units(model, plugin)
         chosen = set(units)
         mixed_precision: Any = plugin.mixed_precision_policy
@@ -109,8 +91,12 @@ class FSDP1Strategy(ShardedStrategy):
         """Return how units move to the device, and how rank 0's weights get to the other ranks."""
         device = self.setup.device
         empty = any(parameter.is_meta for parameter in model.parameters())
-        make = plugin.param_init_fn or (keep_ties(_allocate_on(device), model) if empty else None)
         if device.type != "cpu":
+
+            def allocate(module: nn.Module) -> None:
+                module.to_empty(device=device, recurse=False)
+
+            make = plugin.param_init_fn or (keep_ties(allocate, model) if empty else None)
             synced = bool(plugin.sync_module_states)
             return {"device_id": device, "sync_module_states": synced, "param_init_fn": make}
         # torch's FSDP 1 broadcasts the initial weights over accelerators only.
@@ -189,13 +175,6 @@ def _tally(flat: Iterable[Any]) -> ShardTally:
         whole, here = parameter._unpadded_unsharded_size.numel() * size, parameter._sharded_size.numel() * size
         found += ShardTally(whole, here, frozenset({"dp_shard"} if here < whole else ()))
     return found
-
-
-def _allocate_on(device: torch.device) -> Callable[[nn.Module], None]:
-    def allocate(module: nn.Module) -> None:
-        module.to_empty(device=device, recurse=False)
-
-    return allocate
 
 
 def _prefetch(given: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,17 +27,12 @@ from notebook_accelerate.strategies.fsdp.fsdp_settings import resolved_plugin
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
 from notebook_accelerate.strategies.model_placement import check_values
 from notebook_accelerate.strategies.module_queries import model_has_dtensor
-from notebook_accelerate.strategies.parameter_names import parameters_by_name
 from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.sharded_strategy import (
-    ShardedStrategy,
-    broadcast_weights,
-    upcast_trained,
-)
-from notebook_accelerate.strategies.strategy import NOTHING, add_once
+from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
+from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.tensor_parallel import split_tensors
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
-from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, without_compile
+from notebook_accelerate.strategies.unwrap import without_compile
 from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 # By whether there are replicas of the shards, and whether parameters stay whole from forward to backward.
@@ -50,6 +46,7 @@ class FSDP2Strategy(ShardedStrategy):
     """torch's `fully_shard`, over all ranks or over a mesh of replicas and shards."""
 
     name: ClassVar[str] = "fsdp2"
+    gathers_fp8: ClassVar[bool] = True
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -64,44 +61,21 @@ class FSDP2Strategy(ShardedStrategy):
         names = (*layout.fsdp_dim_names[:-1], *flat)
         return mesh[names]  # type: ignore[no-any-return]
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Shard a model in place; every rank must call this. `prepare` calls it before it prepares optimizers.
+    def _has_sharded(self, model: nn.Module) -> bool:
+        return isinstance(model, FSDPModule)
 
-        Args:
-            model: The model, on any device; on ranks other than 0 its parameters may have no values where
-                `cpu_ram_efficient_loading` is set. One that is sharded already is not sharded again.
-            device_placement: Not used: a unit moves to the device when it is sharded.
-            evaluation_mode: Prepare it for inference only: it stays whole.
-
-        Returns:
-            The model itself, its parameters replaced by their shards, or its compiled module.
-
-        Raises:
-            ValueError: Parameters have no values, or a setting of the plugin does not fit the model.
-        """
-        if evaluation_mode:
-            return super().prepare_model(model, device_placement, evaluation_mode)
-        inner = without_compile(model)
-        before = parameters_by_name(inner)  # those that optimizers have: precision and sharding replace them
-        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
-        self.setup.precision.wrap_model(unwrapped, sharded=True)
-        if not isinstance(inner, FSDPModule):
-            upcast_trained(inner, self.setup.precision)
-            self.shard(inner)
-            self.replace_parameters(before, parameters_by_name(inner))
-        add_once(self.models, inner)
-        return self.compile_and_mark(model)
-
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module) -> nn.Module:
         """Shard a model in place; `fsdp2_prepare_model` is this step alone. Every rank must call this.
 
         Args:
-            model: As for `prepare_model`, not sharded.
+            model: The model, on any device: a unit moves to this rank's device when it is sharded. Where
+                `cpu_ram_efficient_loading` is set, its parameters may have no values on ranks other than 0.
+
+        Returns:
+            The model itself, its parameters replaced by their shards.
 
         Raises:
-            ValueError: As for `prepare_model`.
+            ValueError: Parameters have no values, or a setting of the plugin does not fit the model.
         """
         plugin, device = resolved_plugin(self.setup), self.setup.device
         if self._splits_sequences:
@@ -122,6 +96,7 @@ class FSDP2Strategy(ShardedStrategy):
             retie(model, ties)
             # FSDP reads its parameters' new objects when a function is applied to the model.
             model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+        return model
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -260,7 +235,5 @@ def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool =
         state: The full state on rank 0; ignored on other ranks.
         cpu_offload: Whether the shards rest in main memory.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)

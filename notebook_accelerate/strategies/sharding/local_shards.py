@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -188,6 +189,4 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
         state: The state, with torch's sharded tensors.
         folder: The folder.
     """
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     load(state, storage_reader=FileSystemReader(folder))

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.strategies.sharding.local_shards import StatePart, make_part, read_shards
-
-
-def _options(**more: Any) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(**more)
 
 
 def _rank() -> int:
@@ -40,19 +41,17 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
     Returns:
         Tensors by name; nothing on other ranks.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     state = get_model_state_dict(model, options=_full_state_options(model))
     return state if _rank() == 0 else {}
 
 
-def _full_state_options(model: nn.Module) -> Any:
+def _full_state_options(model: nn.Module) -> StateDictOptions:
     """Return torch's options for a full state on rank 0, in main memory.
 
     On the CPU, FSDP 1 makes no copy to offload and frees the state it returned (torch 2.13): every rank gets a copy.
     """
     flat_on_cpu = isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu"
-    return _options(full_state_dict=True, cpu_offload=not flat_on_cpu)
+    return StateDictOptions(full_state_dict=True, cpu_offload=not flat_on_cpu)
 
 
 def _file_name(name: str, index: int, rank: int | None = None) -> str:
@@ -100,8 +99,6 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
     """
     keep = keep or _keep_all
     if kind == "SHARDED_STATE_DICT":
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
         return [make_part(f"{constants.FSDP_MODEL_NAME}_{index}", {"model": keep(get_model_state_dict(model))})]
     if kind == "LOCAL_STATE_DICT":
         local = {name: tensor.detach() for name, tensor in _local_tensors(model).items()}
@@ -132,17 +129,15 @@ def load_model(
     Raises:
         CheckpointMismatchError: The folder has no such model, or parts of another number of ranks.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
     folder = Path(folder)
     shards = folder / f"{constants.FSDP_MODEL_NAME}_{index}"
     whole = folder / _file_name(constants.FSDP_MODEL_NAME, index)
     if shards.is_dir() or (folder / ".metadata").is_file():
         state = {"model": (keep or _keep_all)(get_model_state_dict(model))}
         read_shards(state, shards if shards.is_dir() else folder)
-        return set_model_state_dict(model, state["model"], options=_options(strict=strict))
+        return set_model_state_dict(model, state["model"], options=StateDictOptions(strict=strict))
     if whole.is_file():
-        options = _options(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
         return set_model_state_dict(model, _load_tensors(whole) if _rank() == 0 else {}, options=options)
     return _load_local(model, folder, index)
 
@@ -198,8 +193,6 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: i
     Returns:
         One part, or none on a rank that writes nothing.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     if kind == "SHARDED_STATE_DICT":
         state = get_optimizer_state_dict(model, optimizer)
         return [make_part(f"{constants.OPTIMIZER_NAME}_{index}", {"optimizer": state}, optimizer)]
@@ -221,8 +214,6 @@ def load_optimizer(
     Raises:
         CheckpointMismatchError: The folder has no such optimizer.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
     folder = Path(folder)
     shards = folder / f"{constants.OPTIMIZER_NAME}_{index}"
     whole = folder / _file_name(constants.OPTIMIZER_NAME, index)
@@ -231,7 +222,7 @@ def load_optimizer(
         read_shards(state, shards)
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     elif whole.is_file():
-        options = _options(full_state_dict=True, broadcast_from_rank0=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_optimizer_state_dict(model, optimizer, _load_tensors(whole) if _rank() == 0 else {}, options=options)
     else:
         raise CheckpointMismatchError(

@@ -19,17 +19,22 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.module_queries import get_model_tp_size, model_has_dtensor
-from notebook_accelerate.strategies.parameter_names import ParameterReplacements, optimizer_parameters
+from notebook_accelerate.strategies.parameter_names import (
+    ParameterReplacements,
+    flat_parameters_by_name,
+    optimizer_parameters,
+    parameters_by_name,
+)
 from notebook_accelerate.strategies.sharding import sharded_checkpoint
 from notebook_accelerate.strategies.sharding.local_shards import StatePart
 from notebook_accelerate.strategies.sharding.write_plans import clear_plans
-from notebook_accelerate.strategies.strategy import NOTHING, Strategy, joint_norm, parameters_in
+from notebook_accelerate.strategies.strategy import NOTHING, Strategy, add_once, joint_norm, parameters_in
 from notebook_accelerate.strategies.strategy_setup import Setup
-from notebook_accelerate.strategies.unwrap import without_compile
+from notebook_accelerate.strategies.unwrap import extract_model_from_parallel, is_compiled_module, without_compile
 
 
 class ShardedStrategy(Strategy):
-    """Every rank has a part of parameters, gradients and optimizer states; each subclass has its `prepare_model`.
+    """Every rank has a part of parameters, gradients and optimizer states; each subclass has its `shard`.
 
     Attributes:
         models: The prepared models, sharded.
@@ -37,22 +42,59 @@ class ShardedStrategy(Strategy):
     """
 
     checkpoint_layout: ClassVar[str] = "fsdp"
+    gathers_fp8: ClassVar[bool] = False
+    """Whether the precision may convert parameters to types that are gathered in fp8 (see `Precision.wrap_model`)."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.replacements = ParameterReplacements()
         start_watchdog()  # otherwise save_state on some ranks only hangs: every rank writes a part
 
-    def replace_parameters(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
-        """Switch prepared optimizers, and those that are prepared later, to the parameters of a sharded model.
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model; every rank must call this. `prepare` calls it before it prepares optimizers.
 
         Args:
-            before: The parameters by plain name, as they were given.
-            after: The parameters by plain name, sharded.
+            model: The model; one that is sharded already is not sharded again.
+            device_placement: Not used: `shard` moves the model to the device.
+            evaluation_mode: Prepare it for inference only: it stays whole.
+
+        Returns:
+            The result of `shard`, or its compiled module.
+
+        Raises:
+            ValueError: As for `shard`.
         """
-        self.replacements.record(before, after)
-        for optimizer in self.optimizers:
-            self.replacements.apply(optimizer.optimizer)
+        if evaluation_mode:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        inner = without_compile(model)
+        before = parameters_by_name(inner)  # those that optimizers have: precision and sharding replace them
+        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
+        self.setup.precision.wrap_model(unwrapped, sharded=self.gathers_fp8)
+        if not self._has_sharded(inner):
+            upcast_trained(inner, self.setup.precision)
+            inner = self.shard(inner)
+            self.replacements.record(before, flat_parameters_by_name(inner) or parameters_by_name(inner))
+            for optimizer in self.optimizers:
+                self.replacements.apply(optimizer.optimizer)
+        add_once(self.models, inner)
+        return self.compile_and_mark(model if is_compiled_module(model) else inner)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard a model, which is not compiled; every rank must call this.
+
+        Args:
+            model: The model, not sharded by this strategy.
+
+        Returns:
+            The sharded model: the model itself, or its wrapper.
+        """
+        raise NotImplementedError
+
+    def _has_sharded(self, model: nn.Module) -> bool:
+        """Tell whether an earlier `prepare` has sharded a model."""
+        raise NotImplementedError
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
