@@ -112,7 +112,8 @@ class PendingSave:
             self._fill_snapshot()
             self._write_files()
             delivered = self.target.store.deliver(self.target.rank, self._records)
-            self._report({"files": {name: asdict(record) for name, record in delivered.items()}})
+            files = {name: asdict(record) for name, record in delivered.items()}
+            self.target.store.write_report(self.target.rank, {"files": files})
             if self.target.commits:
                 self._commit()
         except BaseException as error:  # noqa: BLE001 - any error of a writer is this checkpoint's failure
@@ -153,9 +154,6 @@ class PendingSave:
                 self.target.store.sync(path)
             file.value = None
 
-    def _report(self, content: dict[str, object]) -> None:
-        self.target.store.write_report(self.target.rank, content)
-
     def _record_failure(self, error: BaseException) -> None:
         self.error = self._checkpoint_error(error)
         if self.thread is not None:
@@ -164,7 +162,7 @@ class PendingSave:
         shared = self._failure_shared or hasattr(error, "failures")
         if not (shared or self.target.commits):
             with contextlib.suppress(CheckpointError):  # if the store cannot be reached, the committing rank fails too
-                self._report({"error": str(self.error)})
+                self.target.store.write_report(self.target.rank, {"error": str(self.error)})
         self.target.store.discard(self.target.commits)
 
     def _checkpoint_error(self, error: BaseException) -> CheckpointError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from notebook_accelerate.checkpointing import checkpoint_layout, staging
 from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
-from notebook_accelerate.checkpointing.manifest import Manifest, files_below, make_record, write_manifest
+from notebook_accelerate.checkpointing.manifest import Manifest, files_below, make_record, manifest_json
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.world import world_from_environ
@@ -114,7 +114,9 @@ class DiskStore(Store):
             if name not in manifest.files:
                 manifest.files[name] = make_record(path)
                 staging.sync_file(path)
-        write_manifest(self.folder, manifest)
+        path = self.folder / checkpoint_layout.MANIFEST_NAME
+        path.write_text(manifest_json(manifest), encoding="utf-8")
+        staging.sync_file(path)
         staging.commit(self.folder, self.target)
 
     def discard(self, opened: bool, delivering: bool = True) -> None:

@@ -72,20 +72,6 @@ def manifest_json(manifest: Manifest) -> str:
     return json.dumps(asdict(manifest), indent=1, sort_keys=True)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and flush it to the disk: from then on the folder is a complete checkpoint.
-
-    Args:
-        folder: The folder that contains all its files.
-        manifest: The manifest.
-    """
-    path = folder / MANIFEST_NAME
-    with path.open("w", encoding="utf-8") as file:
-        file.write(manifest_json(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read a checkpoint's manifest.
 

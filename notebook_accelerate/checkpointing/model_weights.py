@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ def save(
 
 def _write_file(obj: Any, path: AnyPath, safe: bool) -> None:
     with atomic_write(path) as temporary:
-        (tensor_files.write_safetensors if safe else tensor_files.write_torch)(obj, temporary)
+        (tensor_files.write_safetensors if safe else torch.save)(obj, temporary)
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
@@ -144,8 +145,9 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
     written = list(named)
     if len(named) > 1:
         with atomic_write(folder / index_name) as temporary:
-            index = sharded_state_dict.build_index(named)
-            temporary.write_text(sharded_state_dict.index_json(index), encoding="utf-8")
+            # Formatted as Accelerate and transformers do.
+            index = json.dumps(sharded_state_dict.build_index(named), indent=2, sort_keys=True)
+            temporary.write_text(f"{index}\n", encoding="utf-8")
         written.append(index_name)
     _remove_stale(folder, pattern, index_name, set(written))
     return written

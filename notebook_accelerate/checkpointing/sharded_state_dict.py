@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,11 +104,6 @@ def build_index(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     total = sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def index_json(index: Mapping[str, Any]) -> str:
-    """Return the text of an index file, formatted as Accelerate and transformers do."""
-    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def shard_checkpoint(

@@ -96,7 +96,6 @@ class SnapshotBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[bool, memoryview] = {}
-        self._owners: dict[bool, Any] = {}
 
     def take(self, values: Sequence[Any], deferred: Sequence[Any] = ()) -> Snapshot:
         """Copy nested states.
@@ -125,7 +124,6 @@ class SnapshotBuffers:
     def release(self) -> None:
         """Free the buffers, once no snapshot refers to them."""
         self._buffers.clear()
-        self._owners.clear()
 
     def _plan_copies(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _CopyJob]:
         """Assign every storage a place in a buffer, as a storage of its own: torch.save writes whole storages."""
@@ -150,19 +148,14 @@ class SnapshotBuffers:
         if not size or len(self._buffers.get(pinned, b"")) >= size:
             return
         self._buffers.pop(pinned, None)
-        self._owners.pop(pinned, None)
-        owner: Any
         if pinned:  # page-locked memory: the device copies into it at the full speed of its bus
-            owner = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            buffer = memoryview(owner.numpy())
+            self._buffers[pinned] = memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())
         else:
             # Private: a process forked during the save must not change what a thread here writes to the disk.
-            owner = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):  # 512 times fewer page faults during the first copy
-                owner.madvise(mmap.MADV_HUGEPAGE)
-            buffer = memoryview(owner)
-        self._owners[pinned] = owner
-        self._buffers[pinned] = buffer
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._buffers[pinned] = memoryview(pages)
 
 
 def _align(size: int) -> int:
@@ -180,9 +173,8 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 def is_plain_tensor(tensor: Any) -> bool:
     """Tell whether a tensor is only strided memory that this process or CUDA can copy."""
-    plain_type = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
     return (
-        plain_type
+        type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
         and tensor.layout is torch.strided
         and tensor.device.type in {"cpu", "cuda"}
         and not tensor.is_quantized

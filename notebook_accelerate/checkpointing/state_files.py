@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing import checkpoint_layout
 from notebook_accelerate.checkpointing.checkpoint_layout import numbered
 from notebook_accelerate.checkpointing.rng_states import rng_state
@@ -201,8 +200,3 @@ def rank_file(accelerator: PreparedObjects) -> StateFile:
 def count_files(names: Sequence[str], pattern: str) -> int:
     """Count the names that match a regular expression completely."""
     return sum(re.fullmatch(pattern, name) is not None for name in names)
-
-
-def list_files(folder: AnyPath, known: Sequence[str] | None) -> list[str]:
-    """List the files of a checkpoint: those of its manifest, or all that exist if there is no manifest."""
-    return list(known) if known is not None else [path.name for path in folder.iterdir()]

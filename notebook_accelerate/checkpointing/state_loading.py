@@ -62,7 +62,7 @@ def load_state(
     with store_for(checkpoint).open_for_reading(accelerator.local_process_index) as location:
         manifest = _fetch_and_verify(checkpoint, location)
         folder = location.folder
-        names = state_files.list_files(folder, None if manifest is None else list(manifest.files))
+        names = [path.name for path in folder.iterdir()] if manifest is None else list(manifest.files)
         raise_on_all_ranks(_find_mismatch(accelerator, checkpoint, names, manifest, elastic), _CALL)
         models = list(accelerator._models)
         for hook in list(accelerator._load_model_state_pre_hook.values()):

@@ -18,11 +18,6 @@ METADATA = {"format": "pt"}
 """The metadata that Accelerate and transformers expect in a safetensors file."""
 
 
-def write_torch(value: Any, path: Path) -> None:
-    """Write any object in torch's zip format."""
-    torch.save(value, path)
-
-
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
     """Write named tensors as safetensors; tensors that share memory are written once."""
     safetensors.torch.save_file(clean_state_dict_for_safetensors(dict(value)), path, metadata=METADATA)
@@ -30,7 +25,7 @@ def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
 
 def write(value: Any, path: Path) -> None:
     """Write `value` as safetensors if the file has that suffix, otherwise in torch's format."""
-    (write_safetensors if path.suffix == ".safetensors" else write_torch)(value, path)
+    (write_safetensors if path.suffix == ".safetensors" else torch.save)(value, path)
 
 
 def read(path: Path, **options: Any) -> Any:
