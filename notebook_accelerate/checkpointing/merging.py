@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from notebook_accelerate.big_modeling import temporary_folders
@@ -44,9 +44,14 @@ def merge_fsdp_weights(
 
     shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
     make_folder(output)
-    with _local_folder(shards) as folder, _scratch_beside(output) as scratch:
-        dcp_to_torch_save(folder, scratch / "whole.bin")
-        state = read_torch(scratch / "whole.bin", map_location="cpu")
+    # On the disk of the output where it is local: the file is as large as the result.
+    scratch: AbstractContextManager[str | Path] = (
+        tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else temporary_folders.scratch()
+    )
+    with _local_folder(shards) as folder, scratch as temporary:
+        whole = Path(temporary) / "whole.bin"
+        dcp_to_torch_save(folder, whole)
+        state = read_torch(whole, map_location="cpu")
         write_weights(state.get("model", state), output, "10GB", safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(shards) if isinstance(shards, Path) else shards.remove_tree()
@@ -62,17 +67,6 @@ def _local_folder(shards: AnyPath) -> Iterator[Path]:
         for name in shards.files():
             (shards / name).download(inside(folder, name))
         yield folder
-
-
-@contextmanager
-def _scratch_beside(output: AnyPath) -> Iterator[Path]:
-    """Yield a temporary folder, on the disk of the output where it is local: the files are as large as the result."""
-    if isinstance(output, Path):
-        with tempfile.TemporaryDirectory(dir=output) as folder:
-            yield Path(folder)
-        return
-    with temporary_folders.scratch() as scratch:
-        yield scratch
 
 
 def _shards_in(folder: AnyPath) -> AnyPath:

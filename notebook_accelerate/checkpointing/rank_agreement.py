@@ -69,6 +69,25 @@ def raise_on_all_ranks(error: BaseException | None, call: str) -> None:
             raise kind(f"Rank {rank}: {text}")
 
 
+@contextmanager
+def raising_on_all_ranks(call: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Run a block on every rank, and raise on every rank when it failed on one; every rank must enter it.
+
+    Args:
+        call: Name of the user's call.
+        kinds: The exceptions that the other ranks receive too.
+
+    Raises:
+        CheckpointError: This rank's exception, or a copy of the first failed rank's.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except kinds as error:
+        failure = error
+    raise_on_all_ranks(failure, call)
+
+
 _background: dict[str, Any] = {}
 
 

@@ -149,7 +149,7 @@ class SnapshotBuffers:
             return
         self._buffers.pop(pinned, None)
         if pinned:  # page-locked memory: the device copies into it at the full speed of its bus
-            self._buffers[pinned] = memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy())
+            self._buffers[pinned] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
         else:
             # Private: a process forked during the save must not change what a thread here writes to the disk.
             pages = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

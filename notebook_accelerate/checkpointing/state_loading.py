@@ -14,7 +14,7 @@ from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layou
 from notebook_accelerate.checkpointing.checkpoint_layout import numbered
 from notebook_accelerate.checkpointing.checkpoint_stores import ReadLocation, store_for
 from notebook_accelerate.checkpointing.manifest import Manifest, broken_checkpoint, find_damage, read_manifest
-from notebook_accelerate.checkpointing.rank_agreement import raise_on_all_ranks
+from notebook_accelerate.checkpointing.rank_agreement import raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.rng_states import restore_rng_state
 from notebook_accelerate.checkpointing.sharded_protocol import WHOLE, saves_own_state, schedulers_to_save
 from notebook_accelerate.checkpointing.state_saving import wait_for_saves
@@ -67,25 +67,16 @@ def load_state(
         models = list(accelerator._models)
         for hook in list(accelerator._load_model_state_pre_hook.values()):
             hook(models, str(folder))
-        try:
+        with raising_on_all_ranks(_CALL, Exception):
             _load_all(accelerator, models, folder, names, load_kwargs or {}, load_model_func_kwargs)
-        except Exception as error:
-            raise_on_all_ranks(error, _CALL)
-            raise
-        raise_on_all_ranks(None, _CALL)
     _continue_numbering(accelerator, checkpoint)
 
 
 def _find_checkpoint(accelerator: PreparedObjects, input_dir: AnyPath | None) -> AnyPath:
     """Return the folder to load, after finishing an interrupted commit in it."""
-    failure: Exception | None = None
-    folder: AnyPath = Path()
-    try:
+    with raising_on_all_ranks(_CALL, ValueError, CheckpointError, OSError):
         folder = _existing_folder(input_dir) if input_dir is not None else _newest_checkpoint(accelerator)
         store_for(folder).finish_commit(accelerator.is_main_process, accelerator.is_local_main_process)
-    except (ValueError, CheckpointError, OSError) as error:
-        failure = error
-    raise_on_all_ranks(failure, _CALL)
     return folder
 
 
@@ -126,17 +117,13 @@ def _newest_checkpoint(accelerator: PreparedObjects) -> AnyPath:
 
 def _fetch_and_verify(checkpoint: AnyPath, location: ReadLocation) -> Manifest | None:
     """Read the manifest, fetch this rank's share of the files and compare it with the manifest."""
-    manifest, failure = None, None
-    try:
+    with raising_on_all_ranks(_CALL, CheckpointError, OSError):
         manifest = read_manifest(checkpoint)
         if manifest is None:
             _refuse_unfinished(checkpoint)
         share = store_for(checkpoint).fetch(None if manifest is None else sorted(manifest.files), location)
         if manifest is not None and (lines := find_damage(location.folder, manifest, share)):
             raise broken_checkpoint(checkpoint, lines)
-    except (CheckpointError, OSError) as error:
-        failure = error
-    raise_on_all_ranks(failure, _CALL)
     return manifest
 
 

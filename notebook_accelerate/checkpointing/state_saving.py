@@ -14,7 +14,7 @@ from notebook_accelerate.checkpointing.checkpoint_stores import store_for
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity, this_process
-from notebook_accelerate.checkpointing.rank_agreement import gather_values, raise_on_all_ranks
+from notebook_accelerate.checkpointing.rank_agreement import gather_values, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.sharded_protocol import returns_state_parts, saves_own_state
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile
@@ -125,13 +125,9 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
 
 def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]) -> PendingSave:
     """Capture the state; if this fails on one rank, discard the save and raise on all."""
-    failure: Exception | None = None
     try:
-        save = capture()
-    except Exception as error:  # noqa: BLE001 - hooks, strategies and objects may raise anything
-        failure = error
-    try:
-        raise_on_all_ranks(failure, _CALL)
+        with raising_on_all_ranks(_CALL, Exception):  # hooks, strategies and objects may raise anything
+            save = capture()
     except Exception:
         target.store.discard(target.commits, delivering=False)
         raise
@@ -159,25 +155,17 @@ def _open_target(accelerator: PreparedObjects, folder: AnyPath) -> SaveTarget:
     """Open the checkpoint's place, and find out which ranks share it with the main one."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
     store, token = store_for(folder), f".{uuid.uuid4().hex}"
-    raise_on_all_ranks(_store_failure(lambda: store.open(token)) if main else None, _CALL)
+    with raising_on_all_ranks(_CALL, CheckpointError, OSError):
+        if main:
+            store.open(token)
     token = gather_values(token, _CALL)[0]
-    visible: list[bool] = []
-    failure = _store_failure(lambda: visible.append(store.can_see(token)))
-    opens = main or (local_main and visible == [False])
-    if opens and not main:
-        failure = _store_failure(lambda: store.open(token))
-    raise_on_all_ranks(failure, _CALL)
-    views = gather_values((visible == [True], local_main, this_process()), _CALL)
+    with raising_on_all_ranks(_CALL, CheckpointError, OSError):
+        visible = store.can_see(token)
+        opens = main or (local_main and not visible)
+        if opens and not main:
+            store.open(token)
+    views = gather_values((visible, local_main, this_process()), _CALL)
     return SaveTarget(folder=folder, store=store, rank=rank, commits=opens, peers=_peers_of(rank, views))
-
-
-def _store_failure(action: Callable[[], Any]) -> Exception | None:
-    """Return the error that a store raises: all ranks must know that one of them cannot use it."""
-    try:
-        action()
-    except (CheckpointError, OSError) as error:
-        return error
-    return None
 
 
 def _peers_of(rank: int, views: list[tuple[bool, bool, ProcessIdentity]]) -> dict[int, ProcessIdentity]:
