@@ -1,4 +1,4 @@
-"""Moves models to devices, and detects models that a device map spreads over several."""
+"""Checks of models before they move to a device: a device map may spread them, or parameters have no values."""
 
 from __future__ import annotations
 
@@ -19,23 +19,6 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
     maps = (getattr(module, "hf_device_map", None) for module in model.modules())
     found: dict[str, Any] = next((found for found in maps if found is not None), {})
     return len(set(found.values())) > 1
-
-
-def place_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model to a device.
-
-    Args:
-        model: The model.
-        device: The device.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: Some parameters have no values.
-    """
-    check_values(model, "load its weights before prepare(), or prepare with device_placement=[False, ...]")
-    return model.to(device)
 
 
 def check_values(model: torch.nn.Module, remedy: str) -> None:

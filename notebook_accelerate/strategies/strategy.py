@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
-from notebook_accelerate.strategies.model_placement import is_on_several_devices, place_model
+from notebook_accelerate.strategies.model_placement import check_values, is_on_several_devices
 from notebook_accelerate.strategies.module_queries import compile_regions
 from notebook_accelerate.strategies.sharding import shard_report
 from notebook_accelerate.strategies.strategy_setup import Setup
@@ -152,7 +152,8 @@ class Strategy:
         if device_placement is None:
             device_placement = self.setup.device_placement
         if device_placement and not is_on_several_devices(model):
-            model = place_model(model, self.setup.device)
+            check_values(model, "load its weights before prepare(), or prepare with device_placement=[False, ...]")
+            model = model.to(self.setup.device)
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         self.setup.precision.wrap_model(inner)
         if not evaluation_mode:

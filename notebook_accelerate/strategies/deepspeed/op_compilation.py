@@ -146,10 +146,6 @@ def _has_ended(process: Path) -> bool:
 
 def _file_system_type(path: Path) -> str:
     """Return the kernel's name for the type of a path's file system; "" where it is not known."""
-    best, kind = -1, ""
-    with suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, place, found, *_ = line.split()
-            if path.is_relative_to(place.replace("\\040", " ")) and len(place) >= best:
-                best, kind = len(place), found
-    return kind
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    mounts.sort(key=lambda mount: len(mount.mountpoint))  # of several on one folder, the last one is visible
+    return mounts[-1].fstype if mounts else ""

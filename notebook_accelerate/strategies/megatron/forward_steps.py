@@ -51,22 +51,6 @@ def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
     return (losses.float() * mask).sum(), mask.sum().to(torch.int)
 
 
-def token_loss(losses: torch.Tensor, mask: torch.Tensor, name: str = "lm loss", **more: Any) -> tuple[Any, ...]:
-    """Return the loss of tokens in the form of Megatron's schedules.
-
-    Args:
-        losses: Shape `[samples, tokens]`.
-        mask: The same shape; 1 where a token has a loss.
-        name: Name of the loss.
-        more: Further values for the engine.
-
-    Returns:
-        The sum, the number of tokens, and a dict with both for the engine's average.
-    """
-    total, count = masked_sum(losses, mask)
-    return total, count, {name: torch.stack([total.detach(), count.to(total.dtype)]), **more}
-
-
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return losses `[samples, tokens]` of logits whose vocabulary is split over ranks."""
     parallel: Any = import_module("megatron.core.tensor_parallel")
@@ -178,12 +162,15 @@ class _TokenTrainStep(_TrainStep):
     def get_loss_func(self, accelerator: HasState) -> Callable[..., Any]:
         """Return a function of loss mask and losses of tokens.
 
+        It returns the sum, the number of tokens, and a dict with both for the engine's average.
+
         Args:
             accelerator: The Accelerator, or another object with its `state`.
         """
 
         def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
-            return token_loss(output_tensor, loss_mask)
+            total, count = masked_sum(output_tensor, loss_mask)
+            return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
         return loss_func
 
