@@ -11,9 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, RemotePath
-from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.big_modeling.weight_files import indexed_files
 from notebook_accelerate.config.config_file import cache_folder
-from notebook_accelerate.errors import BrokenCheckpointError
 
 
 def weights_on_disk(file: AnyPath) -> Path:
@@ -34,7 +33,10 @@ def weights_on_disk(file: AnyPath) -> Path:
     home = cache_folder() / "remote"
     home.mkdir(parents=True, exist_ok=True)
     with _locked(home / f"{_digest(str(file))}.lock"):
-        names = _names_with(file, home)
+        names = [file.name]
+        if file.suffix == ".json":
+            listed = home / "index"
+            names += sorted({str(each.relative_to(listed)) for each in indexed_files(file, listed).values()})
         versions = {name: _version(file.parent / name) for name in names}
         folder = home / f"{file.parent.name or 'weights'}-{_digest(str(file.parent), json.dumps(versions))}"
         if not folder.is_dir():
@@ -46,19 +48,6 @@ def weights_on_disk(file: AnyPath) -> Path:
                     (file.parent / name).download(partial / name)
             partial.rename(folder)
     return folder / file.name
-
-
-def _names_with(file: RemotePath, home: Path) -> list[str]:
-    """Return the name of a file and, for an index, of the files it lists; all within its folder."""
-    if file.suffix != ".json":
-        return [file.name]
-    try:
-        names = sorted(set(json.loads(file.read_text())["weight_map"].values()))
-        for name in names:
-            inside(home / "index", name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpointError(f"{file} is broken: it contains no weight_map ({error}).") from error
-    return [file.name, *names]
 
 
 def _version(file: RemotePath) -> str:

@@ -7,7 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,21 @@ from notebook_accelerate.errors import CheckpointError
 
 _URL = re.compile(r"([a-z][a-z0-9+.\-]*)(::[a-z][a-z0-9+.\-]*)*://", re.IGNORECASE)
 _ON_DISK = {"file", "local"}
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-    "az": "adlfs",
-    "oss": "ossfs",
-    "oci": "ocifs",
-}
-"""The package of each protocol. These stores have no folders; creating one may create a bucket."""
+_AWS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in ~/.aws"
+_GOOGLE = "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`"
 _AZURE = "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in ~/.aws",
-    "s3a": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in ~/.aws",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
-    "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
-    "abfs": _AZURE,
-    "abfss": _AZURE,
-    "az": _AZURE,
+_STORES = {
+    "s3": ("s3fs", _AWS),
+    "s3a": ("s3fs", _AWS),
+    "gs": ("gcsfs", _GOOGLE),
+    "gcs": ("gcsfs", _GOOGLE),
+    "abfs": ("adlfs", _AZURE),
+    "abfss": ("adlfs", _AZURE),
+    "az": ("adlfs", _AZURE),
+    "oss": ("ossfs", "its credentials"),
+    "oci": ("ocifs", "its credentials"),
 }
+"""The package and the credentials of each protocol. These stores have no folders; creating one may create a bucket."""
 _REFUSALS = (
     "AccessDenied",
     "Access Denied",
@@ -119,21 +112,17 @@ class RemotePath:
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Iterate over the folder's entries; none if it does not exist."""
-        with self._access("list") as (fs, path):
-            try:
-                found = fs.ls(path, detail=False)
-            except FileNotFoundError:
-                found = []
+        found: list[str] = []
+        with self._access("list") as (fs, path), suppress(FileNotFoundError):
+            found = fs.ls(path, detail=False)
         names = {entry.rstrip("/").rpartition("/")[2] for entry in found if entry.rstrip("/") != path.rstrip("/")}
         yield from (self / name for name in sorted(names))
 
     def files(self) -> dict[str, int]:
         """Return the sizes in bytes of all files below the folder, by relative path."""
-        with self._access("list") as (fs, path):
-            try:
-                found = fs.find(path, detail=True)
-            except FileNotFoundError:
-                return {}
+        found: dict[str, Any] = {}
+        with self._access("list") as (fs, path), suppress(FileNotFoundError):
+            found = fs.find(path, detail=True)
         start = len(path.rstrip("/")) + 1
         return {key[start:]: int(info.get("size") or 0) for key, info in found.items() if len(key) > start}
 
@@ -230,33 +219,25 @@ class RemotePath:
 
     def remove_tree(self) -> None:
         """Remove the folder and its contents, if it exists."""
-        with self._access("remove") as (fs, path):
-            try:
-                fs.rm(path, recursive=True)
-            except FileNotFoundError:
-                return
+        with self._access("remove") as (fs, path), suppress(FileNotFoundError):
+            fs.rm(path, recursive=True)
 
     # -- fsspec -------------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Check that fsspec can use the protocol.
+    def filesystem(self) -> tuple[Any, str]:
+        """Return fsspec's file system and the path in it; not cached, because a forked process needs its own.
 
         Raises:
-            ImportError: It needs a package that is not installed.
+            ImportError: The protocol needs a package that is not installed.
             ValueError: The protocol is unknown.
         """
-        self._filesystem()
-
-    def _filesystem(self) -> tuple[Any, str]:
-        """Return fsspec's file system and the path in it; not cached, because a forked process needs its own."""
         try:
             with _same_randomness():
                 import fsspec.core
 
                 fs, path = fsspec.core.url_to_fs(str(self))
         except ImportError as error:
-            package = _PACKAGES.get(self.protocol)
-            line = f"pip install {package}" if package else str(error)
+            line = f"pip install {_STORES[self.protocol][0]}" if self.protocol in _STORES else str(error)
             raise ImportError(f"{self} needs a package that is not installed: {line}") from error
         except ValueError as error:
             raise ValueError(
@@ -271,7 +252,7 @@ class RemotePath:
     @contextmanager
     def _access(self, what: str) -> Iterator[tuple[Any, str]]:
         """Yield the file system and the path; convert the many exceptions of stores' packages to `CheckpointError`."""
-        fs, path = self._filesystem()
+        fs, path = self.filesystem()
         try:
             fs.invalidate_cache()
             with _same_randomness():
@@ -284,7 +265,7 @@ class RemotePath:
             raise self._explained(what, error) from error
 
     def _make_parent(self, fs: Any, path: str) -> None:
-        if self.protocol not in _PACKAGES:
+        if self.protocol not in _STORES:
             fs.makedirs(fs._parent(path), exist_ok=True)
 
     def _explained(self, what: str, error: Exception) -> CheckpointError:
@@ -292,7 +273,7 @@ class RemotePath:
         raised = f"{type(error).__name__}: {error}"
         refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
         if refused or any(word in raised for word in _REFUSALS):
-            line = _CREDENTIALS.get(self.protocol, "its credentials")
+            _, line = _STORES.get(self.protocol, ("", "its credentials"))
             text += f"the store denied access ({raised}). On every machine, set {line}."
         elif isinstance(error, FileNotFoundError):
             text += f"{self._scheme}{self._parts[0] if self._parts else ''} does not exist ({raised}). Create it first."
@@ -340,7 +321,7 @@ def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
     if match[0][:-3].lower() in _ON_DISK:
         return Path(text[match.end() :])
     remote = RemotePath(text)
-    remote.check()
+    remote.filesystem()  # raises where fsspec cannot use the protocol
     return remote
 
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
 _DTYPES = {
@@ -56,6 +57,24 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def indexed_files(index: AnyPath, folder: Path) -> dict[str, Path]:
+    """Return the file of each name in an index.
+
+    Args:
+        index: The index.
+        folder: The folder of the files; they need not exist.
+
+    Raises:
+        CheckpointError: It lists a file outside its folder.
+        BrokenCheckpointError: It is not an index.
+    """
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: inside(folder, file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpointError(f"{index} is broken: it contains no weight_map ({error}).") from error
+
+
 def read_index(path: Path) -> dict[str, Path]:
     """Read an index file.
 
@@ -69,11 +88,7 @@ def read_index(path: Path) -> dict[str, Path]:
         CheckpointError: It lists a file outside its folder.
         BrokenCheckpointError: It is not an index, or a file is missing.
     """
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: inside(path.parent, file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenCheckpointError(f"{path} is broken: it contains no weight_map ({error}).") from error
+    files = indexed_files(path, path.parent)
     if missing := sorted({file.name for file in files.values() if not file.is_file()}):
         raise BrokenCheckpointError(f"{path.parent} is incomplete: {', '.join(missing)} of {path.name} are missing.")
     return files
