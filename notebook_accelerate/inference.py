@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from notebook_accelerate.big_modeling.device_map import infer_auto_device_map
+from notebook_accelerate.big_modeling.partition import balanced_cuts
 from notebook_accelerate.collectives import broadcast_object_list, ignorant_find_batch_size
 from notebook_accelerate.state import AcceleratorState, PartialState
 
@@ -64,9 +65,15 @@ def prepare_pippy(
         whole = no_split_module_classes or getattr(model, "_no_split_modules", None) or ()
         split_points = traced.balanced_split_points(parts, set(whole))
     _check_split_points(model, split_points, parts)
-    stage = traced.build_stage(split_points, num_chunks or parts, group)
+    chunks = num_chunks or parts
+    stage = traced.build_stage(split_points, chunks, group)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return pippy_forward(stage, chunks, bool(gather_output), *args, **kwargs)
+
     model.hf_split_points = list(split_points)  # type: ignore[assignment]
-    model.forward = _PipelineForward(stage, num_chunks or parts, bool(gather_output))
+    model.forward = forward
     return model
 
 
@@ -136,7 +143,7 @@ def generate_device_map(
             f"{type(model).__name__} has {len(sizes)} modules that stay whole, and there are {num_processes} ranks; "
             "pass fewer no_split_module_classes, or a smaller num_processes"
         )
-    cuts = _cuts(list(sizes.values()), num_processes)
+    cuts = balanced_cuts(list(sizes.values()), num_processes)
     return {name: bisect_right(cuts, index) for index, name in enumerate(sizes)}
 
 
@@ -172,7 +179,7 @@ def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *ar
     outputs = forward.run(args, kwargs, rows, num_chunks)
     if gather_output:
         outputs = forward.broadcast_outputs(outputs, rows)
-    return None if outputs is None else forward.unflatten_outputs(outputs)
+    return None if outputs is None else forward.outputs.unflatten(outputs)
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
@@ -317,7 +324,7 @@ class _TracedModel:
                 f"are {parts} ranks; launch with num_processes={max(1, len(called))}, or pass fewer "
                 "no_split_module_classes"
             )
-        return [called[at] for at in _cuts([sizes[name] for name in called], parts)]
+        return [called[at] for at in balanced_cuts([sizes[name] for name in called], parts)]
 
     def build_stage(self, split_points: Sequence[str], chunks: int, group: _PipelineGroup) -> _Stage:
         """Build the part of this rank."""
@@ -344,31 +351,26 @@ class _TracedModel:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class _Stage:
     """One rank's part of a pipeline: it runs chunks of a fixed number of rows."""
 
-    def __init__(
-        self,
-        schedule: Any,
-        inputs: _Structure,
-        batched: Sequence[bool],
-        rows: int,
-        outputs: _Structure,
-        output_specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device,
-        group: _PipelineGroup,
-    ) -> None:
-        self.group = group
-        self._schedule, self._inputs, self._batched, self._rows = schedule, inputs, batched, rows
-        self._outputs, self._output_specs, self._device = outputs, output_specs, device
+    schedule: Any
+    inputs: _Structure
+    batched: Sequence[bool]
+    rows: int
+    outputs: _Structure
+    output_specs: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    device: torch.device
+    group: _PipelineGroup
 
     def describe_mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Describe how the arguments differ from the traced ones; None if only tensors do."""
         inputs, _ = _Structure.flatten((args, kwargs))
-        if inputs == self._inputs:
+        if inputs == self.inputs:
             return None
         return (
-            f"the model was traced with {self._inputs}, and was called with {inputs}; call it with the same arguments, "
+            f"the model was traced with {self.inputs}, and was called with {inputs}; call it with the same arguments, "
             "only tensors may differ"
         )
 
@@ -379,14 +381,14 @@ class _Stage:
             The outputs on the last rank, None elsewhere.
         """
         _, tensors = _Structure.flatten((args, kwargs))
-        window = chunks * self._rows
+        window = chunks * self.rows
         found: list[Sequence[torch.Tensor]] = []
         for start in range(0, rows, window):
             if self.group.is_first:
-                own = [t[start : start + window] if b else t for t, b in zip(tensors, self._batched, strict=True)]
-                outputs = self._schedule.step(*[t.to(self._device) for t in _with_rows(own, self._batched, window)])
+                own = [t[start : start + window] if b else t for t, b in zip(tensors, self.batched, strict=True)]
+                outputs = self.schedule.step(*[t.to(self.device) for t in _with_rows(own, self.batched, window)])
             else:
-                outputs = self._schedule.step()
+                outputs = self.schedule.step()
             if outputs is not None:
                 found.append([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
         if not found:
@@ -397,26 +399,11 @@ class _Stage:
         """Return the outputs of the last rank, on every rank."""
         if outputs is None:
             outputs = [
-                torch.empty((rows, *shape), dtype=dtype, device=self._device) for shape, dtype in self._output_specs
+                torch.empty((rows, *shape), dtype=dtype, device=self.device) for shape, dtype in self.output_specs
             ]
         for tensor in outputs:
             dist.broadcast(tensor, src=self.group.ranks[-1], group=self.group.process_group)
         return outputs
-
-    def unflatten_outputs(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """Return outputs in the containers that the model returns."""
-        return self._outputs.unflatten(outputs)
-
-
-class _PipelineForward:
-    """The forward of a model whose layers are divided among ranks."""
-
-    def __init__(self, stage: _Stage, chunks: int, gather_output: bool) -> None:
-        self.stage, self.chunks, self.gather_output = stage, chunks, gather_output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return pippy_forward(self.stage, self.chunks, self.gather_output, *args, **kwargs)
 
 
 def _with_rows(tensors: Sequence[torch.Tensor], batched: Sequence[bool], rows: int) -> list[torch.Tensor]:
@@ -438,31 +425,6 @@ def _smallest_parts(module: nn.Module, whole: set[str], name: str = "") -> Itera
         return
     for child_name, child in children.items():
         yield from _smallest_parts(child, whole, f"{name}.{child_name}".lstrip("."))
-
-
-def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where all parts but the first begin, with the smallest possible largest part."""
-    low, high = max(sizes), sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_fill_parts(sizes, middle, 1)) < parts:
-            high = middle
-        else:
-            low = middle + 1
-    return _fill_parts(sizes, low, parts)
-
-
-def _fill_parts(sizes: Sequence[int], limit: int, parts: int) -> list[int]:
-    """Return where parts begin that are filled up to a limit; none of the last `parts` - 1 is empty."""
-    cuts: list[int] = []
-    held = 0
-    for at, size in enumerate(sizes):
-        needed = parts - 1 - len(cuts)
-        if at and (held + size > limit or len(sizes) - at == needed):
-            cuts.append(at)
-            held = 0
-        held += size
-    return cuts
 
 
 def _check_split_points(model: nn.Module, points: Sequence[str], parts: int) -> None:

@@ -57,8 +57,6 @@ def cpu_offload(
     Returns:
         The model.
     """
-    if execution_device is None:
-        execution_device = next(iter(model.parameters())).device
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
     weights = OffloadedWeightsLoader(state_dict=state_dict)
@@ -88,17 +86,23 @@ def disk_offload(
         CheckpointError: The disk is full, or the folder's files are broken.
         ValueError: The folder contains another model.
     """
-    if execution_device is None:
-        execution_device = next(iter(model.parameters())).device
-    if not (Path(offload_dir) / INDEX_NAME).is_file():
-        offload_state_dict(offload_dir, model.state_dict())
+    _write_offloaded(model, [""], offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def _write_offloaded(model: torch.nn.Module, names: list[str], folder: str | os.PathLike[str]) -> None:
+    """Write the weights of some modules, unless the folder contains an offloaded model."""
+    if not (Path(folder) / INDEX_NAME).is_file():
+        offload_state_dict(folder, extract_submodules_state_dict(model.state_dict(), names))
 
 
 def _offload_all(
     model: torch.nn.Module, device: Any, weights: OffloadedWeightsLoader, buffers: bool, preload: Any
 ) -> torch.nn.Module:
+    """Attach the hooks of a model whose weights are all offloaded."""
+    if device is None:
+        device = next(iter(model.parameters())).device
     _check_weights(model, [""], weights, buffers)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
@@ -208,15 +212,11 @@ class _Placement:
                 f"submodules need to be offloaded: {', '.join(self.on_disk)}."
             )
         if self.on_disk and offload_index is None and offload_dir is not None:
-            self._write_offloaded(Path(offload_dir))
+            _write_offloaded(model, self.on_disk, offload_dir)
         self.weights: OffloadedWeightsLoader | None = None
         if self.offloaded:
             folder = offload_dir if self.on_disk else None
             self.weights = OffloadedWeightsLoader(state_dict, folder, offload_index)
-
-    def _write_offloaded(self, folder: Path) -> None:
-        if not (folder / INDEX_NAME).is_file():
-            offload_state_dict(folder, extract_submodules_state_dict(self.model.state_dict(), self.on_disk))
 
     def attach(self, offload_buffers: bool, skip_keys: Any, preload: Any) -> None:
         """Attach the hooks, and tie again the parameters that they untied."""
@@ -256,9 +256,8 @@ def _tied_params_map(model: torch.nn.Module, tied: list[list[str]]) -> TiedParam
 def _guard_moves(model: Any, offloads: bool) -> None:
     """Warn about moves that the hooks would undo; refuse those that would lose offloaded weights."""
     for name in _MOVES:
-        original = getattr(model, name, None)
-        if original is not None:
-            setattr(model, name, _guarded(model, original, offloads))
+        if hasattr(model, name):
+            setattr(model, name, _guarded(model, getattr(model, name), offloads))
 
 
 def _guarded(model: torch.nn.Module, move: Any, offloads: bool) -> Any:

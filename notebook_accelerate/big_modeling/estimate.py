@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import itertools
 import math
@@ -11,10 +12,11 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.empty_init import init_on_device
+from notebook_accelerate.big_modeling.empty_init import init_on_device, moved_to
 from notebook_accelerate.big_modeling.module_sizes import compute_module_sizes, dtype_of, readable
 from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, RankLayout, checked_offload
 from notebook_accelerate.big_modeling.tied_parameters import device_of
+from notebook_accelerate.collectives import recursively_apply
 
 _PANEL = "notebook_accelerate.widgets.memory_panel"
 """Renders estimates as HTML; loaded on first use, because views are a higher layer."""
@@ -157,11 +159,9 @@ def _check(optimizer: str, strategy: str, num_processes: int, batch_size: int) -
 
 
 def _empty_model(source: Any) -> torch.nn.Module:
-    if isinstance(source, torch.nn.Module):
-        import copy
-
-        memo = {id(each): _empty_like(each) for each in (*source.parameters(), *source.buffers())}
-        return copy.deepcopy(source, memo)
+    if isinstance(source, torch.nn.Module):  # copied without its weights
+        empty: dict[int, torch.Tensor] = {id(each): moved_to(each, "meta") for each in source.parameters()}
+        return copy.deepcopy(source, empty | {id(each): each.to("meta") for each in source.buffers()})
     with init_on_device(torch.device("meta"), include_buffers=True):
         if hasattr(source, "model_type"):
             model: torch.nn.Module = importlib.import_module("transformers").AutoModel.from_config(source)
@@ -173,13 +173,6 @@ def _empty_model(source: Any) -> torch.nn.Module:
                 "one, or a transformers configuration: estimate_memory(lambda: MyModel())"
             )
     return model
-
-
-def _empty_like(tensor: torch.Tensor) -> Any:
-    empty = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
 
 
 def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
@@ -215,14 +208,10 @@ def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
 
 
 def _meta_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), {name: _on_meta(value) for name, value in inputs.items()}
-    values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return tuple(_on_meta(value) for value in values), {}
-
-
-def _on_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
+    moved = recursively_apply(lambda tensor: tensor.to("meta"), inputs)
+    if isinstance(moved, Mapping):
+        return (), dict(moved)
+    return tuple(moved) if isinstance(moved, (tuple, list)) else (moved,), {}
 
 
 def _largest_block(model: torch.nn.Module, layout: RankLayout) -> int:
@@ -233,11 +222,7 @@ def _largest_block(model: torch.nn.Module, layout: RankLayout) -> int:
 
 
 def _assumptions(problem: str, layout: RankLayout, optimizer: str, offloaded: Mapping[str, str]) -> tuple[str, ...]:
-    lines = (
-        [problem]
-        if problem
-        else ["Activations are the tensors that autograd saves in one step, without checkpointing."]
-    )
+    lines = [problem or "Activations are the tensors that autograd saves in one step, without checkpointing."]
     if OPTIMIZERS[optimizer]:
         lines.append(f"{optimizer} keeps {OPTIMIZERS[optimizer]:g} bytes per trained element.")
     if layout.sharding.buckets and layout.reduces:

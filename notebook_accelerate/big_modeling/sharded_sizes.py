@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from notebook_accelerate.big_modeling.partition import balanced_cuts
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
 """Parallel dimensions, as in `ParallelismConfig`."""
@@ -155,25 +158,11 @@ def _largest_stage(
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """Split blocks into stages with the smallest possible maximum size; return the largest stage."""
     sizes = [sum(parameter.nbytes for _, parameter in block) for block in blocks]
-    low, high = max(sizes, default=0), sum(sizes)
-    while low < high:
-        limit = (low + high) // 2
-        low, high = (low, limit) if len(_split(sizes, limit)) <= stages else (limit + 1, high)
-    cuts = _split(sizes, low)
-    first, stop = max(cuts, key=lambda cut: sum(sizes[cut[0] : cut[1]]), default=(0, 0))
+    if not blocks:
+        return []
+    bounds = [0, *balanced_cuts(sizes, min(stages, len(blocks))), len(blocks)]
+    first, stop = max(itertools.pairwise(bounds), key=lambda stage: sum(sizes[stage[0] : stage[1]]))
     return [pair for block in blocks[first:stop] for pair in block]
-
-
-def _split(sizes: list[int], limit: int) -> list[tuple[int, int]]:
-    """Split into ranges of at most `limit`, each as long as possible."""
-    cuts: list[tuple[int, int]] = []
-    first, filled = 0, 0
-    for index, size in enumerate(sizes):
-        if filled + size > limit and index > first:
-            cuts.append((first, index))
-            first, filled = index, 0
-        filled += size
-    return [*cuts, (first, len(sizes))] if sizes else cuts
 
 
 __all__ = ["DEGREES", "STRATEGIES", "RankLayout", "Sharding", "checked_offload"]

@@ -29,8 +29,8 @@ class CpuOffload(ModelHook):
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offload the previous model, and move this one and its inputs to the device."""
-        if self.prev_module_hook is not None and isinstance(self.prev_module_hook, UserCpuOffloadHook):
-            previous = self.prev_module_hook
+        previous = self.prev_module_hook
+        if isinstance(previous, UserCpuOffloadHook):
             first = next(previous.model.parameters(), None)
             if first is not None and first.device == torch.device(self.execution_device):
                 previous.offload()

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from notebook_accelerate import prepare_pippy
-from notebook_accelerate.inference import _cuts, find_pippy_batch_size, generate_device_map, pippy_forward
+from notebook_accelerate.big_modeling.partition import balanced_cuts
+from notebook_accelerate.inference import find_pippy_batch_size, generate_device_map, pippy_forward
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(1, 9))
 def test_the_largest_part_is_minimal(sizes: list[int], parts: int) -> None:
     parts = min(parts, len(sizes))
-    cuts = _cuts(sizes, parts)
+    cuts = balanced_cuts(sizes, parts)
     assert len(cuts) == parts - 1
     assert sorted(set(cuts)) == cuts
     assert all(0 < cut < len(sizes) for cut in cuts)
