@@ -16,7 +16,6 @@ from notebook_accelerate.big_modeling.module_sizes import Totals, readable, tota
 from notebook_accelerate.big_modeling.module_tree import build_tree, find_tensor, prefixes
 from notebook_accelerate.big_modeling.tied_parameters import (
     check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
 )
 
 DeviceMap = dict[str, int | str | torch.device]
@@ -182,12 +181,3 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
         raise ValueError(
             "The device_map provided does not give any device for the following parameters: " + ", ".join(missing)
         )
-
-
-__all__ = [
-    "check_device_map",
-    "check_tied_parameters_on_same_device",
-    "clean_device_map",
-    "infer_auto_device_map",
-    "make_device_map",
-]

@@ -135,6 +135,3 @@ def offload_8bit(
         offload_weight(tensor.cpu(), each, folder, index=index)
         placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         set_module_tensor_to_device(model, each, "meta", value=placeholder, dtype=tensor.dtype)
-
-
-__all__ = ["OffloadedLinear8bitLt", "is_offloadable", "make_offloadable", "offload_8bit", "place_8bit"]

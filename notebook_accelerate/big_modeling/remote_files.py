@@ -67,6 +67,3 @@ def _locked(lock: Path) -> Iterator[None]:
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-__all__ = ["weights_on_disk"]

@@ -323,6 +323,3 @@ def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
     remote = RemotePath(text)
     remote.filesystem()  # raises where fsspec cannot use the protocol
     return remote
-
-
-__all__ = ["AnyPath", "RemotePath", "path_of"]

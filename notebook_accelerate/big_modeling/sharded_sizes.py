@@ -163,6 +163,3 @@ def _largest_stage(
     bounds = [0, *balanced_cuts(sizes, min(stages, len(blocks))), len(blocks)]
     first, stop = max(itertools.pairwise(bounds), key=lambda stage: sum(sizes[stage[0] : stage[1]]))
     return [pair for block in blocks[first:stop] for pair in block]
-
-
-__all__ = ["DEGREES", "STRATEGIES", "RankLayout", "Sharding", "checked_offload"]

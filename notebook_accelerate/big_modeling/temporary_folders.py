@@ -71,6 +71,3 @@ def _remove_abandoned() -> None:
                 lock.unlink()
             finally:
                 os.close(descriptor)
-
-
-__all__ = ["make", "remove", "scratch"]

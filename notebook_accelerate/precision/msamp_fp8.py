@@ -34,9 +34,7 @@ class MSAMPPrecision(Bf16Precision):
     name: ClassVar[str] = "fp8"
     backend: ClassVar[FP8BackendType] = FP8BackendType.MSAMP
 
-    def __init__(
-        self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
-    ) -> None:
+    def __init__(self, device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> None:
         if importlib.util.find_spec("msamp") is None:
             raise ImportError(
                 "MS-AMP is not installed: it is built from source, https://azure.github.io/MS-AMP/docs/getting-started/"
@@ -65,6 +63,3 @@ class MSAMPPrecision(Bf16Precision):
             models[0].to(self.device_type), optimizers[0], opt_level=self.fp8_recipe.opt_level
         )
         return [model], [optimizer]
-
-
-__all__ = ["MSAMPPrecision"]

@@ -34,9 +34,7 @@ class AOPrecision(Bf16Precision):
     name: ClassVar[str] = "fp8"
     backend: ClassVar[FP8BackendType] = FP8BackendType.AO
 
-    def __init__(
-        self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
-    ) -> None:
+    def __init__(self, device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> None:
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or AORecipeKwargs())
 
     def wrap_model(self, model: nn.Module, sharded: bool = False) -> nn.Module:
@@ -149,13 +147,3 @@ def convert_model_to_fp8_ao(
         first, last = find_first_last_linear_layers(model)
         module_filter_func = partial(filter_linear_layers, first_layer_name=first, last_layer_name=last)
     convert_to_float8_training(model, module_filter_fn=module_filter_func, config=config)
-
-
-__all__ = [
-    "AOPrecision",
-    "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
-    "filter_linear_layers",
-    "find_first_last_linear_layers",
-    "has_ao_layers",
-]

@@ -33,9 +33,7 @@ class TEPrecision(Bf16Precision):
     name: ClassVar[str] = "fp8"
     backend: ClassVar[FP8BackendType] = FP8BackendType.TE
 
-    def __init__(
-        self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
-    ) -> None:
+    def __init__(self, device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> None:
         require_cuda("Transformer Engine", device_type)
         super().__init__(device_type, autocast_handler, scaler_handler, fp8_recipe or TERecipeKwargs())
 
@@ -179,12 +177,3 @@ def _recipe(handler: Any) -> Any:
         amax_compute_algo=handler.amax_compute_algo,
         override_linear_precision=handler.override_linear_precision,
     )
-
-
-__all__ = [
-    "TEPrecision",
-    "apply_fp8_autowrap",
-    "contextual_fp8_autocast",
-    "convert_model",
-    "has_transformer_engine_layers",
-]
