@@ -123,22 +123,21 @@ def recursively_apply(
     return walk(data)
 
 
-def leaves_of(data: Any, test_type: LeafTest = is_torch_tensor) -> list[Any]:
-    """List the leaves of a nested structure that pass a test, in order.
+def leaves_of(data: Any) -> list[torch.Tensor]:
+    """List the tensors of a nested structure, in order.
 
     Args:
         data: Nested lists, tuples, namedtuples, mappings, dataclasses.
-        test_type: Selects the leaves.
     """
-    return list(_iterate_leaves(data, test_type))
+    return list(_iterate_leaves(data))
 
 
-def _iterate_leaves(node: Any, test_type: LeafTest = is_torch_tensor) -> Iterator[Any]:
-    if test_type(node):
+def _iterate_leaves(node: Any) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
         yield node
     else:
         for child in children_of(node):
-            yield from _iterate_leaves(child, test_type)
+            yield from _iterate_leaves(child)
 
 
 def require_tensors(data: Any, operation: str) -> list[torch.Tensor]:
@@ -183,16 +182,15 @@ def children_of(node: Any) -> Iterable[Any]:
     return ()
 
 
-def with_leaves(data: Any, leaves: Iterable[Any], test_type: LeafTest = is_torch_tensor) -> Any:
-    """Rebuild a nested structure with other leaves.
+def with_leaves(data: Any, leaves: Iterable[torch.Tensor]) -> Any:
+    """Rebuild a nested structure with other tensors.
 
     Args:
         data: The original.
-        leaves: The new leaves, in the order of `leaves_of`.
-        test_type: Selects the leaves to replace.
+        leaves: The new tensors, in the order of `leaves_of`.
     """
-    replacement: Iterator[Any] = iter(leaves)
-    return recursively_apply(lambda _: next(replacement), data, test_type=test_type)
+    replacement = iter(leaves)
+    return recursively_apply(lambda _: next(replacement), data)
 
 
 def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.collectives.containers import children_of, is_torch_tensor, recursively_apply
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
-
-_PACKAGE = str(Path(__file__).parents[1])
+from notebook_accelerate.state.warn_once import user_frame
 
 
 def check(operation: str, data: Any, state: PartialState, free_dim: int | None = None) -> None:
@@ -73,9 +70,7 @@ def caller_line() -> str:
     """Return file, line and source of the innermost frame outside of this package; notebook cells have file names."""
     import linecache
 
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
+    _, frame = user_frame()
     name, line = frame.f_code.co_filename, frame.f_lineno
     source = linecache.getline(name, line, frame.f_globals).strip()
     return f"{name}, line {line}{f': {source}' if source else ''}"

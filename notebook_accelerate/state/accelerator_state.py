@@ -13,7 +13,6 @@ from notebook_accelerate.state.partial_state import PartialState
 from notebook_accelerate.state.shared_dict import SharedDict, Slots
 from notebook_accelerate.state.warn_once import warn_once
 
-_PLUGINS = ("dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config")
 # The distributed type that a plugin implies.
 _TYPE_OF_PLUGIN = {
     "deepspeed_plugins": DistributedType.DEEPSPEED,
@@ -55,16 +54,7 @@ class AcceleratorState(PartialState):
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
-    _known_attrs: ClassVar[tuple[str, ...]] = (
-        *PartialState._known_attrs,
-        *_PLUGINS,
-        "_mixed_precision",
-        "deepspeed_plugins",
-        "device_mesh",
-        "use_ipex",
-    )
 
-    fork_launched: bool
     _mixed_precision: str
     dynamo_plugin: TorchDynamoPlugin | None
     fsdp_plugin: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -45,18 +46,6 @@ class PartialState(RankExecution):
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
-    _known_attrs: ClassVar[tuple[str, ...]] = (
-        "_cpu",
-        "backend",
-        "communicator",
-        "debug",
-        "device",
-        "distributed_type",
-        "fork_launched",
-        "local_process_index",
-        "num_processes",
-        "process_index",
-    )
 
     device: torch.device
     distributed_type: DistributedType
@@ -88,13 +77,13 @@ class PartialState(RankExecution):
         return type(self), ()
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._known_attrs:
-            kind = type(self).__name__
+        kind = type(self).__name__
+        if any(name in get_annotations(cls) for cls in type(self).__mro__):
             raise AttributeError(
                 f"{kind} has no {name!r}: the state was reset after this object was created (a launch resets it in "
                 f"every rank); create a new one where it is used: {kind}() or Accelerator()"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     @staticmethod
     def _reset_state() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 
 _PACKAGE = str(Path(__file__).parents[1])
 _shown: set[str] = set()
@@ -20,7 +21,8 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     if message in _shown:
         return
     _shown.add(message)
-    warnings.warn(message, category, stacklevel=_depth_of_user_code())
+    depth, _ = user_frame()
+    warnings.warn(message, category, stacklevel=depth)
 
 
 def reset_warnings() -> None:
@@ -28,9 +30,9 @@ def reset_warnings() -> None:
     _shown.clear()
 
 
-def _depth_of_user_code() -> int:
-    """Return the `stacklevel` at which `warn_once` leaves this package."""
-    depth, frame = 1, sys._getframe(1)
+def user_frame() -> tuple[int, FrameType]:
+    """Return the innermost frame outside of this package, and its depth below this function."""
+    depth, frame = 0, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         depth, frame = depth + 1, frame.f_back
-    return depth
+    return depth, frame
