@@ -16,7 +16,7 @@ from notebook_accelerate.collectives.containers import (
     leaves_of as leaves_of,
     listify as listify,
     recursively_apply as recursively_apply,
-    with_leaves as with_leaves,
+    with_tensors as with_tensors,
 )
 from notebook_accelerate.collectives.fp32_outputs import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,

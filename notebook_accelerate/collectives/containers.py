@@ -182,23 +182,12 @@ def children_of(node: Any) -> Iterable[Any]:
     return ()
 
 
-def with_leaves(data: Any, leaves: Iterable[torch.Tensor]) -> Any:
+def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
     """Rebuild a nested structure with other tensors.
 
     Args:
         data: The original.
         leaves: The new tensors, in the order of `leaves_of`.
-    """
-    replacement = iter(leaves)
-    return recursively_apply(lambda _: next(replacement), data)
-
-
-def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
-    """Rebuild a nested structure that contains only tensors, with other tensors.
-
-    Args:
-        data: The original.
-        leaves: The new tensors, in the order of `require_tensors`.
     """
     rebuilt: Nested = _with_tensors(data, iter(leaves))
     return rebuilt

@@ -21,7 +21,7 @@ from notebook_accelerate.collectives import (
     leaves_of,
     send_to_device,
     slice_tensors,
-    with_leaves,
+    with_tensors,
 )
 from notebook_accelerate.data_loader.mesh_ranks import data_parallel_rank
 from notebook_accelerate.data_loader.prepared_loader import NOTHING, PreparedDataLoader
@@ -195,7 +195,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
             if self._opening is None:
                 self._opening = [tensor[: self.dp_size - 1].clone() for tensor in leaves_of(batch)]
             size = _size(batch)
-            opening = with_leaves(batch, self._opening)
+            opening = with_tensors(batch, self._opening)
             missing, kept = -size % self.dp_size, _size(opening)
             parts = [slice_tensors(opening, slice(0, min(kept, missing - i))) for i in range(0, missing, kept)]
             yield (concatenate([batch, *parts]) if missing else batch), size
@@ -223,7 +223,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
 def _broadcast_tensors(batch: Any) -> Any:
     """Broadcast the tensors of rank 0; other leaves were sent with the description."""
     leaves = leaves_of(batch)
-    return with_leaves(batch, broadcast(leaves)) if leaves else batch
+    return with_tensors(batch, broadcast(leaves)) if leaves else batch
 
 
 def _description(batch: Any) -> bytes:

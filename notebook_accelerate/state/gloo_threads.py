@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import time
 from pathlib import Path
 
@@ -18,15 +19,11 @@ LIMIT = 5.0
 _GRACE = 0.02
 """Seconds to wait if no thread has the name: another system, an older torch, or no gloo."""
 
-_registered = False
 
-
+@functools.cache  # one registration per process
 def wait_for_idle_at_exit() -> None:
     """Wait at the end of this process until gloo's threads are idle."""
-    global _registered  # noqa: PLW0603 - one registration per process
-    if not _registered:
-        _registered = True
-        atexit.register(wait_for_idle)
+    atexit.register(wait_for_idle)
 
 
 def wait_for_idle(limit: float = LIMIT) -> None:

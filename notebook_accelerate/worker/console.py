@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import contextlib
 import functools
 import getpass
 import io
@@ -16,40 +17,37 @@ from notebook_accelerate.worker import breakpoints
 from notebook_accelerate.worker.agent import Agent
 
 
-class Console:
-    """Connects a rank's streams, ``input``, ``breakpoint`` and ``display`` to the notebook."""
+def install(agent: Agent) -> None:
+    """Connect this rank's streams, ``input``, ``breakpoint`` and ``display`` to the notebook.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    Replaces those of the interpreter, and of IPython where it is loaded.
+    """
 
-    def install(self) -> None:
-        """Replace those of the interpreter, and of IPython where it is loaded."""
-        streams = {"stdin": StandardInput(self._agent), "stdout": _stream(1), "stderr": _stream(2)}
-        for name, stream in streams.items():
-            _redirect(getattr(sys, name), stream)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        builtins.input = self._input
-        getpass.getpass = self._getpass
-        breakpoints.install(self._agent)
-        install_display()
-        plain_progress_bars()
+    def rank_input(prompt: object = "", /) -> str:
+        flush()
+        return agent.ask(str(prompt))
 
-    def flush(self) -> None:
-        """Write all buffered output to the pipes."""
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):  # closed by the function, or the kernel is gone
-                continue
+    def rank_getpass(prompt: str = "Password: ", stream: object = None) -> str:  # noqa: ARG001 - getpass has it
+        flush()
+        return agent.ask(prompt, password=True)
 
-    def _input(self, prompt: object = "", /) -> str:
-        self.flush()
-        return self._agent.ask(str(prompt))
+    streams = {"stdin": StandardInput(agent), "stdout": _stream(1), "stderr": _stream(2)}
+    for name, stream in streams.items():
+        _redirect(getattr(sys, name), stream)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    builtins.input = rank_input
+    getpass.getpass = rank_getpass
+    breakpoints.install(agent)
+    install_display()
+    plain_progress_bars()
 
-    def _getpass(self, prompt: str = "Password: ", stream: object = None) -> str:
-        self.flush()
-        return self._agent.ask(prompt, password=True)
+
+def flush() -> None:
+    """Write all buffered output to the pipes."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed by the function, or the kernel is gone
+            stream.flush()
 
 
 def _redirect(old: Any, new: Any) -> None:

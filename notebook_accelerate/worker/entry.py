@@ -39,9 +39,8 @@ from notebook_accelerate.telemetry import (
 from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
-from notebook_accelerate.worker import state_resets
+from notebook_accelerate.worker import console, state_resets
 from notebook_accelerate.worker.agent import Agent
-from notebook_accelerate.worker.console import Console
 from notebook_accelerate.worker.debug_agent import DebugAgent
 
 Function = Callable[..., Any]
@@ -72,9 +71,9 @@ def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] |
     code = 1
     try:
         detach(wiring, inherited)
-        agent, console, debugging = connect(wiring)
+        agent, debugging = connect(wiring)
         outcome = run_function(order, load, debugging)
-        code = report(outcome, agent, console)
+        code = report(outcome, agent)
     except KeyboardInterrupt:  # the run is being stopped, after the function returned
         pass
     except BaseException:  # noqa: BLE001 - nothing above could handle it
@@ -151,7 +150,7 @@ def redirect_descriptors(keep: set[int], known: set[int]) -> None:
 # ---- 2. connect
 
 
-def connect(wiring: Wiring) -> tuple[Agent, Console, DebugAgent]:
+def connect(wiring: Wiring) -> tuple[Agent, DebugAgent]:
     """Connect the output streams to the kernel's pipes, and everything else to the channel."""
     os.dup2(wiring.stdout, 1)
     os.dup2(wiring.stderr, 2)
@@ -163,9 +162,8 @@ def connect(wiring: Wiring) -> tuple[Agent, Console, DebugAgent]:
     agent = Agent(sink)
     debugging = DebugAgent(agent)
     agent.start()
-    console = Console(agent)
-    console.install()
-    return agent, console, debugging
+    console.install(agent)
+    return agent, debugging
 
 
 # ---- 3. apply the order, and 4. run
@@ -245,7 +243,7 @@ def failure_event(error: BaseException, kind: str) -> FailureEvent:
 # ---- 5. report
 
 
-def report(outcome: Event, agent: Agent, console: Console) -> int:
+def report(outcome: Event, agent: Agent) -> int:
     """Finalise as an interpreter does at exit, send the outcome, and return the exit code."""
     failed = isinstance(outcome, FailureEvent)
     if failed:

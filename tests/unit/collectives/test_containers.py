@@ -62,7 +62,7 @@ def test_recursively_apply_keeps_every_type() -> None:
 
 def test_leaves_are_replaced_in_order() -> None:
     leaves = collectives.leaves_of(NESTED)
-    numbered = collectives.with_leaves(NESTED, map(torch.tensor, range(len(leaves))))
+    numbered = collectives.with_tensors(NESTED, map(torch.tensor, range(len(leaves))))
     found = [int(leaf) for leaf in collectives.leaves_of(numbered)]
     assert found == list(range(len(leaves)))
 
