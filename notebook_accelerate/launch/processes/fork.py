@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
+from notebook_accelerate.launch.processes import huge_pages
 from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
 from notebook_accelerate.launch.processes.zygote import running_zygote
 from notebook_accelerate.worker import entry
@@ -16,11 +18,20 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
+MANY_RANKS = 8
+"""From this many ranks on, moving the kernel's memory into huge pages takes less time than it saves in one launch."""
+COLLAPSE_SECONDS = 0.5
+
+
 class ForkedRank(OwnChild):
     """A rank whose process group the zygote, if it runs, ends with the kernel."""
 
+    living: set[int] = set()  # noqa: RUF012 - all runs of this process share it
+    """The ranks that share pages with this process."""
+
     def __init__(self, rank: int, pid: int, ends: Ends, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid, ends, exit_descriptor)
+        self.living.add(pid)
         self._guardian = running_zygote()
         if self._guardian is not None:
             self._guardian.guard(pid)
@@ -28,6 +39,7 @@ class ForkedRank(OwnChild):
     def close(self) -> None:
         """See ``RankProcess.close``."""
         super().close()
+        self.living.discard(self.pid)
         if self._guardian is not None:
             self._guardian.guard(self.pid)
             self._guardian = None
@@ -35,6 +47,16 @@ class ForkedRank(OwnChild):
 
 class ForkBackend(ProcessBackend):
     """Forks from the calling thread, which must live as long as the ranks: Linux ends them with it."""
+
+    def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
+        """See ``ProcessBackend.start_ranks``."""
+        if len(orders) >= MANY_RANKS:
+            _collapse()
+        super().start_ranks(orders, started)
+
+    def prepare_next(self) -> None:
+        """See ``ProcessBackend.prepare_next``."""
+        _collapse()
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
@@ -53,3 +75,8 @@ class ForkBackend(ProcessBackend):
             os.setpgid(pid, pid)
         ends.close_rank_side()
         return ForkedRank(order.rank, pid, ends, pidfd_of(pid))
+
+
+def _collapse() -> None:
+    """Move the kernel's memory into huge pages, unless ranks share it: each would keep the small pages as well."""
+    huge_pages.collapse(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living))

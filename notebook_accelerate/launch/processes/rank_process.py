@@ -307,6 +307,10 @@ class ProcessBackend(ABC):
         """Release what was needed to start ranks; the ranks keep running."""
         return
 
+    def prepare_next(self) -> None:
+        """Prepare for the next launch; called on the thread of a run that has ended, when nothing waits for it."""
+        return
+
 
 def pidfd_of(pid: int) -> int | None:
     """Return a descriptor that becomes readable when ``pid`` ends; None where the system has none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -13,10 +12,10 @@ import socket
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
+from notebook_accelerate.launch.processes import huge_pages
 from notebook_accelerate.launch.processes.zygote import GUARD, HELPER, LENGTH, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.worker import entry
@@ -36,7 +35,7 @@ PRELOADED = (
 """Imported once for all ranks; none of these modules initialises a device or starts a thread pool."""
 
 
-HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
+_COLLAPSE_SECONDS = 1.0
 
 
 @dataclass
@@ -166,27 +165,6 @@ def run_helper(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
         os._exit(1)
 
 
-def collapse_into_huge_pages() -> None:
-    """Move this process's private memory into pages of 2 MiB, where the system can (Linux 6.1 and later).
-
-    A fork copies one page table entry per page, and the end of a process visits them all. Measured with
-    torch imported (220 MiB): 7 ms + 9 ms of processor time for a fork and the end of its process before, 2 ms + 3 ms
-    after. Memory use stays the same.
-    """
-    maps = Path("/proc/self/maps")
-    if not maps.is_file():
-        return
-    advise: Any = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
-        span, access, *_, inode, name = [*line.split(maxsplit=5), ""][:6]
-        if access != "rw-p" or inode != "0" or name not in ("", "[heap]"):
-            continue
-        begin, end = (int(text, 16) for text in span.split("-"))
-        for start in range(-(-begin // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
-            advise(start, HUGE_PAGE, MADV_COLLAPSE)  # fails where nothing is resident, and on older systems
-
-
 def serve(descriptor: int) -> None:
     """Run the server process.
 
@@ -198,5 +176,5 @@ def serve(descriptor: int) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
-    collapse_into_huge_pages()
+    huge_pages.collapse(_COLLAPSE_SECONDS)
     _Server(socket.socket(fileno=descriptor)).run()

@@ -104,6 +104,7 @@ class Supervisor:
         self._inherited, self._prepare, self._make_notebooks, self._release = inherited, prepare, notebooks, release
         self._journal = context.journal
         self._notebooks: Notebooks | None = None
+        self._backend: ProcessBackend | None = None
         self.started, self.over = threading.Event(), threading.Event()
         self.problem: BaseException | None = None
         self.thread = threading.Thread(target=self._main, name=f"notebook-accelerate-run-{context.id}", daemon=True)
@@ -116,6 +117,8 @@ class Supervisor:
             ended = self._run()
         finally:
             self._end(ended)
+        if self._backend is not None:
+            self._backend.prepare_next()
 
     def _run(self) -> RunEnded:
         """Run to the end and return how it ended."""
@@ -212,7 +215,7 @@ class Supervisor:
         return group
 
     def _start_group(self, plan: LaunchPlan, number: int) -> RankGroup:
-        backend = process_backend(plan.start_method)(self._function, self._arguments)
+        backend = self._backend = process_backend(plan.start_method)(self._function, self._arguments)
         group = RankGroup(self._context, plan)
         group.stops.on_hold = lambda: self._hold(group)
         if self._notebooks is not None:

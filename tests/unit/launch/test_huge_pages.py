@@ -1,0 +1,69 @@
+"""The memory of a process that forks ranks is moved into huge pages, and nothing else is."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from notebook_accelerate.launch.processes import huge_pages
+
+SIZE = 8 * huge_pages.HUGE_PAGE
+
+
+def in_huge_pages(memory: mmap.mmap) -> int:
+    """Return the bytes of a mapping that are in huge pages."""
+    address = _address(memory)
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            begin, end = (int(text, 16) for text in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "AnonHugePages:":
+            return 1024 * int(line.split()[1])
+    raise LookupError(f"{address:#x} is not mapped")
+
+
+def _address(memory: mmap.mmap) -> int:
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) + SIZE // 2
+
+
+@pytest.fixture
+def memory() -> mmap.mmap:
+    found = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found.madvise(mmap.MADV_NOHUGEPAGE)  # the test's own pages begin small on every system
+    found.write(b"x" * SIZE)
+    found.madvise(mmap.MADV_HUGEPAGE)
+    if not _can_collapse():
+        pytest.skip("the system cannot move pages: Linux 6.1 can")
+    return found
+
+
+def _can_collapse() -> bool:
+    release = tuple(int(part) for part in Path("/proc/sys/kernel/osrelease").read_text().split("-")[0].split(".")[:2])
+    return release >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+
+
+def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
+    assert in_huge_pages(memory) == 0
+    huge_pages.collapse(30)
+    assert in_huge_pages(memory) >= SIZE - 2 * huge_pages.HUGE_PAGE
+    assert memory[:] == b"x" * SIZE
+
+
+def test_sparse_memory_stays_as_it_is(memory: mmap.mmap) -> None:
+    for start in range(0, SIZE, huge_pages.HUGE_PAGE):
+        memory.madvise(mmap.MADV_DONTNEED, start, 3 * huge_pages.HUGE_PAGE // 4)
+    huge_pages.collapse(30)
+    assert in_huge_pages(memory) == 0
+
+
+def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
+    huge_pages.collapse(30, stop=lambda: True)
+    assert in_huge_pages(memory) == 0
+    huge_pages.collapse(-1)
+    assert in_huge_pages(memory) == 0
