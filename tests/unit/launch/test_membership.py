@@ -9,11 +9,11 @@ import pytest
 from notebook_accelerate.launch.hosts.rendezvous.membership import (
     Node,
     decide,
-    first_rank,
     has_room,
     in_order,
     late_text,
     problem,
+    ranks_of,
     timeout_text,
     version_note,
     waiting_text,
@@ -34,7 +34,7 @@ def test_ranks_are_counted_in_the_order_of_the_nodes() -> None:
     nodes = [_node(0, order=1), _node(0, name="host", order=2, hosting=True), _node(1, order=0)]
     ordered = in_order(nodes)
     assert [node.name for node in ordered] == ["host", "n0", "n1"]
-    assert [first_rank(ordered, index) for index in range(3)] == [0, 1, 2]
+    assert [ranks_of(ordered, index).start for index in range(3)] == [0, 1, 2]
 
 
 def test_the_text_lists_the_missing_notebooks() -> None:

@@ -164,10 +164,7 @@ def test_a_stop_after_the_ranks_have_ended_prevents_a_restart(
         decided = decide([Node.from_dict(node) for node in NODES], ends, {}, 0, "static")
         assert decided is not None
         ends_by_index = {"0": ends["a"], "1": ends["b"]}
-        send(
-            group,
-            protocol.DecisionEvent(decided["action"], decided["reason"], ends_by_index, {}, len(decided["remaining"])),
-        )
+        send(group, protocol.DecisionEvent(decided["action"], decided["reason"], ends_by_index, {}))
 
     thread = threading.Thread(target=others)
     thread.start()

@@ -14,8 +14,9 @@ import pytest
 from notebook_accelerate import LaunchConfig, LaunchError, RayCluster, notebook_launcher
 from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch import KernelFacts, make_plan
+from notebook_accelerate.launch.hosts.addresses import interface_of
 from notebook_accelerate.launch.hosts.ray import ray_actor
-from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, adapt_to_machine, interface_of
+from notebook_accelerate.launch.hosts.ray.ray_actor import RankSlot, adapt_to_machine
 from notebook_accelerate.launch.hosts.ray.ray_backend import RayHostConnection
 from notebook_accelerate.launch.hosts.ray.ray_driver import merge_devices, run_tunnel
 from notebook_accelerate.launch.hosts.ray.ray_errors import cause, mismatches, unreachable

@@ -130,7 +130,7 @@ def test_a_notebook_that_leaves_after_all_joined_is_reported_lost(pair: list[Not
     first, second = pair
     second.joining._register()
     attempt = first.attempt([first.node, second.node])
-    second.joining.leave("it was stopped", "")
+    second.joining.leave("it was stopped", failed=False)
     attempt.step()
     assert first.received() == [protocol.NewsEvent("lost", 1, "node 1 (h) was lost: it was stopped")]
 
@@ -164,7 +164,7 @@ def test_the_store_of_an_ended_run_is_replaced_by_that_of_the_next(
     first, second = pair
     first.participant.directory.post("hello", {"name": "a"})
     if when != "connecting":
-        first.participant.directory.post(key, {"kind": "stopped", "text": "it was stopped"})
+        first.participant.directory.post(key, {"text": "it was stopped"})
     found = [stores.Connection(store, hosting=False), stores.Connection(LosableStore(), hosting=True)]
     monkeypatch.setattr(stores, "connect", lambda _: found.pop(0))
     second.participant.connection = None

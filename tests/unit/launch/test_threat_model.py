@@ -62,7 +62,7 @@ class _Listening:
 
     def connect_host(self) -> None:
         """Connect an expected host, and check that it is accepted."""
-        channel = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO, SECONDS)
+        channel = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO)
         incoming = self.host_listener.next_host(SECONDS)
         assert incoming is not None, self.reports
         assert incoming.hello.host == "worker-1"
@@ -142,7 +142,7 @@ def test_the_kernel_listens_on_one_address_until_its_hosts_have_connected() -> N
 
 def test_a_peer_without_the_secret_is_refused_and_reported(step: _Listening) -> None:
     with pytest.raises(AuthenticationError):
-        connect_to_kernel("127.0.0.1", step.host_listener.port, stream.new_secret(), HELLO, SECONDS)
+        connect_to_kernel("127.0.0.1", step.host_listener.port, stream.new_secret(), HELLO)
     step.wait_for_reports()
     assert step.reports == ["a connection from 127.0.0.1 was refused: it does not know the run's secret"]
     step.connect_host()
@@ -177,7 +177,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 def test_a_recorded_handshake_cannot_be_replayed(step: _Listening) -> None:
     recorder = _Recorder(step.host_listener.port)
-    channel = connect_to_kernel("127.0.0.1", recorder.port, step.secret, HELLO, SECONDS)
+    channel = connect_to_kernel("127.0.0.1", recorder.port, step.secret, HELLO)
     incoming = step.host_listener.next_host(SECONDS)
     assert incoming is not None
     recorder.close()

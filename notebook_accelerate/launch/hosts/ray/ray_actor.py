@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.launch.hosts.addresses import interface_of
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel, open_channel
@@ -153,29 +154,9 @@ def adapt_to_machine(order: WorkerOrder) -> None:
         order.cwd = None
 
 
-def interface_of(address: str) -> str:
-    """Return the name of the network interface that has ``address``; "" when it cannot be determined."""
-    import ipaddress
-
-    import psutil
-
-    wanted = ipaddress.ip_address(address)
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            own = ipaddress.ip_address(entry.address.partition("%")[0])
-            if own == wanted or (own.is_loopback and wanted.is_loopback):
-                return name
-    return ""
-
-
 def machine_facts(address: str) -> dict[str, Any]:
     """Return properties of this actor's machine for the driver: devices, and the interface of its address."""
     devices = {name: os.environ[name] for name in DEVICE_VARIABLES if os.environ.get(name)}
     interface = interface_of(address)
     network = {name: interface for name in INTERFACE_VARIABLES if interface and name not in os.environ}
     return {"devices": devices, "network": network}
-
-
-__all__ = ["PlacedBackend", "RankSlot", "adapt_to_machine", "machine_facts"]

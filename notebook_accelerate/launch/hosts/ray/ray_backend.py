@@ -84,18 +84,15 @@ class DriverProcess:
             event = self._received.popleft() if self._received else protocol.ClusterNoteEvent("")
             if isinstance(event, kind):
                 return event
-            if isinstance(event, protocol.RefusedEvent):
-                raise LaunchError(event.text)
-            if isinstance(event, protocol.ActorEndedEvent):
-                raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
+            _raise_failure(event)
             waiting(event)
-        raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self.last_words()}")
+        raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){log_tail(self._log)}")
 
     def _receive(self, seconds: float, what: str) -> list[Event]:
         try:
             return [event for _, event in self.channel.receive(seconds)]
         except ChannelClosedError:
-            raise LaunchError(f"{what} failed: the driver process ended{self.last_words()}") from None
+            raise LaunchError(f"{what} failed: the driver process ended{log_tail(self._log)}") from None
 
     def check(self) -> None:
         """Handle the events that the driver has sent.
@@ -105,10 +102,7 @@ class DriverProcess:
         """
         self._received += self._receive(0.0, "starting the ranks")
         for event in self._received:
-            if isinstance(event, protocol.RefusedEvent):
-                raise LaunchError(event.text)
-            if isinstance(event, protocol.ActorEndedEvent) and event.reason:
-                raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
+            _raise_failure(event)
 
     def end_reason(self, rank: int) -> str:
         """Return why a rank's actor has ended; "" when Ray does not report it in time."""
@@ -151,9 +145,12 @@ class DriverProcess:
         self.channel.close()
         self._log.close()
 
-    def last_words(self) -> str:
-        """Return the end of what the driver printed, for an error message."""
-        return log_tail(self._log)
+
+def _raise_failure(event: Event) -> None:
+    if isinstance(event, protocol.RefusedEvent):
+        raise LaunchError(event.text)
+    if isinstance(event, protocol.ActorEndedEvent) and event.reason:
+        raise LaunchError(f"rank {event.rank} could not be started on Ray: {event.reason}")
 
 
 class RayHostConnection(HostConnection):
@@ -181,22 +178,20 @@ class RayHostConnection(HostConnection):
         try:
             super().measure_clock()
         except ChannelClosedError as error:
-            raise LaunchError(f"{self.name} was lost before its rank started: {self._end_reason() or error}") from None
-
-    def _end_reason(self) -> str:
-        return self._driver.end_reason(self._rank)
+            reason = self._driver.end_reason(self._rank) or error
+            raise LaunchError(f"{self.name} was lost before its rank started: {reason}") from None
 
     def await_started(self, timeout: float) -> RemoteRank:
         """See ``HostConnection.await_started``."""
         try:
             return super().await_started(timeout)
         except LaunchError as error:
-            end_reason = self._end_reason()
+            end_reason = self._driver.end_reason(self._rank)
             raise LaunchError(f"{error}; {end_reason}" if end_reason else str(error)) from None
 
     def mark_lost(self, reason: str, listener: RankListener) -> None:
         """See ``HostConnection.mark_lost``."""
-        if reason and (end_reason := self._end_reason()):
+        if reason and (end_reason := self._driver.end_reason(self._rank)):
             reason = f"{self.name} was lost: {end_reason}"
         super().mark_lost(reason, listener)
 
@@ -334,6 +329,3 @@ def address_of(cluster: RayCluster) -> str:
         with suppress(Exception):  # Ray's client has no such address
             return str(ray.get_runtime_context().gcs_address)
     return os.environ.get("RAY_ADDRESS") or "auto"
-
-
-__all__ = ["RayBackend", "address_of"]

@@ -137,7 +137,7 @@ class Driver:
         deadline = time.monotonic() + max(order.wait, REFUSE_SECONDS)
         while not self._group.wait(POLL_SECONDS):
             self._check_still_wanted()
-            alive = alive_nodes()
+            alive = _alive_nodes()
             # A group placed on a node whose death Ray had not yet noticed may wait forever (Ray 2.60).
             nodes = alive if nodes <= alive else self._request_placement_group()
             now = time.monotonic()
@@ -153,7 +153,7 @@ class Driver:
         """Replace the placement group with a new one for all ranks; return the alive nodes."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        nodes = alive_nodes()
+        nodes = _alive_nodes()
         if self._group is not None:
             remove_placement_group(self._group)
         self._group = placement_group([self._bundle()] * self._order.ranks, strategy=self._order.strategy)
@@ -214,7 +214,7 @@ class Driver:
             "max_concurrency": CALLS,
             "runtime_env": order.runtime_env or None,
         }
-        actor = ray.remote(actor_class())
+        actor = ray.remote(_actor_class())
         actors = []
         for index in range(order.ranks):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
@@ -232,7 +232,7 @@ class Driver:
         by_node = {node: [index for index, fact in enumerate(facts) if fact["node"] == node] for node in nodes}
         placed = [index for node in nodes for index in by_node[node]]
         self._actors = [actors[index] for index in placed]
-        machines = self._call_actors(self._actors, "machine_facts", "")
+        machines = self._call_actors(self._actors, "machine_facts")
         for rank, index in enumerate(placed):
             local = by_node[facts[index]["node"]]
             devices = [machines[placed.index(neighbour)]["devices"] for neighbour in local]
@@ -282,13 +282,8 @@ class Driver:
         with os.fdopen(self._payload, "rb") as file:
             stored = ray.put(np.memmap(file, dtype=np.uint8, mode="r"))
         first = [rank for rank, slot in enumerate(self._slots) if slot["local_rank"] == 0]
-        files = dict(
-            zip(
-                (self._slots[rank]["node"] for rank in first),
-                self._call_actors([self._actors[rank] for rank in first], "call_slot", "receive", stored),
-                strict=True,
-            )
-        )
+        received = self._call_actors([self._actors[rank] for rank in first], "call_slot", "receive", stored)
+        files = {self._slots[rank]["node"]: file for rank, file in zip(first, received, strict=True)}
         for rank, slot in enumerate(self._slots):
             if rank in first:
                 continue
@@ -329,7 +324,7 @@ class Driver:
         deadline = time.monotonic() + NODE_SECONDS
         with suppress(Exception):  # a lost cluster does not answer
             while time.monotonic() < deadline:
-                if slot["id"] not in alive_nodes():
+                if slot["id"] not in _alive_nodes():
                     return f"the Ray node at {slot['address']} has died"
                 time.sleep(POLL_SECONDS / 5)
         return ""
@@ -347,14 +342,14 @@ class Driver:
             ray.shutdown()
 
 
-def alive_nodes() -> set[str]:
+def _alive_nodes() -> set[str]:
     """Return the ids of the nodes that the cluster reports as alive."""
     import ray
 
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def actor_class() -> type[Any]:
+def _actor_class() -> type[Any]:
     """Return the class of the actors.
 
     It is pickled by value, and imports this package only after the comparison of versions, so that a node without the
@@ -385,13 +380,13 @@ def actor_class() -> type[Any]:
                 "node": ray.get_runtime_context().get_node_id(),
             }
 
-        def machine_facts(self, address: str) -> dict[str, Any]:
+        def machine_facts(self) -> dict[str, Any]:
             """Return devices and network interface; see ``ray_actor.machine_facts``."""
             import ray
 
             from notebook_accelerate.launch.hosts.ray import ray_actor
 
-            return ray_actor.machine_facts(address or ray.util.get_node_ip_address())
+            return ray_actor.machine_facts(ray.util.get_node_ip_address())
 
         def call_slot(self, method: str, *arguments: Any) -> Any:
             """Call a method of the rank's slot; see ``ray_actor.RankSlot``."""
@@ -451,6 +446,3 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
                     connection.sendall(data)
         with suppress(OSError):  # close() is not enough: the other thread still blocks on it
             connection.shutdown(socket.SHUT_RDWR)
-
-
-__all__ = ["Driver", "main", "merge_devices", "versions"]

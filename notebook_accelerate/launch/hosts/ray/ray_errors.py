@@ -76,6 +76,3 @@ def cause(error: BaseException) -> str:
 def amounts(resources: Mapping[str, float], names: list[str]) -> str:
     """Return a text with the amount of each resource."""
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)
-
-
-__all__ = ["amounts", "cause", "mismatches", "unreachable"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from notebook_accelerate.telemetry import Event
@@ -104,18 +104,3 @@ class ActorEndedEvent(Event):
 @dataclass(slots=True)
 class ReleaseOrder(Event):
     """Release all resources and end."""
-
-    ranks: list[int] = field(default_factory=list)
-
-
-__all__ = [
-    "ActorEndedEvent",
-    "ClusterNoteEvent",
-    "ConnectedEvent",
-    "PlaceOrder",
-    "PlacedEvent",
-    "RefusedEvent",
-    "ReleaseOrder",
-    "ReservedEvent",
-    "ServeOrder",
-]

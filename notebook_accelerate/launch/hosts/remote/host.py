@@ -143,6 +143,3 @@ class Host(Relay):
             process.disconnect(self._selector)
             process.close()
         self._ranks.clear()
-
-
-__all__ = ["Host"]

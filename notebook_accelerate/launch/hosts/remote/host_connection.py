@@ -281,6 +281,3 @@ class RemoteRank(RankProcess):
     def close(self) -> None:
         """See ``RankProcess.close``; the host ends processes that the rank left running."""
         self._connection.remove(self.rank)
-
-
-__all__ = ["HostConnection", "RemoteRank"]

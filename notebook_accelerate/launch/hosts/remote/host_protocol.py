@@ -106,7 +106,6 @@ class CaptureStacksOrder(Event):
 class CapturedStacksEvent(Event):
     """The stacks of a rank: faulthandler's dump, and native frames."""
 
-    rank: int
     number: int
     dump: str
     native: list[str] = field(default_factory=list)

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError
+from notebook_accelerate.launch.hosts.addresses import listen
 from notebook_accelerate.launch.hosts.remote.host_protocol import HelloEvent
-from notebook_accelerate.launch.hosts.remote.stream import AuthenticatedStream, authenticate
+from notebook_accelerate.launch.hosts.remote.stream import authenticate
 from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.telemetry import Channel
 
@@ -26,17 +28,11 @@ KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 5), ("TC
 """A machine that stops responding is detected within twenty seconds."""
 
 
-class IncomingHost:
-    """A host that has authenticated.
+class IncomingHost(NamedTuple):
+    """A host that has authenticated: the stream to it, and its first message."""
 
-    Attributes:
-        channel: The stream to the host.
-        hello: Its first message.
-        address: The address it connected from.
-    """
-
-    def __init__(self, channel: Channel, hello: HelloEvent, address: str) -> None:
-        self.channel, self.hello, self.address = channel, hello, address
+    channel: Channel
+    hello: HelloEvent
 
 
 class HostListener:
@@ -45,26 +41,15 @@ class HostListener:
     Args:
         address: The one address of this machine to listen on.
         secret: The secret that a host must know.
-        port: Port to listen on; 0 means any.
         report: Called with a line about each refused connection, on a thread of the listener.
 
     Raises:
-        OSError: The address or the port is not available.
+        OSError: The address is not available.
     """
 
-    def __init__(
-        self, address: str, secret: bytes, *, port: int = 0, report: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, address: str, secret: bytes, *, report: Callable[[str], None] = lambda _: None) -> None:
         self._secret, self._report = secret, report
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family)
-        try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind((address, port))
-            self._listener.listen(128)
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener = listen(address, 0)
         self._listener.setblocking(False)
         Ends.kernel_side.add(self._listener.fileno())
         self.address, self.port = address, int(self._listener.getsockname()[1])
@@ -129,9 +114,9 @@ class HostListener:
     def _authenticate(self, connection: socket.socket, address: str) -> None:
         try:
             stream = authenticate(connection, self._secret, listens=True, timeout=HANDSHAKE_SECONDS)
-            enable_keep_alive(connection)
+            _enable_keep_alive(connection)
             channel = Channel(stream)
-            hello = first_event(channel, HANDSHAKE_SECONDS)
+            hello = _first_event(channel, HANDSHAKE_SECONDS)
             if not isinstance(hello, HelloEvent):
                 channel.close()
                 raise AuthenticationError("it did not name its machine")
@@ -144,7 +129,7 @@ class HostListener:
         with self._lock:  # decided under the lock, so that `close` misses no accepted host
             expected = not self._closing.is_set()
             if expected:
-                self._incoming.put(IncomingHost(channel, hello, address))
+                self._incoming.put(IncomingHost(channel, hello))
         if not expected:
             channel.close()
 
@@ -156,35 +141,30 @@ class HostListener:
             self._report(text)
 
 
-def connect_to_kernel(
-    address: str, port: int, secret: bytes, hello: HelloEvent, timeout: float = HANDSHAKE_SECONDS
-) -> Channel:
+def connect_to_kernel(address: str, port: int, secret: bytes, hello: HelloEvent) -> Channel:
     """Connect to a kernel's listener and return the channel to the kernel.
 
     Raises:
         AuthenticationError: The peer does not know the secret.
         OSError: The connection failed.
     """
-    connection = socket.create_connection((address, port), timeout=timeout)
-    enable_keep_alive(connection)
-    return open_channel(connection, secret, hello, timeout)
+    connection = socket.create_connection((address, port), timeout=HANDSHAKE_SECONDS)
+    _enable_keep_alive(connection)
+    return open_channel(connection, secret, hello)
 
 
-def open_channel(
-    connection: socket.socket, secret: bytes, hello: HelloEvent, timeout: float = HANDSHAKE_SECONDS
-) -> Channel:
+def open_channel(connection: socket.socket, secret: bytes, hello: HelloEvent) -> Channel:
     """Authenticate on a connected stream, send ``hello``, and return the channel.
 
     Raises:
         AuthenticationError: The peer does not know the secret.
     """
-    stream: AuthenticatedStream = authenticate(connection, secret, listens=False, timeout=timeout)
-    channel = Channel(stream)
+    channel = Channel(authenticate(connection, secret, listens=False, timeout=HANDSHAKE_SECONDS))
     channel.send(hello)
     return channel
 
 
-def first_event(channel: Channel, timeout: float) -> object:
+def _first_event(channel: Channel, timeout: float) -> object:
     """Return the first event of a channel, None when none arrives in time; later events stay in the channel."""
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
@@ -200,7 +180,7 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def enable_keep_alive(connection: socket.socket) -> None:
+def _enable_keep_alive(connection: socket.socket) -> None:
     """Have the system detect a peer that vanished, and send small messages without delay."""
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -209,6 +189,3 @@ def enable_keep_alive(connection: socket.socket) -> None:
         if hasattr(socket, name):
             with suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-__all__ = ["HostListener", "IncomingHost", "connect_to_kernel", "open_channel"]

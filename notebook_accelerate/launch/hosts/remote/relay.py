@@ -106,7 +106,7 @@ class Relay(ABC):
     def _on_capture_stacks(self, process: RankProcess, event: CaptureStacksOrder) -> None:
         def capture_stacks() -> None:
             stacks = process.capture_stacks()
-            self._send(CapturedStacksEvent(event.rank, event.number, stacks.dump, list(stacks.native)))
+            self._send(CapturedStacksEvent(event.number, stacks.dump, list(stacks.native)))
 
         threading.Thread(target=capture_stacks, name="notebook-accelerate-stacks", daemon=True).start()
 
@@ -115,6 +115,3 @@ class Relay(ABC):
         FramesEvent: _on_frames,
         CaptureStacksOrder: _on_capture_stacks,
     }
-
-
-__all__ = ["Relay"]

@@ -26,7 +26,6 @@ _CODE = 16
 _RECORD = struct.Struct("!I16s")
 MAX_RECORD = 1 << 20
 """Maximum size of a record in bytes; a longer one was not sent by the other end."""
-CHUNK = 1 << 18
 SECRET_BYTES = 32
 
 
@@ -190,6 +189,3 @@ def _read_exactly(connection: socket.socket, size: int, deadline: float) -> byte
             raise ConnectionError("it closed the connection")
         data += part
     return data
-
-
-__all__ = ["AuthenticatedStream", "authenticate", "new_secret"]

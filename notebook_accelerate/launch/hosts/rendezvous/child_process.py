@@ -6,7 +6,6 @@ import os
 import select
 import subprocess
 from contextlib import suppress
-from typing import Protocol
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes.pickled_start import start_interpreter
@@ -14,18 +13,6 @@ from notebook_accelerate.launch.processes.rank_process import Ends
 from notebook_accelerate.launch.processes.zygote import HELPER, running_zygote
 
 TARGET = "notebook_accelerate.launch.hosts.rendezvous.rendezvous_loop:main"
-
-
-class ChildProcess(Protocol):
-    """A started process."""
-
-    pid: int
-
-    def ended(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for its end, reap it, and return whether it has ended."""
-
-    def close(self) -> None:
-        """Release its descriptors."""
 
 
 class ForkedChildProcess:
@@ -40,13 +27,13 @@ class ForkedChildProcess:
         self.pid, self._status = pid, status
 
     def ended(self, seconds: float) -> bool:
-        """See ``ChildProcess.ended``."""
+        """Wait up to ``seconds`` for its end, and return whether it has ended; the server reaps it."""
         waiter = select.poll()
         waiter.register(self._status, select.POLLIN)
         return bool(waiter.poll(seconds * 1000))
 
     def close(self) -> None:
-        """See ``ChildProcess.close``."""
+        """Release its descriptor."""
         Ends.kernel_side.discard(self._status)
         os.close(self._status)
 
@@ -66,17 +53,17 @@ class SpawnedChildProcess:
         self.pid = self._process.pid
 
     def ended(self, seconds: float) -> bool:
-        """See ``ChildProcess.ended``."""
+        """Wait up to ``seconds`` for its end, reap it, and return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """See ``ChildProcess.close``."""
+        """Reap it."""
         self._process.poll()
 
 
-def start(channel: int, log: int) -> ChildProcess:
+def start(channel: int, log: int) -> ForkedChildProcess | SpawnedChildProcess:
     """Start the process.
 
     Args:
@@ -97,6 +84,3 @@ def start(channel: int, log: int) -> ChildProcess:
         os.close(writer)
     Ends.kernel_side.add(reader)
     return ForkedChildProcess(pid, reader)
-
-
-__all__ = ["ChildProcess", "ForkedChildProcess", "SpawnedChildProcess", "start"]

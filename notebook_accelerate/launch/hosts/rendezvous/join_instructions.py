@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.hosts.addresses import own_address
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import SECRET_VARIABLE, shared_secret
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def instruction_lines(config: LaunchConfig, function: str) -> list[str]:
         lines[0] += f" (and node_rank=2 to {config.num_nodes - 1})" if config.num_nodes > 3 else " (and node_rank=2)"
     address = config.meeting_point[0]
     if _is_loopback(address):
-        own = _own_address()
+        own = own_address("192.0.2.1", 9)  # on the default route: reserved for documentation (RFC 5737)
         example = f": {'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'}={own!r}" if own else ""
         lines.append(f"{address} is this machine itself; notebooks on other machines need its address{example}")
     if not shared_secret(config):
@@ -80,16 +80,3 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
-
-
-def _own_address() -> str:
-    """Return this machine's address on its default route; "" when it has none."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-__all__ = ["cell_line", "instruction_lines"]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from notebook_accelerate.launch.hosts.addresses import listen
 from notebook_accelerate.launch.hosts.rendezvous import membership
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as protocol
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_store as stores
@@ -20,16 +22,7 @@ from notebook_accelerate.launch.hosts.rendezvous.signed_messages import ForgedEr
 
 
 class JoinError(Exception):
-    """The rendezvous failed.
-
-    Args:
-        kind: As in `rendezvous_protocol.JoinFailedEvent`.
-        text: The reason.
-    """
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+    """The rendezvous failed, with the reason."""
 
 
 class Joining:
@@ -49,9 +42,9 @@ class Joining:
         self._refused: set[int] = set()
         self._generation_seen = -1
         self._late_for: dict[str, Any] | None = None
-        self._connecting_task: stores.Task[stores.Connection] | None = None
+        self._connecting_task: Future[stores.Connection] | None = None
         self._handler: Any = None
-        self._join: stores.Task[Any] | None = None
+        self._join: Future[Any] | None = None
         self._expected = 0
         self._ranks_store: Any = None
         self._members: list[Node] = []
@@ -81,13 +74,12 @@ class Joining:
             self._reconnect()  # the store of an ended run closed while this notebook was connected
         return self._members
 
-    def leave(self, why: str, kind: str) -> None:
+    def leave(self, why: str, *, failed: bool) -> None:
         """Withdraw this notebook, so that the others do not wait for it.
 
         Args:
             why: The reason that the others receive.
-            kind: Why the rendezvous failed, as in `rendezvous_protocol.JoinFailedEvent`; "" when this notebook
-                leaves by itself.
+            failed: Whether the rendezvous failed; otherwise this notebook leaves by itself.
         """
         participant = self._participant
         if not self._arrival:
@@ -97,8 +89,8 @@ class Joining:
         participant.round.first(f"lost/{participant.node.name}", {"why": why})
         participant.round.count("news", 1)
         if participant.hosting:  # without the store no notebook can join
-            text = why if kind else f"{membership.title(participant.node.node_rank, participant.node.host)}: {why}"
-            participant.directory.first("failure", {"kind": kind or "stopped", "text": text})
+            text = why if failed else f"{membership.title(participant.node.node_rank, participant.node.host)}: {why}"
+            participant.directory.first("failure", {"text": text})
         participant.directory.count("generation", 1)
 
     def end_attempt(self) -> None:
@@ -108,7 +100,7 @@ class Joining:
     # ---- connecting to the store
 
     def _connect(self) -> None:
-        self._connecting_task = stores.Task(lambda: stores.connect(self._participant.order))
+        self._connecting_task = stores.in_thread(lambda: stores.connect(self._participant.order))
         self._phase = self._connecting
 
     def _reconnect(self) -> None:
@@ -119,7 +111,7 @@ class Joining:
     def _connecting(self) -> None:
         participant, task = self._participant, self._connecting_task
         assert task is not None
-        if not task.done:
+        if not task.done():
             if time.monotonic() > self._deadline:
                 self._time_out([participant.node])
             self._send_waiting([participant.node], f" at {participant.endpoint}")
@@ -127,14 +119,14 @@ class Joining:
         try:
             connection = task.result()
         except stores.PortTakenError as error:
-            raise JoinError("port", str(error)) from error
+            raise JoinError(str(error)) from error
         except socket.gaierror as error:
-            raise JoinError("connection", f"{participant.order.address!r} is not a known host: {error}") from error
+            raise JoinError(f"{participant.order.address!r} is not a known host: {error}") from error
         except Exception as error:
             if time.monotonic() + 5 > self._deadline:
                 self._time_out([participant.node])
             text = f"the rendezvous at {participant.endpoint} did not answer: {error}"
-            raise JoinError("connection", text) from error
+            raise JoinError(text) from error
         self._connected(connection)
 
     def _connected(self, connection: stores.Connection) -> None:
@@ -159,9 +151,7 @@ class Joining:
                 self._reconnect()
             elif time.monotonic() > self._deadline:
                 run_id = participant.order.run_id
-                raise JoinError(
-                    "timeout", f"a rendezvous answers at {participant.endpoint}, but not for rdzv_id={run_id!r}"
-                )
+                raise JoinError(f"a rendezvous answers at {participant.endpoint}, but not for rdzv_id={run_id!r}")
             return
         if not self._arrival:
             self._register()
@@ -197,9 +187,9 @@ class Joining:
         participant, order = self._participant, self._participant.order
         members = [Node.from_dict(each) for each in running["nodes"]]
         if mismatch := membership.problem(order.backend, [*members, participant.node]):
-            raise JoinError("mismatch", mismatch)
+            raise JoinError(mismatch)
         if not membership.has_room(members, running["attempt"], order.backend):
-            raise JoinError("late", membership.late_text(members, order.num_nodes))
+            raise JoinError(membership.late_text(members, order.num_nodes))
         if not self._arrival:
             self._register()
         self._late_for = running
@@ -216,7 +206,7 @@ class Joining:
         decision = participant.directory.under(self._late_for["round"]).read("decision")
         if time.monotonic() > self._deadline:
             members = [Node.from_dict(each) for each in self._late_for["nodes"]]
-            raise JoinError("late", membership.late_text(members, participant.order.num_nodes))
+            raise JoinError(membership.late_text(members, participant.order.num_nodes))
         if decision is None:
             return
         if decision["action"] == "restart" and participant.node.name in decision["remaining"]:
@@ -231,7 +221,7 @@ class Joining:
     def _start_joining(self) -> None:
         self._participant.generation = self._participant.directory.count("generation")
         self._phase = self._joining
-        self._join = stores.Task(self._next_rendezvous)
+        self._join = stores.in_thread(self._next_rendezvous)
 
     def _next_rendezvous(self) -> Any:
         """Join through torch's handler; runs on a separate thread, because it blocks."""
@@ -252,9 +242,9 @@ class Joining:
         if self._restart_after_departure():
             return
         assert self._join is not None
-        if not self._join.done:
+        if not self._join.done():
             if mismatch := membership.problem(participant.order.backend, arrived):
-                raise JoinError("mismatch", mismatch)
+                raise JoinError(mismatch)
             if time.monotonic() > self._deadline:
                 self._time_out(arrived)
             if not self._started_without_this() and not participant.remaining:
@@ -276,7 +266,7 @@ class Joining:
         # torch counts two notebooks with the same node_rank as two, so this point can be reached with duplicates.
         nodes = members if complete else self._arrived_nodes()
         if mismatch := membership.problem(self._participant.order.backend, nodes):
-            raise JoinError("mismatch", mismatch)
+            raise JoinError(mismatch)
         if not complete:
             if not self._restart_after_departure() and time.monotonic() > self._deadline:
                 self._time_out(members)
@@ -291,7 +281,7 @@ class Joining:
             return False
         failure = self._participant.directory.read("failure")
         if failure is not None:
-            raise JoinError(str(failure["kind"]), str(failure["text"]))
+            raise JoinError(str(failure["text"]))
         self._start_joining()
         return True
 
@@ -352,12 +342,12 @@ class Joining:
         """
         participant, order = self._participant, self._participant.order
         if len({node.name for node in arrived}) >= order.num_nodes:
-            names = ", ".join(f"{node.host} (kernel {node.pid})" for node in arrived)
-            raise JoinError("timeout", f"the run has its {order.num_nodes} notebooks already: {names}")
+            names = membership.kernels(arrived)
+            raise JoinError(f"the run has its {order.num_nodes} notebooks already: {names}")
         text = membership.timeout_text(order.backend, order.num_nodes, arrived, stores.join_seconds(order))
         if participant.connection is None:
             text += f"; no rendezvous answers at {participant.endpoint}"
-        raise JoinError("timeout", text)
+        raise JoinError(text)
 
     def _send_waiting(self, arrived: list[Node], endpoint: str = "") -> None:
         order, hosting = self._participant.order, self._participant.hosting
@@ -370,9 +360,6 @@ class Joining:
 def _listen_beside(address: str) -> socket.socket:
     """Return a socket that listens on a free port of ``address``; on all interfaces if the address is not local."""
     try:
-        return stores.listen(address, 0)
+        return listen(address, 0)
     except OSError:
-        return stores.listen("", 0)
-
-
-__all__ = ["JoinError", "Joining"]
+        return listen("", 0)

@@ -193,8 +193,5 @@ class Attempt:
         self._participant.remaining = list(decision["remaining"])
         return protocol.DecisionEvent(
             decision["action"], decision["reason"], {indices[name]: end for name, end in self._ends.items()},
-            {indices[name]: why for name, why in self._lost.items()}, len(self._participant.remaining),
+            {indices[name]: why for name, why in self._lost.items()},
         )  # fmt: skip
-
-
-__all__ = ["Attempt"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -55,14 +55,9 @@ def in_order(nodes: Sequence[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: (node.node_rank, not node.hosting, node.order))
 
 
-def first_rank(nodes: Sequence[Node], index: int) -> int:
-    """Return the global index of a node's first rank."""
-    return sum(node.processes for node in nodes[:index])
-
-
 def ranks_of(nodes: Sequence[Node], index: int) -> range:
     """Return the global indices of a node's ranks."""
-    first = first_rank(nodes, index)
+    first = sum(node.processes for node in nodes[:index])
     return range(first, first + nodes[index].processes)
 
 
@@ -71,20 +66,27 @@ def title(index: int, host: str) -> str:
     return f"node {index} ({host})" if host else f"node {index}"
 
 
+def kernels(nodes: Iterable[Node], separator: str = ", ") -> str:
+    """Return a text that lists the kernels of nodes."""
+    return separator.join(f"{node.host} (kernel {node.pid})" for node in nodes)
+
+
 def waiting_text(backend: str, num_nodes: int, arrived: Sequence[Node]) -> str:
     """Return one line with the notebooks that have arrived and those that are missing."""
     text = f"{len(arrived)} of {num_nodes} notebooks have joined"
     if backend == "static":
-        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in arrived})
-        return f"{text}; waiting for {_listed('node', missing)}" if missing else text
+        missing = _missing(num_nodes, arrived)
+        return f"{text}; waiting for {missing}" if missing else text
     hosts = ", ".join(node.host for node in sorted(arrived, key=lambda node: node.order))
     more = num_nodes - len(arrived)
     return f"{text} ({hosts}); waiting for {more} more" if more > 0 else f"{text} ({hosts})"
 
 
-def _listed(noun: str, numbers: Sequence[int]) -> str:
+def _missing(num_nodes: int, arrived: Sequence[Node]) -> str:
+    """Return "node 1" or "nodes 1, 2" for the missing node ranks; "" when none is missing."""
+    numbers = sorted(set(range(num_nodes)) - {node.node_rank for node in arrived})
     shown = ", ".join(map(str, numbers[:10])) + (", …" if len(numbers) > 10 else "")
-    return f"{noun} {shown}" if len(numbers) == 1 else f"{noun}s {shown}"
+    return f"node{'s' if len(numbers) > 1 else ''} {shown}" if numbers else ""
 
 
 def timeout_text(backend: str, num_nodes: int, arrived: Sequence[Node], seconds: float) -> str:
@@ -92,8 +94,7 @@ def timeout_text(backend: str, num_nodes: int, arrived: Sequence[Node], seconds:
     text = waiting_text(backend, num_nodes, arrived).partition(";")[0]
     limit = f"within {seconds:g} s (rdzv_conf={{'join_timeout': {seconds:g}}})"
     if backend == "static":
-        missing = sorted(set(range(num_nodes)) - {node.node_rank for node in arrived})
-        return f"{_listed('node', missing)} did not join {limit}: {text}"
+        return f"{_missing(num_nodes, arrived)} did not join {limit}: {text}"
     missing_count = num_nodes - len(arrived)
     noun = "notebook" if missing_count == 1 else "notebooks"
     return f"{missing_count} {noun} did not join {limit}: {text}"
@@ -106,7 +107,7 @@ def late_text(members: Sequence[Node], num_nodes: int) -> str:
         members: The notebooks of the run.
         num_nodes: The number of notebooks that the late one was launched with.
     """
-    who = ", ".join(f"{node.host} (kernel {node.pid})" for node in members)
+    who = kernels(members)
     again = "stop it in one of them, and run the cell in every notebook again"
     if len(members) < num_nodes:
         return (
@@ -126,13 +127,13 @@ def has_room(members: Sequence[Node], attempt: int, backend: str) -> bool:
 
 def late_join_text(members: Sequence[Node], num_nodes: int) -> str:
     """Return the message of a late notebook while it waits to join."""
-    who = ", ".join(f"{node.host} (kernel {node.pid})" for node in members)
+    who = kernels(members)
     return f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; they restart with it"
 
 
 def joining_text(node: Node) -> str:
     """Return the message of the running notebooks about a late one."""
-    return f"a late notebook joins, {node.host} (kernel {node.pid}): all restart with it"
+    return f"a late notebook joins, {kernels([node])}: all restart with it"
 
 
 def problem(backend: str, arrived: Sequence[Node]) -> str:
@@ -143,7 +144,7 @@ def problem(backend: str, arrived: Sequence[Node]) -> str:
     if backend == "static":
         twice = [rank for rank, count in Counter(node.node_rank for node in arrived).items() if count > 1]
         if twice:
-            who = " and ".join(f"{n.host} (kernel {n.pid})" for n in arrived if n.node_rank == twice[0])
+            who = kernels((node for node in arrived if node.node_rank == twice[0]), " and ")
             return f"two notebooks have node_rank={twice[0]}: {who}; pass a different one to each"
     kinds = {node.accelerator for node in arrived}
     if len(kinds) > 1:
@@ -221,22 +222,3 @@ def _reason(nodes: Sequence[Node], ends: Mapping[str, Mapping[str, Any]], lost: 
 def lost_text(index: int, host: str, why: str) -> str:
     """Return a sentence that reports a lost node and the reason."""
     return f"{title(index, host)} was lost: {why}"
-
-
-__all__ = [
-    "Node",
-    "decide",
-    "first_rank",
-    "has_room",
-    "in_order",
-    "joining_text",
-    "late_join_text",
-    "late_text",
-    "lost_text",
-    "problem",
-    "ranks_of",
-    "timeout_text",
-    "title",
-    "version_note",
-    "waiting_text",
-]

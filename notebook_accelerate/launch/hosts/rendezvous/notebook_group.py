@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 WAIT_NOTE_SECONDS = 1.0
 """Seconds that the others have to end after this notebook, before it reports that it waits for them."""
-GOODBYE_SECONDS = 2.0
 _Event = TypeVar("_Event", bound=Event)
 
 
@@ -98,7 +97,7 @@ class NotebookGroup:
         name = f"{self._context.config.rdzv_id}-{self.nodes[0].name}"
         processes = [node.processes for node in self.nodes]
         self._plan = joined(self._plan, processes, event.index, (event.address, event.port), interface, name)
-        self._show(self._members_text())
+        self._context.show(self._members_text())
         self._connect(event)
         if self._stopped_waiting():
             return None
@@ -222,7 +221,7 @@ class NotebookGroup:
         busy = self._context.clock.suspended or group.stops.failures or group.stops.held
         if self._joining is None or busy or not group.stops.follow(self._joining):
             return
-        self._show(self._joining.text)
+        self._context.show(self._joining.text)
         if self._mirror is not None:
             self._mirror.stopping(self.index, "joining", self._joining.text)
 
@@ -259,11 +258,11 @@ class NotebookGroup:
         error = {"stopped": RunStoppedError}.get(news.kind, WorkerError)
         hold = news.kind == "failed" and self._context.config.debug
         if hold and not self.failures_elsewhere:
-            rank = membership.first_rank(self.nodes, news.node)
+            rank = membership.ranks_of(self.nodes, news.node).start
             found = peer_failures.from_json(news.failures) or [RankFailure(rank, "exception", time.time(), news.text)]
             self.failures_elsewhere = tuple(failures.ordered(found))
         if group.stops.follow(StopReason(error, news.text), hold=hold):
-            self._show(news.text, "stdout" if news.kind == "stopped" else "stderr")
+            self._context.show(news.text, "stdout" if news.kind == "stopped" else "stderr")
 
     # ---- after the ranks have ended
 
@@ -377,7 +376,7 @@ class NotebookGroup:
                     return None
                 if waiting_text is not None and not shown and time.monotonic() - since > WAIT_NOTE_SECONDS:
                     shown = True
-                    self._show(waiting_text())
+                    self._context.show(waiting_text())
                 dispatch(selector, 0.2)
                 self._context.publisher.flush()
 
@@ -402,7 +401,7 @@ class NotebookGroup:
                 self._pauses.handle(event)
             elif isinstance(event, protocol.NewsEvent) and event.kind == "stopped" and not self.stopped:
                 self.stopped = event.text
-                self._show(event.text)
+                self._context.show(event.text)
             elif isinstance(event, protocol.JoinFailedEvent):
                 raise LaunchError(event.text)
         self._received[:0] = kept
@@ -412,8 +411,8 @@ class NotebookGroup:
         if event.first:
             for line in instruction_lines(self._context.config, self._context.function_name):
                 self._context.journal.append(NoteAdded(line))
-                self._show(f"  {line}")
-        self._show(event.text)
+                self._context.show(f"  {line}")
+        self._context.show(event.text)
 
     def _carry_out(self) -> None:
         self._context.commands.carry_out(self._wait)
@@ -437,9 +436,3 @@ class NotebookGroup:
     def _waiting_text(self) -> str:
         others = [membership.title(index, node.host) for index, node in enumerate(self.nodes) if index != self.index]
         return f"the ranks of this notebook have ended; waiting for {', '.join(others[:8])}"
-
-    def _show(self, text: str, stream: str = "stdout") -> None:
-        self._context.show(text, stream)
-
-
-__all__ = ["NotebookGroup"]

@@ -59,6 +59,3 @@ class Participant:
     def round(self) -> Directory:
         """The current round's part of the store."""
         return self.directory.under(self.round_name)
-
-
-__all__ = ["Participant"]

@@ -90,5 +90,3 @@ _HANDLERS: dict[type[Event], Callable[[ForeignCells, Any], None]] = {
     CellReply: ForeignCells._in_failure,
     InputRequest: ForeignCells._in_prompt,
 }
-
-__all__ = ["CellsEvent", "ForeignCells", "own_cells"]

@@ -76,6 +76,3 @@ def merged(
     gone = {failure.rank for failure in lost}
     rest = failures.ordered([failure for rank, failure in by_rank.items() if rank not in gone])
     return (*lost, *(replace(failure, consequence=True) if lost else failure for failure in rest))
-
-
-__all__ = ["from_json", "lost_failures", "merged", "to_json"]

@@ -104,6 +104,3 @@ class PeerPauses:
         """Return the ranks of the event's notebook whose prompts have arrived here."""
         ranks, prompts = membership.ranks_of(self._nodes, event.node), self._prompts
         return [rank for rank in ranks if rank in prompts.debugged() or prompts.is_open(rank)]
-
-
-__all__ = ["PeerPauses"]

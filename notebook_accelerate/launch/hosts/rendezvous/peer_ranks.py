@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +13,6 @@ from notebook_accelerate.launch.hosts.remote.host_connection import HostConnecti
 from notebook_accelerate.launch.hosts.remote.host_protocol import StartedEvent
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
 from notebook_accelerate.launch.hosts.rendezvous.peer_cells import CellsEvent, ForeignCells
-from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import STOP_SIGNALS
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import NewsEvent
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankListener, RankProcess
 from notebook_accelerate.telemetry import Channel, Event, Stamped
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CONNECT_SECONDS = 20.0
 """Seconds that the other notebooks have to connect."""
 START_SECONDS = 120.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that every notebook sends to its own ranks in a stop."""
 
 
 class PeerRank(RemoteRank):
@@ -94,7 +96,7 @@ class GroupBackend(ProcessBackend):
         connections: Connections to the others, with the number of ranks that each starts.
     """
 
-    def __init__(self, own: ProcessBackend, node: int, connections: Sequence[tuple[PeerConnection, int]] = ()) -> None:
+    def __init__(self, own: ProcessBackend, node: int, connections: Sequence[tuple[PeerConnection, int]]) -> None:
         super().__init__(own.function, own.arguments)
         self._own, self._node, self._connections = own, node, connections
 
@@ -151,6 +153,3 @@ def accept_notebooks(
         except ChannelClosedError:  # it has already left
             departed.add(index)
     return connections
-
-
-__all__ = ["GroupBackend", "PeerConnection", "PeerRank", "accept_notebooks"]

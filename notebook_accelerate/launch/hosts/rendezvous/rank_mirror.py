@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import signal
 import threading
 from collections.abc import Callable
 
@@ -88,9 +87,3 @@ class RankMirror(Relay):
     def _count(self, size: int) -> None:
         with self._count_lock:  # used by the run, its sampler and the sending threads
             self._bytes += size
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that every notebook sends to its own ranks in a stop."""
-
-__all__ = ["STOP_SIGNALS", "RankMirror"]

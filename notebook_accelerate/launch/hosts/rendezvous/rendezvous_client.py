@@ -65,7 +65,7 @@ class RendezvousClient:
         try:
             return [event for _, event in self.channel.receive_available()]
         except ChannelClosedError:
-            raise LaunchError(f"the rendezvous process has ended{self._log_end()}") from None
+            raise LaunchError(f"the rendezvous process has ended{log_tail(self._log)}") from None
 
     def close(self, leaving: str) -> None:
         """End the child; kill it when it takes too long.
@@ -83,9 +83,6 @@ class RendezvousClient:
         Ends.kernel_side.discard(self.channel.fileno())
         self.channel.close()
         self._log.close()
-
-    def _log_end(self) -> str:
-        return log_tail(self._log)
 
 
 def shared_secret(config: LaunchConfig) -> str:
@@ -111,6 +108,3 @@ def _order(config: LaunchConfig, plan: LaunchPlan) -> protocol.RendezvousOrder:
         config.rdzv_backend, address, port, config.rdzv_id, config.num_nodes, node.as_dict(), settings,
         shared_secret(config),
     )  # fmt: skip
-
-
-__all__ = ["SECRET_VARIABLE", "RendezvousClient", "shared_secret"]

@@ -11,8 +11,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
 from typing import NoReturn
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -53,7 +54,7 @@ class Child:
         self._orders: deque[Event] = deque()
         self._executor = ThreadPoolExecutor(1)
         self._ended = False
-        self._failure_kind = ""
+        self._failed = False
         self._leave_by = 0.0
 
     def run(self, orders: Sequence[Event]) -> None:
@@ -95,10 +96,8 @@ class Child:
                 self._handle_order(self._orders.popleft())
             if not self._ended:
                 self._phase()
-        except JoinError as error:
-            self._fail(error.kind, str(error))
-        except ForgedError as error:
-            self._fail("secret", str(error))
+        except (JoinError, ForgedError) as error:
+            self._fail(str(error))
         except (RuntimeError, OSError, ValueError, RendezvousError) as error:  # what torch raises without a store
             self._store_failed(error)
 
@@ -112,33 +111,22 @@ class Child:
         elif isinstance(event, protocol.LeaveOrder):
             self._leave(event.text or "it has left")
         elif self._attempt is not None:
-            with self._store_errors():
-                self._publish(event, self._attempt)
+            self._publish(event, self._attempt)
 
     def _publish(self, event: Event, attempt: Attempt) -> None:
-        if isinstance(event, protocol.NewsOrder):
-            attempt.publish("news", {"kind": event.kind, "text": event.text, "failures": event.failures})
-        elif isinstance(event, protocol.PauseOrder):
-            attempt.publish("pause", {"paused": event.paused, "text": event.text})
-        elif isinstance(event, protocol.EndOrder):
-            attempt.publish_end(
-                {"outcome": event.outcome, "text": event.text, "failures": event.failures, "final": event.final}
-            )
+        values = asdict(event)
+        if isinstance(event, protocol.EndOrder):
+            attempt.publish_end(values)
         elif isinstance(event, protocol.ListenerEvent):
-            attempt.publish_listener({"address": event.address, "port": event.port})
+            attempt.publish_listener(values)
+        else:
+            attempt.publish("news" if isinstance(event, protocol.NewsOrder) else "pause", values)
 
     def _leave(self, why: str) -> None:
         self._report_leaving(why)
         if self._participant.hosting:
             time.sleep(LEAVE_SECONDS)
         self._ended = True
-
-    @contextlib.contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            self._store_failed(error)
 
     # ---- phases
 
@@ -188,9 +176,9 @@ class Child:
 
     # ---- failures
 
-    def _fail(self, kind: str, text: str) -> None:
-        self._channel.send(protocol.JoinFailedEvent(kind, text))
-        self._failure_kind = kind
+    def _fail(self, text: str) -> None:
+        self._channel.send(protocol.JoinFailedEvent(text))
+        self._failed = True
         self._report_leaving(text)
         self._phase = self._idle
 
@@ -202,7 +190,7 @@ class Child:
         else:
             text = f"the notebook that hosts the rendezvous at {self._participant.endpoint} left before all had joined"
             detail = str(error).partition("\n")[0][:200]
-            self._channel.send(protocol.JoinFailedEvent("connection", f"{text} ({type(error).__name__}: {detail})"))
+            self._channel.send(protocol.JoinFailedEvent(f"{text} ({type(error).__name__}: {detail})"))
             self._phase = self._idle
 
     def _on_kernel_lost(self) -> None:
@@ -229,7 +217,7 @@ class Child:
             if self._attempt is not None:
                 self._attempt.leave(why)
             else:
-                self._joining.leave(why, self._failure_kind)
+                self._joining.leave(why, failed=self._failed)
 
 
 def main(descriptor: int) -> NoReturn:

@@ -71,9 +71,8 @@ class AllJoinedEvent(Event):
 
 @dataclass(slots=True)
 class JoinFailedEvent(Event):
-    """The rendezvous has failed: ``kind`` is "timeout", "secret", "port", "late", "mismatch" or "connection"."""
+    """The rendezvous has failed, with the reason."""
 
-    kind: str
     text: str
 
 
@@ -137,7 +136,6 @@ class DecisionEvent(Event):
     reason: str
     ends: dict[str, dict[str, Any]]
     lost: dict[str, str]
-    remaining: int
 
 
 @dataclass(slots=True)
@@ -145,21 +143,3 @@ class LeaveOrder(Event):
     """End the child process; notify the others first if they still wait for this notebook."""
 
     text: str = ""
-
-
-__all__ = [
-    "AllJoinedEvent",
-    "DecisionEvent",
-    "EndOrder",
-    "JoinFailedEvent",
-    "JoinOrder",
-    "LeaveOrder",
-    "ListenerEvent",
-    "NewsEvent",
-    "NewsOrder",
-    "NoteEvent",
-    "PauseEvent",
-    "PauseOrder",
-    "RendezvousOrder",
-    "WaitingEvent",
-]

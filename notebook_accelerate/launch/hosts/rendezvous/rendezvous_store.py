@@ -6,15 +6,16 @@ import errno
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from notebook_accelerate.launch.hosts.addresses import interface_of, listen, own_address
 from notebook_accelerate.launch.hosts.rendezvous.signed_messages import MessageSigner, SignedBackend
 
 if TYPE_CHECKING:
@@ -23,36 +24,21 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.rendezvous.rendezvous_protocol import RendezvousOrder
 
 JOIN_SECONDS = 600.0
-BACKLOG = 4096
 _Value = TypeVar("_Value")
 
 
-class Task(Generic[_Value]):
-    """A call on a separate thread, because torch blocks in it and offers no way to cancel it."""
+def in_thread(call: Callable[[], _Value]) -> Future[_Value]:
+    """Call a function on a separate daemon thread, because torch blocks in it and offers no way to cancel it."""
+    future: Future[_Value] = Future()
 
-    def __init__(self, call: Callable[[], _Value]) -> None:
-        self._call = call
-        self._value: _Value | None = None
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._value = self._call()
-        except Exception as error:  # noqa: BLE001 - raised by `result`
-            self._error = error
+            future.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised by `Future.result`
+            future.set_exception(error)
 
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return not self._thread.is_alive()
-
-    def result(self) -> _Value:
-        """Return the call's result, or raise its exception."""
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 @dataclass
@@ -89,10 +75,9 @@ def connect(order: RendezvousOrder) -> Connection:
     if listener is not None:
         store = host(order.address, listener, order)
         return Connection(store, hosting=True)
-    store = TCPStore(
-        order.address, order.port, is_master=False, wait_for_workers=False, timeout=_span(join_seconds(order))
-    )
-    store.set_timeout(_span(max(1.0, keep_alive(order)[1])))
+    timeout = timedelta(seconds=join_seconds(order))
+    store = TCPStore(order.address, order.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store.set_timeout(timedelta(seconds=max(1.0, keep_alive(order)[1])))
     return Connection(store, hosting=False)
 
 
@@ -101,7 +86,7 @@ def host(address: str, listener: socket.socket, order: RendezvousOrder) -> Any:
     port = listener.getsockname()[1]
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach(),
-        timeout=_span(max(1.0, keep_alive(order)[1])),
+        timeout=timedelta(seconds=max(1.0, keep_alive(order)[1])),
     )  # fmt: skip
 
 
@@ -123,22 +108,6 @@ def _listener(order: RendezvousOrder) -> socket.socket | None:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         raise
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on one address of this machine only; "" means all."""
-    flags = socket.AI_PASSIVE if not address else 0
-    found = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)
-    family, kind, protocol, _, endpoint = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(endpoint)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def handler(
@@ -165,31 +134,5 @@ def route_to(address: str, port: int) -> tuple[str, str]:
 
     Both are "" when unknown.
     """
-    try:
-        family, _, _, _, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
-            probe.connect(endpoint)
-            own = probe.getsockname()[0]
-    except OSError:
-        return "", ""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == own for each in addresses):
-            return str(name), str(own)
-    return "", str(own)
-
-
-def _span(seconds: float) -> timedelta:
-    return timedelta(seconds=seconds)
-
-
-__all__ = [
-    "Connection",
-    "PortTakenError",
-    "Task",
-    "connect",
-    "handler",
-    "host",
-    "join_seconds",
-    "listen",
-    "route_to",
-]
+    own = own_address(address, port)
+    return (interface_of(own.partition("%")[0]) if own else ""), own

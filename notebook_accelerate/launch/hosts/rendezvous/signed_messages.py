@@ -138,6 +138,3 @@ class SignedBackend(RendezvousBackend):
         """See the base class."""
         found = self._backend.set_state(self._signer.sign("state", state), token)
         return None if found is None else (self._signer.verify("state", found[0]), found[1], found[2])
-
-
-__all__ = ["Directory", "ForgedError", "MessageSigner", "SignedBackend"]

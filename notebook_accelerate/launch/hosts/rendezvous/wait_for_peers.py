@@ -42,6 +42,3 @@ class PeerWait:
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``; there are no ranks to interrupt."""
-
-
-__all__ = ["PeerWait"]
