@@ -20,6 +20,7 @@ from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
 if TYPE_CHECKING:
     import torch
 
+_PREFIX = "ACCELERATE_DEEPSPEED_"
 _ZERO = "zero_optimization"
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -114,13 +115,11 @@ class DeepSpeedPlugin:
                 self.gradient_accumulation_steps = _number("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int)
             if self.gradient_clipping is None:
                 self.gradient_clipping = _number("ACCELERATE_GRADIENT_CLIPPING", float)
-            if self.zero_stage is None:
-                self.zero_stage = environ.integer("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
-            for name, default in _OFFLOADING.items():
-                if getattr(self, name) is None:
-                    setattr(self, name, environ.text(f"ACCELERATE_DEEPSPEED_{name.upper()}", default))
-            if self.zero3_save_16bit_model is None:
-                self.zero3_save_16bit_model = environ.flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", default=True)
+            environ.fill_unset(self, _PREFIX, environ.integer, zero_stage=2)
+            environ.fill_unset(self, _PREFIX, environ.flag, zero3_save_16bit_model=True)
+            for part in ("optimizer", "param"):
+                offloading = {f"offload_{part}_device": "none", f"offload_{part}_nvme_path": None}
+                environ.fill_unset(self, _PREFIX, environ.text, **offloading)
         if self.enable_msamp is None:
             self.enable_msamp = environ.text("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP"  # type: ignore[union-attr]
         if self.msamp_opt_level is None:
@@ -415,14 +414,6 @@ class DeepSpeedPlugin:
     def _unselect(self) -> None:
         self._selected = False
         self.dschf = None
-
-
-_OFFLOADING: dict[str, str | None] = {
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "offload_optimizer_nvme_path": None,
-    "offload_param_nvme_path": None,
-}
 
 
 def _number(variable: str, kind: Callable[[str], Any]) -> Any:

@@ -38,13 +38,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         self.backend = _backend(self.backend or environ.text("ACCELERATE_DYNAMO_BACKEND", "NO") or "NO")
-        if self.mode is None:
-            self.mode = environ.text("ACCELERATE_DYNAMO_MODE", "default")
+        environ.fill_unset(self, "ACCELERATE_DYNAMO_", environ.text, mode="default")
         check_one_of("mode", self.mode, _MODES)
         if self.fullgraph is None:
             self.fullgraph = environ.flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = environ.flag("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+        environ.fill_unset(self, "ACCELERATE_DYNAMO_", environ.flag, use_regional_compilation=False)
         if self.dynamic is None and environ.text("ACCELERATE_DYNAMO_USE_DYNAMIC"):
             self.dynamic = environ.flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
 

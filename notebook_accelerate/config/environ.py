@@ -106,6 +106,20 @@ def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str
     return value
 
 
+def fill_unset(settings: object, prefix: str, read: Callable[[str, Any], Any], **defaults: Any) -> None:
+    """Set the fields that are None from variables: the prefix, followed by the field's name in capitals.
+
+    Args:
+        settings: The object with the fields.
+        prefix: The prefix.
+        read: `flag`, `text` or `integer`.
+        defaults: The value of each field where its variable is unset or empty.
+    """
+    for name, default in defaults.items():
+        if getattr(settings, name) is None:
+            setattr(settings, name, read(f"{prefix}{name.upper()}", default))
+
+
 def set_variables(values: Mapping[str, Any]) -> None:
     """Set variables for this process and its children; a None value removes the variable.
 

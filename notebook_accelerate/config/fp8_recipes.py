@@ -16,6 +16,7 @@ from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
+_PREFIX = "ACCELERATE_FP8_"
 _FORMATS = ("HYBRID", "E4M3", "E5M2")
 _AMAX_ALGORITHMS = ("max", "most_recent")
 _OPT_LEVELS = ("O1", "O2")
@@ -41,11 +42,7 @@ class AORecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         _require("torchao", "pip install torchao", "AORecipeKwargs")
-        if self.pad_inner_dim is None:
-            self.pad_inner_dim = environ.flag("ACCELERATE_FP8_PAD_INNER_DIM", default=True)
-        if self.enable_fsdp_float8_all_gather is None:
-            name = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
-            self.enable_fsdp_float8_all_gather = environ.flag(name, default=True)
+        environ.fill_unset(self, _PREFIX, environ.flag, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
         if self.config is None:
             from torchao.float8 import Float8LinearConfig
 
@@ -82,13 +79,8 @@ class TERecipeKwargs(KwargsHandler):
 
 def _fill_te(recipe: TERecipeKwargs | FP8RecipeKwargs) -> None:
     """Fill the fields that are None from the environment, and check them."""
-    if recipe.use_autocast_during_eval is None:
-        recipe.use_autocast_during_eval = environ.flag("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL")
-    if recipe.use_mxfp8_block_scaling is None:
-        recipe.use_mxfp8_block_scaling = environ.flag("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING")
-    for name, default in (("margin", 0), ("interval", 1), ("amax_history_len", 1024)):
-        if getattr(recipe, name) is None:
-            setattr(recipe, name, environ.integer(f"ACCELERATE_FP8_{name.upper()}", default))
+    environ.fill_unset(recipe, _PREFIX, environ.flag, use_autocast_during_eval=False, use_mxfp8_block_scaling=False)
+    environ.fill_unset(recipe, _PREFIX, environ.integer, margin=0, interval=1, amax_history_len=1024)
     found: Any = recipe.fp8_format or environ.text("ACCELERATE_FP8_FORMAT", "HYBRID")
     recipe.fp8_format = found.upper()
     found = recipe.amax_compute_algo or environ.text("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "most_recent")

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-_FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
-_VERSION_1_FLAGS = ("forward_prefetch", "use_orig_params", "sync_module_states")
-
 
 @dataclass
 class FullyShardedDataParallelPlugin:
@@ -72,12 +69,12 @@ class FullyShardedDataParallelPlugin:
     """Modules with more parameters than this become units of their own (FSDP_MIN_NUM_PARAMS)."""
 
     def __post_init__(self) -> None:
-        if self.fsdp_version is None:
-            self.fsdp_version = environ.integer("FSDP_VERSION", 1)
+        environ.fill_unset(self, "", environ.integer, fsdp_version=1)
         check_one_of("fsdp_version", self.fsdp_version, (1, 2))
-        for name in (*_FLAGS, *(_VERSION_1_FLAGS if self.fsdp_version == 1 else ())):
-            if getattr(self, name) is None:
-                setattr(self, name, environ.flag(f"FSDP_{name.upper()}"))
+        flags = ["activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"]
+        if self.fsdp_version == 1:
+            flags += ["forward_prefetch", "use_orig_params", "sync_module_states"]
+        environ.fill_unset(self, "FSDP_", environ.flag, **dict.fromkeys(flags, False))
         if self.cpu_offload is None:
             self.cpu_offload = environ.flag("FSDP_OFFLOAD_PARAMS")
         self._read_units()
@@ -92,10 +89,8 @@ class FullyShardedDataParallelPlugin:
         if self.auto_wrap_policy is None or isinstance(self.auto_wrap_policy, str):
             allowed = constants.FSDP_AUTO_WRAP_POLICY
             self.auto_wrap_policy = _choice("auto_wrap_policy", self.auto_wrap_policy, allowed, "NO_WRAP")
-        if self.ignored_modules is None:
-            self.ignored_modules = environ.text("FSDP_IGNORED_MODULES")
-        if self.min_num_params is None:
-            self.min_num_params = environ.integer("FSDP_MIN_NUM_PARAMS")
+        environ.fill_unset(self, "FSDP_", environ.text, ignored_modules=None)
+        environ.fill_unset(self, "FSDP_", environ.integer, min_num_params=None)
 
     def _read_choices(self) -> None:
         if self.fsdp_version == 1:

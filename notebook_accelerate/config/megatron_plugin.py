@@ -96,12 +96,9 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= self.other_megatron_args or {}
 
     def _read_environ(self) -> None:
-        for name in ("tp_degree", "pp_degree", "num_micro_batches"):
-            if getattr(self, name) is None:
-                setattr(self, name, environ.integer(f"{_PREFIX}{name.upper()}", 1))
-        for name in ("recompute_activations", "use_distributed_optimizer", "sequence_parallelism"):
-            if getattr(self, name) is None:
-                setattr(self, name, environ.flag(f"{_PREFIX}{name.upper()}"))
+        environ.fill_unset(self, _PREFIX, environ.integer, tp_degree=1, pp_degree=1, num_micro_batches=1)
+        flags = ("recompute_activations", "use_distributed_optimizer", "sequence_parallelism")
+        environ.fill_unset(self, _PREFIX, environ.flag, **dict.fromkeys(flags, False))
         if self.gradient_clipping is None:
             self.gradient_clipping = float(environ.text(f"{_PREFIX}GRADIENT_CLIPPING") or 1.0)
 

@@ -12,6 +12,7 @@ from notebook_accelerate.config.field_checks import check_one_of, check_whole_nu
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_PREFIX = "PARALLELISM_CONFIG_"
 _CP_STRATEGIES = ("allgather", "alltoall")
 _SP_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
@@ -54,8 +55,7 @@ class TorchContextParallelConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = environ.text("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
+        environ.fill_unset(self, _PREFIX, environ.text, cp_comm_strategy="allgather")
         check_one_of("cp_comm_strategy", self.cp_comm_strategy, _CP_STRATEGIES)
 
 
@@ -71,18 +71,14 @@ class DeepSpeedSequenceParallelConfig:
     """flash_attention_2, flash_attention_3, sdpa or a kernel on the hub (PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION)."""
 
     def __post_init__(self) -> None:
-        if self.sp_seq_length is None:
-            self.sp_seq_length = environ.integer("PARALLELISM_CONFIG_SP_SEQ_LENGTH")
-        if self.sp_seq_length_is_variable is None:
-            name = "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"
-            self.sp_seq_length_is_variable = environ.flag(name, default=True)
+        environ.fill_unset(self, _PREFIX, environ.integer, sp_seq_length=None)
+        environ.fill_unset(self, _PREFIX, environ.flag, sp_seq_length_is_variable=True)
         if self.sp_seq_length is None and not self.sp_seq_length_is_variable:
             raise ValueError(
                 "sp_seq_length_is_variable=False needs the length: pass sp_seq_length, or set "
                 "PARALLELISM_CONFIG_SP_SEQ_LENGTH"
             )
-        if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = environ.text("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
+        environ.fill_unset(self, _PREFIX, environ.text, sp_attn_implementation=None)
         chosen = self.sp_attn_implementation
         if chosen is not None and chosen not in _SP_ATTENTIONS and "/" not in chosen:
             raise ValueError(
