@@ -299,12 +299,8 @@ def _format_seconds(value: Any) -> str:
 
 TEXT_FORMATS: dict[str, TextFormat] = {
     "text": TextFormat(),
-    "whole": TextFormat(
-        parse=_converter(lambda text: int(text.replace("_", "")), "a whole number", "4"), hint="a whole number"
-    ),
-    "number": TextFormat(
-        parse=_converter(lambda text: float(text.replace("_", "")), "a number", "0.5"), hint="a number"
-    ),
+    "whole": TextFormat(parse=_converter(int, "a whole number", "4"), hint="a whole number"),
+    "number": TextFormat(parse=_converter(float, "a number", "0.5"), hint="a number"),
     "path": TextFormat(parse=lambda text, _: Path(text).expanduser(), hint="a path"),
     "seconds": TextFormat(
         parse=_converter(lambda text: timedelta(seconds=float(text)), "a number of seconds", "90"),

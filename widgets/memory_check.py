@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ class MemoryCheck:
 
     def __init__(self, model: Any, memory: Mapping[str, Any] | None = None) -> None:
         self._model, self._options = model, dict(memory or {})
-        self._known: dict[tuple[Any, ...], Any] = {}
+        self._known: dict[str, Any] = {}
 
     def warning(self, plan: LaunchPlan, training: TrainingOptions, machine: HardwareInfo) -> str:
         """Return a sentence if the training does not fit; "" if it fits, or if the devices' memory is not known.
@@ -43,58 +44,58 @@ class MemoryCheck:
         if available is None:
             return ""
         try:
-            estimate = self._estimate(
-                distribution_of(training, plan.world_size, plan.num_processes),
-                plan.world_size,
-                training.batch_size or 1,
-            )
+            estimate = self._estimate(plan, training)
         except Exception as error:  # noqa: BLE001 - the model's own code; the launch can still be configured
             return f"The memory of the model could not be estimated ({type(error).__name__}: {error})."
-        own, main = estimate.training_total, estimate.main_memory_total
         if where:
-            return self._too_much(estimate, own, where, available) or self._in_main_memory(main, plan, machine)
-        together = f"{convert_bytes((own + main) * plan.num_processes)} for {plan.num_processes} on this machine"
-        return self._too_much(estimate, own + main, together, available // plan.num_processes, available)
+            offloaded = estimate.main_memory_total * plan.num_processes
+            return _too_much(estimate.training, where, available, available) or _too_much_offloaded(offloaded, machine)
+        parts = Counter(estimate.training) + Counter(estimate.main_memory)
+        together = f"{convert_bytes(parts.total() * plan.num_processes)} for {plan.num_processes} on this machine"
+        return _too_much(parts, together, available // plan.num_processes, available)
 
-    @staticmethod
-    def _too_much(estimate: Any, needed: int, where: str, limit: int, available: int | None = None) -> str:
-        if needed <= limit:
-            return ""
-        parts = {**estimate.training}
-        for part, size in estimate.main_memory.items():
-            parts[part] += size if available is not None else 0
-        largest = max(parts, key=lambda part: parts[part])
-        return (
-            f"This will not fit: training needs about {convert_bytes(needed)} per process, most of it for {largest}, "
-            f"{where}; available: {convert_bytes(available or limit)}."
-        )
-
-    @staticmethod
-    def _in_main_memory(each: int, plan: LaunchPlan, machine: HardwareInfo) -> str:
-        needed = each * plan.num_processes
-        if needed <= machine.memory_bytes:
-            return ""
-        return (
-            f"This will not fit: offloaded tensors need about {convert_bytes(needed)} of main memory; available: "
-            f"{convert_bytes(machine.memory_bytes)}."
-        )
-
-    def _estimate(self, distribution: dict[str, Any], ranks: int, batch: int) -> Any:
-        key = (repr(distribution), ranks, batch)
+    def _estimate(self, plan: LaunchPlan, training: TrainingOptions) -> Any:
+        given = {
+            **distribution_of(training, plan.world_size, plan.num_processes),
+            "num_processes": plan.world_size,
+            "batch_size": training.batch_size or 1,
+        }
+        key = repr(given)
         if key not in self._known:
             estimate = importlib.import_module(_ESTIMATE).estimate_memory
-            given = {**distribution, "num_processes": ranks, "batch_size": batch, **self._options}
-            self._known[key] = estimate(self._model, **given)
+            self._known[key] = estimate(self._model, **{**given, **self._options})
         return self._known[key]
 
 
-def distribution_of(training: TrainingOptions, ranks: int, local: int | None = None) -> dict[str, Any]:
+def _too_much(parts: Mapping[str, int], where: str, limit: int, available: int) -> str:
+    """Return a sentence if the bytes of one process exceed ``limit``; "" otherwise."""
+    needed = sum(parts.values())
+    if needed <= limit:
+        return ""
+    largest = max(parts, key=lambda part: parts[part])
+    return (
+        f"This will not fit: training needs about {convert_bytes(needed)} per process, most of it for {largest}, "
+        f"{where}; available: {convert_bytes(available)}."
+    )
+
+
+def _too_much_offloaded(needed: int, machine: HardwareInfo) -> str:
+    """Return a sentence if the offloaded bytes of all processes exceed the main memory; "" otherwise."""
+    if needed <= machine.memory_bytes:
+        return ""
+    return (
+        f"This will not fit: offloaded tensors need about {convert_bytes(needed)} of main memory; available: "
+        f"{convert_bytes(machine.memory_bytes)}."
+    )
+
+
+def distribution_of(training: TrainingOptions, ranks: int, local: int) -> dict[str, Any]:
     """Return how the model is distributed over ranks, as arguments of `estimate_memory`.
 
     Args:
         training: The training's options.
         ranks: Processes on all machines.
-        local: Processes on this machine; None: all of them.
+        local: Processes on this machine.
 
     Returns:
         "strategy", and if they are not empty "degrees" and "offload".
@@ -108,7 +109,7 @@ def distribution_of(training: TrainingOptions, ranks: int, local: int | None = N
     elif training.fsdp_plugin is not None:
         strategy, offload = _fsdp(training.fsdp_plugin, ranks)
         if _HYBRID in _strategy_names(training.fsdp_plugin):
-            degrees["dp_replicate"] = ranks // (local or ranks)
+            degrees["dp_replicate"] = ranks // local
     elif degrees.keys() & {"dp_shard", "cp"}:
         strategy = "fsdp"
     else:
