@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -108,13 +107,13 @@ def prepare_data_loader(
     world_size = PartialState().num_processes if num_processes is None else num_processes
     rank = PartialState().process_index if process_index is None else process_index
     dp_size, dp_rank = data_parallel_rank(torch_device_mesh, world_size, rank)
-    share = DataShare(dp_size, dp_rank, split_batches, even_batches)
-    share.check(dataloader)
+    if split_batches and dp_size > 1:
+        check_divisible(dataloader.batch_size or getattr(index_source(dataloader), "batch_size", None), dp_size)
     common = {
         **loader_arguments(dataloader, use_stateful_dataloader),
         "use_stateful_dataloader": use_stateful_dataloader,
         "_non_blocking": non_blocking,
-        "_drop_last": drops_last(dataloader),
+        "_drop_last": _drops_last(dataloader),
         "torch_device_mesh": torch_device_mesh,
     }
     if not iterable:
@@ -128,91 +127,51 @@ def prepare_data_loader(
             **common,
         )
     generator = _generator_of(dataloader) if dp_size > 1 else None
+    if iterable:
+        share = _iterable_share(dataloader, dp_size, dp_rank, split_batches)
+    else:
+        share = _indexed_share(dataloader, dp_size, dp_rank, split_batches, even_batches)
     return DataLoaderShard(
         device=device if put_on_device else None,
         rng_types=_without_generator(rng_types) if generator is None else rng_types,
         synchronized_generator=generator,
-        **(share.iterable_arguments(dataloader) if iterable else share.indexed_arguments(dataloader)),
+        **share,
         **common,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class DataShare:
-    """This rank's share of the data.
-
-    Attributes:
-        dp_size: Number of ranks that read different data.
-        dp_rank: This rank's index among them.
-        split_batches: Whether batches are split into parts.
-        even_batches: Whether the last batches are padded.
-    """
-
-    dp_size: int
-    dp_rank: int
-    split_batches: bool
-    even_batches: bool
-
-    def check(self, dataloader: DataLoader[Any]) -> None:
-        """Check that batches can be split into equal parts.
-
-        Args:
-            dataloader: The loader to divide.
-
-        Raises:
-            ValueError: With `split_batches`, the batch size is not a multiple of the number of ranks.
-        """
-        size = dataloader.batch_size or getattr(index_source(dataloader), "batch_size", None)
-        if self.split_batches and self.dp_size > 1:
-            check_divisible(size, self.dp_size)
-
-    def iterable_arguments(self, dataloader: DataLoader[Any]) -> dict[str, Any]:
-        """Divide an iterable dataset.
-
-        Args:
-            dataloader: Its loader.
-
-        Returns:
-            Arguments of DataLoader for this rank's share.
-        """
-        if self.dp_size == 1:
-            return {"dataset": dataloader.dataset, **_batching(dataloader, None)}
-        size, drop_last = dataloader.batch_size, dataloader.drop_last
-        # Without a batch size the dataset yields complete batches, which the ranks get in turn.
-        shard = IterableDatasetShard(
-            dataloader.dataset,  # type: ignore[arg-type]
-            batch_size=size or 1,
-            drop_last=drop_last,
-            num_processes=self.dp_size,
-            process_index=self.dp_rank,
-            split_batches=self.split_batches,
-        )
-        if size is None:
-            return {"dataset": shard, "batch_size": None}
-        part = size // self.dp_size if self.split_batches else size
-        return {"dataset": shard, "batch_size": part, "drop_last": drop_last}
-
-    def indexed_arguments(self, dataloader: DataLoader[Any]) -> dict[str, Any]:
-        """Divide the indices of a map-style dataset.
-
-        Args:
-            dataloader: Its loader.
-
-        Returns:
-            Arguments of DataLoader for this rank's share.
-        """
-        source = index_source(dataloader)
-        if self.dp_size > 1:
-            source = BatchSamplerShard(source, self.dp_size, self.dp_rank, self.split_batches, self.even_batches)
-        return {"dataset": dataloader.dataset, **_batching(dataloader, source)}
+def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, split_batches: bool) -> dict[str, Any]:
+    """Return the arguments of DataLoader for a rank's share of an iterable dataset."""
+    if dp_size == 1:
+        return {"dataset": dataloader.dataset, **_batching(dataloader, None)}
+    size, drop_last = dataloader.batch_size, dataloader.drop_last
+    # Without a batch size the dataset yields complete batches, which the ranks get in turn.
+    shard = IterableDatasetShard(
+        dataloader.dataset,  # type: ignore[arg-type]
+        batch_size=size or 1,
+        drop_last=drop_last,
+        num_processes=dp_size,
+        process_index=dp_rank,
+        split_batches=split_batches,
+    )
+    if size is None:
+        return {"dataset": shard, "batch_size": None}
+    part = size // dp_size if split_batches else size
+    return {"dataset": shard, "batch_size": part, "drop_last": drop_last}
 
 
-def drops_last(dataloader: DataLoader[Any]) -> bool:
-    """Return whether a loader, or its user's batch sampler, drops the last incomplete batch.
+def _indexed_share(
+    dataloader: DataLoader[Any], dp_size: int, dp_rank: int, split_batches: bool, even_batches: bool
+) -> dict[str, Any]:
+    """Return the arguments of DataLoader for a rank's share of the indices of a map-style dataset."""
+    source = index_source(dataloader)
+    if dp_size > 1:
+        source = BatchSamplerShard(source, dp_size, dp_rank, split_batches, even_batches)
+    return {"dataset": dataloader.dataset, **_batching(dataloader, source)}
 
-    Args:
-        dataloader: A torch DataLoader.
-    """
+
+def _drops_last(dataloader: DataLoader[Any]) -> bool:
+    """Return whether a loader, or its user's batch sampler, drops the last incomplete batch."""
     return bool(dataloader.drop_last or getattr(innermost(index_source(dataloader)), "drop_last", False))
 
 

@@ -85,14 +85,9 @@ class _StorageHandle:
         flat = self.storage if self.storage.device.type == "cpu" else self.storage.cpu()
         if flat.nbytes() == 0:
             return _rebuild_storage, (bytearray(),)
-        data = _tensor_of(flat).numpy()
+        torch: Any = importlib.import_module("torch")  # typed as Any: its arrays are no buffers to a type checker
+        data = torch.empty(0, dtype=torch.uint8).set_(flat).numpy()
         return _rebuild_storage, (pickle.PickleBuffer(data),)
-
-
-def _tensor_of(storage: Any) -> Any:
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _rebuild_storage(buffer: Any) -> Any:

@@ -25,13 +25,10 @@ def proportional_memory(pid: int) -> int:
 
     Forked ranks share most pages with the kernel; PSS divides each shared page among them, so that the sum is right.
     """
-    try:
-        with Path(f"/proc/{pid}/smaps_rollup").open("rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), Path(f"/proc/{pid}/smaps_rollup").open("rb") as file:
+        for line in file:
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * 1024
     import psutil
 
     with contextlib.suppress(psutil.Error):

@@ -38,7 +38,7 @@ from notebook_accelerate.telemetry.debug_protocol import (
     StacksReply,
     StacksRequest,
 )
-from notebook_accelerate.telemetry.pickling import dump_answer
+from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
 from notebook_accelerate.worker import breakpoints, collective_timeouts, flight_recorder, stacks
 from notebook_accelerate.worker.agent import Agent
 
@@ -108,8 +108,8 @@ class DebugAgent:
         self._timeouts = collective_timeouts.GroupTimeouts()
         signal.signal(signal.SIGUSR2, self._on_signal)
         self._interruptible = time.monotonic() + BOUNDARY_SECONDS
-        descriptor = _memory_file()
-        if descriptor is not None:
+        with suppress(OSError):
+            descriptor = anonymous_file()
             faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
             self._agent.sink.emit(DumpReadyEvent(f"/proc/{os.getpid()}/fd/{descriptor}"))
 
@@ -307,11 +307,3 @@ def short_repr(value: object) -> str:
     except Exception as error:  # noqa: BLE001 - a broken __repr__
         text = f"<{type(value).__name__}: its repr raised {type(error).__name__}>"
     return text if len(text) <= 2000 else text[:2000] + " …"
-
-
-def _memory_file() -> int | None:
-    if not hasattr(os, "memfd_create"):
-        return None
-    with suppress(OSError):
-        return os.memfd_create("notebook-accelerate-stacks")
-    return None
