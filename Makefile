@@ -32,12 +32,13 @@ XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-strategies test-nightly lint bench lab clean
+.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly lint bench lab clean
 
 help:
 	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
-	@echo "make test           lint and all tests that this machine can run, less those marked nightly"
-	@echo "make test-nightly   these too, and make test-strategies"
+	@echo "make test           lint, unit, distributed, notebook, fault and browser tests"
+	@echo "make test-integrations  DeepSpeed, Megatron-LM, Ray, S3, the real Accelerate and its clients: six environments"
+	@echo "make test-nightly   both, with more cases of what they try with one (hours)"
 	@echo "make test-notebook  the tests that start Jupyter kernels"
 	@echo "make test-colab     launch, panels and faults with the versions of Colab's kernel image"
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
@@ -51,7 +52,6 @@ help:
 	@echo "make test-ray       ranks on Ray clusters of two and three nodes; in an environment of its own"
 	@echo "make test-trackers  every vendor's tracker, offline; an environment of 156 packages, not part of make test"
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
-	@echo "make test-strategies  every strategy in every precision against plain torch (half an hour or more)"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
 	@echo "                    each area in the environment that it needs: DeepSpeed's, Ray's"
@@ -154,11 +154,14 @@ demo: $(SETUP)
 
 # Where there is a chromium, panels are tested in it; elsewhere those tests skip and say why.
 test: $(SETUP) $(if $(CHROMIUM),$(BROWSER_READY))
-	$(PY) -m tests.support.groups lint
+	$(PY) -m tests.support.groups everyday lint
 
-test-nightly:
+test-integrations: $(SETUP)
+	$(PY) -m tests.support.groups integrations
+
+test-nightly: $(DEEPSPEED_OPS)
 	TEST_NIGHTLY=yes $(MAKE) test
-	$(MAKE) test-strategies
+	TEST_NIGHTLY=yes $(MAKE) test-integrations
 
 test-notebook: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m notebook tests
@@ -208,11 +211,6 @@ test-xla: $(XLA_READY)
 test-parity: $(BENCH_READY)
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
 		tests/parity/checkpoints tests/parity/training/test_accelerate.py
-
-test-strategies: $(SETUP) $(DEEPSPEED_OPS)
-	OMP_NUM_THREADS=1 TEST_STRATEGIES=all $(PY) -m pytest tests/parity/strategies
-	$(DEEPSPEED_ENV) TEST_STRATEGIES=all $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed \
-		tests/parity/strategies/test_deepspeed.py tests/deepspeed
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

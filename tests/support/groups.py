@@ -1,7 +1,7 @@
-"""Run the test groups of the tree, two at a time, each in a pytest of its own with its own log.
+"""Runs a suite's groups of tests, two at a time, each in a pytest of its own with its own log.
 
-python -m tests.support.groups lint: what `make test` runs. What is named is a target of make, run as a group too. The
-last line is pytest's closing line over all groups.
+``python -m tests.support.groups everyday lint`` is what `make test` runs: the groups of the suite, and a target of make
+as one more group. The last line is pytest's closing line over all groups.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / ".build" / "test-logs"
 # The longest first, so that the last ones to finish are short.
-GROUPS = {
-    "deepspeed": ["deepspeed"],
-    "rules": ["architecture", "parity"],
-    "notebook": ["notebook"],
-    "distributed": ["distributed"],
-    "browser": ["browser"],
-    "faults": ["faults"],
-    "ray": ["ray"],
-    "unit": ["unit"],
-    "s3": ["s3"],
-    "megatron": ["megatron"],
-    "parity": ["parity/checkpoints"],
-    "clients": ["clients"],
-    "devices": ["gpu", "xla"],
+SUITES = {
+    "everyday": {
+        "notebook": ["notebook"],
+        "distributed": ["distributed"],
+        "browser": ["browser"],
+        "unit": ["unit"],
+        "faults": ["faults"],
+        "rules": ["architecture", "parity/surface"],
+        "devices": ["gpu", "xla"],
+    },
+    "integrations": {
+        "deepspeed": ["deepspeed"],
+        "strategies": ["parity/strategies", "parity/training"],
+        "ray": ["ray"],
+        "megatron": ["megatron"],
+        "s3": ["s3"],
+        "parity": ["parity/checkpoints"],
+        "clients": ["clients"],
+    },
 }
+"""What `make test` and `make test-integrations` run: folders of tests by group."""
 # Groups with an environment of their own: what make is asked for instead.
 OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "megatron", "parity", "ray", "s3")}
 LANES = 2
@@ -71,13 +77,13 @@ class Outcome:
         return self.code not in (0, _NOTHING_COLLECTED)
 
 
-def main(targets: Sequence[str] = ()) -> int:
-    """Run every group that has tests, and these targets of make before them; return 1 when one failed."""
+def main(suite: str, *targets: str) -> int:
+    """Run a suite's groups that have tests, and these targets of make before them; return 1 when one failed."""
     LOGS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     outcomes = []
     with ThreadPoolExecutor(LANES) as pool:
-        groups = {**dict.fromkeys(targets, ()), **present()}
+        groups = {**dict.fromkeys(targets, ()), **present(suite)}
         for done in as_completed([pool.submit(run, name, folders) for name, folders in groups.items()]):
             outcomes.append(done.result())
             report(outcomes[-1])
@@ -90,10 +96,10 @@ def main(targets: Sequence[str] = ()) -> int:
     return int(bool(failed) or not total["passed"])
 
 
-def present() -> dict[str, list[str]]:
-    """Return the groups that have tests in this tree, with their folders relative to it."""
+def present(suite: str) -> dict[str, list[str]]:
+    """Return a suite's groups that have tests in this tree, with their folders relative to it."""
     found = {}
-    for name, folders in GROUPS.items():
+    for name, folders in SUITES[suite].items():
         having = [f"tests/{folder}" for folder in folders if any((ROOT / "tests" / folder).rglob("test_*.py"))]
         if having:
             found[name] = having
@@ -108,7 +114,7 @@ def run(group: str, folders: Sequence[str]) -> Outcome:
     if group in OWN_ENVIRONMENT or not folders:
         command = ["make", OWN_ENVIRONMENT.get(group, group)]
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} --tb=short --durations=10"  # make's, too
-    env = {"TEST_NIGHTLY": "no", **os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": options.strip()}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": options.strip()}
     for name in ("CI", "BUILD_NUMBER"):  # pytest writes comparisons out in full where they are set: pages, here
         env.pop(name, None)
     begin = time.monotonic()
@@ -148,4 +154,4 @@ def abridged(lines: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

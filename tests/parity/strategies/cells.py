@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ from notebook_accelerate.errors import CheckpointError
 from tests.parity.strategies.scripts import Case, accelerated, killed, plain, saves_alone
 from tests.support.ranks import RankError, run_ranks
 
-ALL = os.environ.get("TEST_STRATEGIES") == "all"
-"""Whether the whole table is wanted (`make test-strategies`); otherwise one cell per strategy is tried."""
 # fp32: sums in another order. bf16: units and engines round their weights once more than autocast does.
 TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
 ACCUMULATION = (1, 4)
 SECONDS = 300.0
 """For one training; a second or two on an idle machine."""
 patient = pytest.mark.timeout(3 * SECONDS)
+
+
+def rest_nightly(cells: Iterable[tuple[Any, ...]], daily: Callable[..., bool]) -> list[Any]:
+    """Mark the cells of a table as nightly, but for those that `daily` chooses."""
+    return [pytest.param(*cell, marks=() if daily(*cell) else pytest.mark.nightly) for cell in cells]
 
 
 @functools.cache

@@ -17,11 +17,11 @@ from notebook_accelerate.errors import CheckpointMismatchError
 from tests.parity.strategies import deepspeed_scripts as scripts
 from tests.parity.strategies.cells import (
     ACCUMULATION,
-    ALL,
     TOLERANCE,
     assert_notices_saving_alone,
     assert_trains_and_resumes,
     patient,
+    rest_nightly,
 )
 from tests.parity.strategies.scripts import Case, accelerated, parts, plain
 from tests.parity.strategies.table import ZERO, case_of
@@ -35,11 +35,10 @@ SECONDS = 170.0
 BUILT = any(Path(os.environ.get("TORCH_EXTENSIONS_DIR", "nowhere")).rglob("cpu_adam*.so"))
 HALF = 5
 IN_BF16 = {"stage 1", "stage 3"}
-CELLS = [
-    (name, ranks, precision, accumulation)
-    for name, ranks, precision, accumulation in product(ZERO, (2, 4), TOLERANCE, ACCUMULATION)
-    if ALL or (ranks == 2 and (precision, accumulation) == (("bf16", 4) if name in IN_BF16 else ("no", 1)))
-]
+CELLS = rest_nightly(
+    product(ZERO, (2, 4), TOLERANCE, ACCUMULATION),
+    daily=lambda name, ranks, *how: ranks == 2 and how == (("bf16", 4) if name in IN_BF16 else ("no", 1)),
+)
 
 
 @patient
@@ -57,7 +56,7 @@ def test_one_process_needs_no_launch() -> None:
     assert found == pytest.approx(plain(case), rel=1e-5)
 
 
-@pytest.mark.skipif(not BUILT, reason="DeepSpeed's optimizer in C++ is not built: make test-strategies")
+@pytest.mark.skipif(not BUILT, reason="DeepSpeed's optimizer in C++ is not built: make test-nightly")
 def test_deepspeeds_optimizer_for_main_memory() -> None:
     case = Case(deepspeed={"zero_stage": 2, "offload_optimizer_device": "cpu"})
     found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
@@ -81,7 +80,7 @@ def test_resuming_with_a_schedule(stage: int, tmp_path: Path) -> None:
 
 
 @patient
-@pytest.mark.parametrize("stage", [0, 3] if ALL else [3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_saving_on_the_main_rank_alone_is_noticed(stage: int, tmp_path: Path) -> None:
     assert_notices_saving_alone(case_of(f"stage {stage}", 2), tmp_path)
 
@@ -111,7 +110,8 @@ def test_a_checkpoint_becomes_plain_weights(tmp_path: Path) -> None:
 
 
 @patient
-@pytest.mark.parametrize(("stage", "ranks"), product(range(4), (2, 4) if ALL else (2,)))
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_each_rank_holds_its_share(stage: int, ranks: int) -> None:
     expected = {
         "parameters": 1 / ranks if stage == 3 else 1,

@@ -1,7 +1,6 @@
 """Every strategy's losses are those of one process in plain torch, also when it was killed on the way.
 
-One cell per strategy runs always; TEST_STRATEGIES=all (`make test-strategies`) runs the table times precisions times
-accumulation times ranks.
+One cell per strategy runs daily; `make test-nightly` runs the table times precisions times accumulation times ranks.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.strategies.cells import ACCUMULATION, ALL, TOLERANCE, assert_trains_and_resumes, patient
+from tests.parity.strategies.cells import ACCUMULATION, TOLERANCE, assert_trains_and_resumes, patient, rest_nightly
 from tests.parity.strategies.table import ON_FOUR, SLOW, STRATEGIES, case_of
 
 TABLE: list[tuple[str, int]] = [*product(STRATEGIES, (2, 4)), *product(ON_FOUR, (4,))]
-CELLS = [
-    (name, ranks, precision, accumulation)
-    for (name, ranks), precision, accumulation in product(TABLE, TOLERANCE, ACCUMULATION)
-    if ALL or ((precision, accumulation) == ("no", 1) and (ranks == 2 or name in ON_FOUR) and name not in SLOW)
-]
+CELLS = rest_nightly(
+    [(*row, precision, accumulation) for row, precision, accumulation in product(TABLE, TOLERANCE, ACCUMULATION)],
+    daily=lambda name, ranks, *how: how == ("no", 1) and (ranks == 2 or name in ON_FOUR) and name not in SLOW,
+)
 
 
 @patient

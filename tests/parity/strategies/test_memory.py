@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tests.parity.strategies.cells import ALL, SECONDS, machine, patient
+from tests.parity.strategies.cells import SECONDS, machine, patient, rest_nightly
 from tests.parity.strategies.memory import ShardSizes, measured
 from tests.parity.strategies.table import ON_FOUR, SLOW, STRATEGIES, case_of
 from tests.support.ranks import run_ranks
@@ -41,7 +41,8 @@ def promised(name: str, ranks: int) -> ShardSizes:
 
 @patient
 @pytest.mark.parametrize(
-    ("name", "ranks"), [row for row in ROWS if ALL or ((row[1] == 2 or row[0] in ON_FOUR) and row[0] not in SLOW)]
+    ("name", "ranks"),
+    rest_nightly(ROWS, daily=lambda name, ranks: (ranks == 2 or name in ON_FOUR) and name not in SLOW),
 )
 def test_each_rank_holds_its_share(name: str, ranks: int) -> None:
     case = case_of(name, ranks)

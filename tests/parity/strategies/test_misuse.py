@@ -11,18 +11,18 @@ import torch
 
 from notebook_accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from notebook_accelerate.utils import MegatronLMPlugin
-from tests.parity.strategies.cells import ALL, assert_notices_saving_alone, patient
+from tests.parity.strategies.cells import assert_notices_saving_alone, patient
 from tests.parity.strategies.scripts import accelerator_of, parts
 from tests.parity.strategies.table import case_of
 from tests.support.ranks import RankError, run_ranks
 
-SHARDED = ["fsdp1", "fsdp2"]
-if ALL:
-    SHARDED += ["fsdp1, gradients and optimizer", "tp", "fsdp2, compiled regions", "tp, compiled regions"]
+ONCE_A_NIGHT = ["fsdp1, gradients and optimizer", "tp", "fsdp2, compiled regions", "tp, compiled regions"]
 
 
 @patient
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    "name", ["fsdp1", "fsdp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ONCE_A_NIGHT)]
+)
 def test_saving_on_the_main_rank_alone_is_noticed(name: str, tmp_path: Path) -> None:
     assert_notices_saving_alone(case_of(name, 2), tmp_path)
 
