@@ -80,52 +80,44 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     return any(text in str(exception) for text in _OUT_OF_MEMORY)
 
 
-class _SizeFinder:
-    """Calls a function with smaller batch sizes until memory suffices."""
+def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] | None) -> Callable[..., Any]:
+    """Return ``function`` without its first parameter; it is called with smaller sizes until memory suffices."""
+    name, batch_size = str(getattr(function, "__name__", function)), start
 
-    def __init__(self, function: Callable[..., Any], start: int, reduce: Callable[[], int] | None) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
-        self.start = start
-        self.reduce = reduce
-        self.batch_size = start
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._check(args)
+    @functools.wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
+        _refuse_batch_size(function, name, args)
         clear_device_cache(garbage_collection=True)
-        while self.batch_size > 0:
+        while batch_size > 0:
             try:
-                return self.function(self.batch_size, *args, **kwargs)
+                return function(batch_size, *args, **kwargs)
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
             # Outside the handler: no traceback keeps the function's tensors alive any more.
             clear_device_cache(garbage_collection=True)
-            self.batch_size = self._next_size()
-        self.batch_size = self.start
+            batch_size = int(batch_size * 0.9) if reduce is None else int(reduce())
+        batch_size = start
         raise RuntimeError(
-            f"No executable batch size found, reached zero: {self._name}() exhausts the memory with a batch size of 1"
+            f"No executable batch size found, reached zero: {name}() exhausts the memory with a batch size of 1"
         )
 
-    @property
-    def _name(self) -> str:
-        return str(getattr(self.function, "__name__", self.function))
+    return search
 
-    def _next_size(self) -> int:
-        return int(self.batch_size * 0.9) if self.reduce is None else int(self.reduce())
 
-    def _check(self, args: tuple[Any, ...]) -> None:
-        """Refuse a batch size in the call, which is one argument more than the parameters."""
-        parameters = list(inspect.signature(self.function).parameters.values())
-        names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-            return
-        if len(names) < len(args) + 1:
-            shown = ", ".join(f"{name}={value!r}" for name, value in zip(names[1:], args[1:], strict=False))
-            raise TypeError(
-                f"Batch size was passed into `{self._name}` as the first argument when called; the decorator passes "
-                f"it: write `{self._name}({shown})`"
-            )
+def _refuse_batch_size(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+    """Refuse a batch size in the call, which is one argument more than the parameters."""
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    if len(names) < len(args) + 1:
+        shown = ", ".join(f"{given}={value!r}" for given, value in zip(names[1:], args[1:], strict=False))
+        raise TypeError(
+            f"Batch size was passed into `{name}` as the first argument when called; the decorator passes it: write "
+            f"`{name}({shown})`"
+        )
 
 
 @overload
@@ -175,4 +167,4 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     check_whole_number("starting_batch_size", starting_batch_size)
-    return _SizeFinder(function, starting_batch_size, reduce_batch_size_fn)
+    return _search(function, starting_batch_size, reduce_batch_size_fn)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from packaging.version import parse
 
 from notebook_accelerate.config.enums import DistributedType
@@ -46,25 +44,8 @@ def check_cuda_fp8_capability() -> bool:
     if torch_build.read().hip:
         properties = device_table.row("cuda").call("get_device_properties", 0)
         return str(properties.gcnArchName).startswith(("gfx94", "gfx95", "gfx12"))
-    gpu = visible_gpu(0)
+    gpu = nvml.visible_gpu(0)
     return gpu is not None and gpu.capability >= (8, 9)
-
-
-def visible_gpu(local_index: int) -> nvml.Gpu | None:
-    """Return the physical GPU of ``cuda:local_index``; None if it is unknown.
-
-    Args:
-        local_index: Index among the GPUs of CUDA_VISIBLE_DEVICES.
-    """
-    physical = nvml.gpus()
-    entries = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if entries is None:
-        return physical[local_index] if local_index < len(physical) else None
-    chosen = [entry.strip() for entry in entries.split(",")]
-    if local_index >= len(chosen):
-        return None
-    entry = chosen[local_index]
-    return next((gpu for gpu in physical if entry and (entry == str(gpu.index) or gpu.uuid.startswith(entry))), None)
 
 
 def get_current_device_type() -> tuple[str, str]:

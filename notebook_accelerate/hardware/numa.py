@@ -9,8 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware import device_counts
-from notebook_accelerate.hardware.gpu_properties import visible_gpu
+from notebook_accelerate.hardware import device_counts, nvml
 
 # Variables of torchrun, then of Intel MPI and MPICH, Open MPI, MVAPICH2.
 RANK_VARIABLES = {
@@ -78,7 +77,7 @@ def _near_cores(local_process_index: int) -> set[int]:
     """Return the allowed cores near a GPU, from the kernel's list for its PCI slot; empty if there is no list."""
     if not device_counts.count("cuda"):
         return set()
-    gpu = visible_gpu(local_process_index)
+    gpu = nvml.visible_gpu(local_process_index)
     if gpu is None:
         return set()
     # NVML writes the PCI domain with eight digits, the kernel with four.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,6 +68,23 @@ def gpus() -> list[Gpu]:
             _query("nvmlDeviceGetHandleByIndex", index) for index in range(_query("nvmlDeviceGetCount", default=0))
         ]
         return [_describe(index, handle) for index, handle in enumerate(handles) if handle is not None]
+
+
+def visible_gpu(local_index: int) -> Gpu | None:
+    """Return the physical GPU of ``cuda:local_index``; None if it is unknown.
+
+    Args:
+        local_index: Index among the GPUs of CUDA_VISIBLE_DEVICES.
+    """
+    physical = gpus()
+    entries = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if entries is None:
+        return physical[local_index] if local_index < len(physical) else None
+    chosen = [entry.strip() for entry in entries.split(",")]
+    if local_index >= len(chosen):
+        return None
+    entry = chosen[local_index]
+    return next((gpu for gpu in physical if entry and (entry == str(gpu.index) or gpu.uuid.startswith(entry))), None)
 
 
 def _describe(index: int, handle: Any) -> Gpu:

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
         purge_accelerate_environment as purge_accelerate_environment,
         str_to_bool as str_to_bool,
     )
-    from notebook_accelerate.hardware.gpu_properties import (
-        check_cuda_fp8_capability as check_cuda_fp8_capability,
-        check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
-        get_current_device_type as get_current_device_type,
-        get_driver_version as get_driver_version,
-        get_gpu_info as get_gpu_info,
-    )
+    from notebook_accelerate.hardware.gpu_properties import *
     from notebook_accelerate.hardware.numa import (
         CPUInformation as CPUInformation,
         get_cpu_distributed_information as get_cpu_distributed_information,

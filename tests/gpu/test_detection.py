@@ -15,10 +15,10 @@ pytestmark = pytest.mark.gpu
 # cuDeviceGetCount answers CUDA_ERROR_NOT_INITIALIZED (3) in a process in which nobody has called cuInit.
 _REPORT = """
 import ctypes, json, sys
-from notebook_accelerate.hardware import detect, gpu_properties
+from notebook_accelerate.hardware import detect, nvml
 from notebook_accelerate.utils import check_cuda_fp8_capability, get_gpu_info, is_cuda_available
 found = detect()
-gpu = gpu_properties.visible_gpu(0)
+gpu = nvml.visible_gpu(0)
 report = {"accelerator": found.accelerator, "count": found.count, "names": get_gpu_info()[0],
           "cuda": is_cuda_available(),
           "fp8": check_cuda_fp8_capability(), "first": gpu and gpu.name, "memory": gpu and gpu.memory_bytes,

@@ -19,6 +19,7 @@ from typing import Any
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import PrecisionType
 from notebook_accelerate.config.environ import as_text
+from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.plain_values import merge_dicts
 from notebook_accelerate.errors import LaunchError
 
@@ -57,9 +58,8 @@ def _training_variables(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ValueError: The mixed precision is unknown.
     """
-    precision, allowed = str(_option(args, "mixed_precision", "no")).lower(), [each.value for each in PrecisionType]
-    if precision not in allowed:
-        raise ValueError(f"mixed_precision={precision!r} is not allowed; pass one of {', '.join(allowed)}")
+    precision = str(_option(args, "mixed_precision", "no")).lower()
+    check_one_of("mixed_precision", precision, PrecisionType.list())
     found = _variables(args, "dynamo_")
     if precision == "fp8":
         found |= _variables(args, "fp8_")

@@ -85,9 +85,7 @@ def test_the_package_imports_no_pynvml(library: Path) -> None:
 
 @pytest.mark.parametrize(("visible", "index"), [("1,0", "1"), ("GPU-1", "1"), ("0", "0"), ("7", "None")])
 def test_the_first_visible_gpu_is_found(library: Path, visible: str, index: str) -> None:
-    code = (
-        "from notebook_accelerate.hardware.gpu_properties import visible_gpu\ng = visible_gpu(0)\nprint(g and g.index)"
-    )
+    code = "from notebook_accelerate.hardware.nvml import visible_gpu\ng = visible_gpu(0)\nprint(g and g.index)"
     assert _run(library, code, CUDA_VISIBLE_DEVICES=visible) == index
 
 
