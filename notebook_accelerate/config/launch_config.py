@@ -106,7 +106,7 @@ class LaunchConfig:
         return resolve_cluster(self.on)
 
     @property
-    def meeting_point(self) -> tuple[str, int]:
+    def rendezvous_address(self) -> tuple[str, int]:
         """Address and port of the rendezvous: ``rdzv_endpoint``, or ``master_addr`` and ``use_port``."""
         return _endpoint(self.rdzv_endpoint) if self.rdzv_endpoint else (self.master_addr, int(self.use_port))
 
@@ -160,7 +160,7 @@ def _check_rendezvous(config: LaunchConfig) -> None:
                 raise ValueError("rdzv_conf={'secret': ...} is not allowed; pass a non-empty text")
         elif name in (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attempt"):
             _check_above_zero(name, value)
-    if config.num_nodes > 1 and config.meeting_point[1] == 0:
+    if config.num_nodes > 1 and config.rendezvous_address[1] == 0:
         raise ValueError(
             f"use_port={config.use_port!r} is not allowed with num_nodes={config.num_nodes}: every notebook must know "
             "the port; pass a number that is free on the first one, as use_port=29500"

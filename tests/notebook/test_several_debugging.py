@@ -79,7 +79,7 @@ def shows(pair: Notebooks, index: int, cell: Cell, text: str) -> None:
     pair.kernels[index].wait_for(shown, LIMIT, text)
 
 
-def test_a_breakpoint_is_answered_in_its_notebook_and_time_stands_still_in_all(pair: Notebooks) -> None:
+def test_a_breakpoint_is_answered_in_its_notebook_and_suspends_all_clocks(pair: Notebooks) -> None:
     cells = pair.finish(pair.launch("stops, 0, 1", *ONE_EACH, block=False, hang_timeout=HANG))
     for rank in (0, 1):
         own, other = pair.kernels[rank], pair.kernels[1 - rank]
@@ -141,7 +141,7 @@ def test_a_rank_asks_in_its_notebook_and_is_answered_in_the_first_too(pair: Note
 
 
 @pytest.mark.parametrize(("failing", "conf"), [(1, SECRET), (0, {})])
-def test_a_failure_keeps_the_ranks_of_all_notebooks(pair: Notebooks, failing: int, conf: dict[str, str]) -> None:
+def test_a_failure_holds_the_ranks_of_all_notebooks(pair: Notebooks, failing: int, conf: dict[str, str]) -> None:
     cells = pair.finish(pair.launch(f"fails, {failing}", *ONE_EACH, debug=True, hang_timeout=HANG, rdzv_conf=conf))
     for cell in cells:
         assert f"rank {failing} failed" in said(cell)
@@ -211,7 +211,7 @@ def test_warm_ranks_of_two_notebooks(pair: Notebooks) -> None:
     second.check("%rank_stop", LIMIT)
 
 
-def test_a_late_notebook_is_taken_in_by_a_restart(pair: Notebooks) -> None:
+def test_a_late_notebook_is_included_at_a_restart(pair: Notebooks) -> None:
     grows = """
 def grows():
     group()
@@ -245,7 +245,7 @@ def grows():
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
-def test_a_late_notebook_is_told_who_runs_without_it(pair: Notebooks, num_nodes: int) -> None:
+def test_a_late_notebook_receives_the_members_of_the_run(pair: Notebooks, num_nodes: int) -> None:
     conf = {**SECRET, "last_call_timeout": 1}
     options = {"num_nodes": num_nodes, "use_port": free_port(), "min_nodes": 2, "rdzv_backend": "c10d"}
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -62,7 +62,7 @@ def test_the_first_notebook_prints_the_others_line(pair: Notebooks) -> None:
     assert not any("hush" in text for text in pair.values("run.report().text + run.report().html"))
 
 
-def test_c10d_counts_from_the_notebook_that_came_first(pair: Notebooks) -> None:
+def test_c10d_counts_from_the_notebook_that_arrived_first(pair: Notebooks) -> None:
     cells = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2", rdzv_backend="c10d"))
     assert [cell.ok for cell in cells] == [True, True], [cell.error for cell in cells]
     ranks = pair.values("[info.rank for info in run.ranks]")
@@ -100,7 +100,7 @@ def logged():
     assert [row[:5] for row in found[1]] == [[2, 1, "", "succeeded", "exit 0"], [3, 1, "", "succeeded", "exit 0"]]
 
 
-def test_ranks_of_other_notebooks_are_asked_and_looked_at(pair: Notebooks) -> None:
+def test_ranks_of_other_notebooks_are_asked_and_inspected(pair: Notebooks) -> None:
     options = {"rdzv_conf": SECRET, "block": False}
     cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=2", **options))
     pair.wait_until_all_print(cells, "sum 3.0", [3, 2])
@@ -129,7 +129,7 @@ def test_a_notebook_that_never_joins_is_named(pair: Notebooks, backend: str) -> 
     assert backend == "static" or f"({HOST})" in said(cell)
 
 
-def test_the_first_notebook_never_comes(pair: Notebooks) -> None:
+def test_the_first_notebook_never_joins(pair: Notebooks) -> None:
     port = free_port()
     cell = pair.kernels[1].run(
         f"launch(meet, num_nodes=2, node_rank=1, use_port={port}, rdzv_conf={{'join_timeout': 3}})", LIMIT
@@ -172,7 +172,7 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
 
 
 @pytest.mark.parametrize(("backend", "conf"), [("static", {}), ("c10d", SECRET)])
-def test_notebooks_meet_at_an_endpoint_under_a_name(pair: Notebooks, backend: str, conf: dict[str, str]) -> None:
+def test_notebooks_join_at_an_endpoint_under_a_name(pair: Notebooks, backend: str, conf: dict[str, str]) -> None:
     where = f"127.0.0.1:{free_port()}"
     place = ", node_rank=1" if backend == "static" else ""
 
@@ -239,7 +239,7 @@ def test_the_stop_button_works_while_waiting(pair: Notebooks) -> None:
     assert kernel.value("notebook_accelerate.runs()[-1].status") == "stopped"
 
 
-def test_all_start_again_together(pair: Notebooks) -> None:
+def test_all_notebooks_restart_together(pair: Notebooks) -> None:
     for kernel in pair.kernels:
         kernel.check("def again():\n    return meet(1 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else -1)")
     cells = pair.finish(pair.launch("again", "num_processes=1", "num_processes=1", max_restarts=1, rdzv_conf=SECRET))
@@ -325,7 +325,7 @@ for batch in data():
 """
 
 
-def test_those_left_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
     with notebooks(2) as found, notebooks(1) as victim:
         three = Notebooks([*found.kernels, *victim.kernels])
         for kernel in three.kernels:

@@ -94,7 +94,7 @@ def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtur
         assert f"[rank {rank}] hello from {rank}" in out
 
 
-def test_big_tensors_stay_apart_between_ranks(cluster: LocalCluster) -> None:
+def test_big_tensors_are_not_shared_between_ranks(cluster: LocalCluster) -> None:
     def spoil(shared: torch.Tensor) -> float:
         import torch.distributed as dist
 
@@ -173,7 +173,7 @@ def test_questions_and_diagnosis(cluster: LocalCluster) -> None:
         run.stop(grace=1.0)
 
 
-def test_a_killed_actor_is_told_and_the_group_starts_again(cluster: LocalCluster) -> None:
+def test_a_killed_actor_is_reported_and_the_group_restarts(cluster: LocalCluster) -> None:
     def fragile() -> str:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
             os.kill(os.getppid(), signal.SIGKILL)  # the actor
@@ -186,7 +186,7 @@ def test_a_killed_actor_is_told_and_the_group_starts_again(cluster: LocalCluster
     assert re.search(words, run.attempts[0].outcome)
 
 
-def test_a_cluster_too_small_refuses(cluster: LocalCluster) -> None:
+def test_a_cluster_that_is_too_small_is_refused(cluster: LocalCluster) -> None:
     on = RayCluster(when_full="refuse")
     with pytest.raises(LaunchError, match="too small or too busy: 50 ranks with CPU 1 each are requested") as caught:
         notebook_launcher(print, (), 50, on=on)
@@ -204,7 +204,7 @@ def test_a_cluster_too_small_refuses(cluster: LocalCluster) -> None:
         notebook_launcher(print, (), 2, on=RayCluster(resources={"unicorn": 1}, wait=1))
 
 
-def test_waiting_for_room_can_be_stopped(cluster: LocalCluster) -> None:
+def test_waiting_for_resources_can_be_stopped(cluster: LocalCluster) -> None:
     caught: list[BaseException] = []
 
     def launch() -> None:
@@ -316,9 +316,7 @@ def tables(run: Any) -> dict[str, list[str]]:
     return heads
 
 
-def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_the_others(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_dead_node_is_named_and_training_resumes_on_the_others(cluster: LocalCluster, tmp_path: Path) -> None:
     third = cluster.add_node(1)
     on = RayCluster(strategy="SPREAD")
     run = notebook_launcher(resumable, (f"mounted://{tmp_path}/a", True), 3, on=on, max_restarts=1, block=False)
@@ -348,7 +346,7 @@ def test_a_node_that_dies_is_named_and_training_goes_on_from_its_checkpoint_on_t
     assert all(run.store.peak_memory[rank] > 0 for rank in range(3))
 
 
-def test_a_launch_for_which_ray_had_chosen_a_dead_node_is_placed_on_another(cluster: LocalCluster) -> None:
+def test_a_launch_placed_on_a_dead_node_moves_to_another(cluster: LocalCluster) -> None:
     before = [cluster.add_node(4), cluster.add_node(2, gpus=3)]
     for address in before:
         cluster.kill_node(address, known=False)

@@ -116,7 +116,7 @@ def test_a_breakpoint_on_a_rank_elsewhere(kernel: Kernel) -> None:
     assert "[rank 1] 41" in cell.plain
 
 
-def test_ranks_elsewhere_are_looked_into_while_they_run_and_kept_when_they_fail(kernel: Kernel, tmp_path: Path) -> None:
+def test_ranks_elsewhere_are_inspected_while_they_run_and_held_when_they_fail(kernel: Kernel, tmp_path: Path) -> None:
     flag = str(tmp_path / "flag")
     kernel.check(
         "def watched(flag):\n    group()\n    value = 40 + rank()\n    dist.barrier()\n"

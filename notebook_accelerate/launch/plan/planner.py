@@ -109,7 +109,7 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
         )
     world_size = num_processes * config.num_nodes
     method, reason = _start_method(config, num_processes, facts, accelerator)
-    master_addr, port = config.meeting_point
+    master_addr, port = config.rendezvous_address
     return LaunchPlan(
         start_method=method,
         reason=reason,

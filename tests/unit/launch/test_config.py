@@ -143,7 +143,7 @@ def test_settings_of_several_notebooks_that_do_not_fit(settings: dict[str, Any],
 def test_several_notebooks_with_either_back_end() -> None:
     assert LaunchConfig(num_nodes=2, node_rank=1).rdzv_backend == "static"
     elastic = LaunchConfig(num_nodes=3, rdzv_backend="c10d", min_nodes=2, rdzv_endpoint="10.0.0.1:29400")
-    assert elastic.meeting_point == ("10.0.0.1", 29400)
+    assert elastic.rendezvous_address == ("10.0.0.1", 29400)
     assert LaunchConfig(num_nodes=2, min_nodes=2).min_nodes == 2
 
 

@@ -26,7 +26,7 @@ def instruction_lines(config: LaunchConfig, function: str) -> list[str]:
     lines = [f"in the other notebooks: {cell_line(config, function)}"]
     if config.rdzv_backend == "static" and config.num_nodes > 2:
         lines[0] += f" (and node_rank=2 to {config.num_nodes - 1})" if config.num_nodes > 3 else " (and node_rank=2)"
-    address = config.meeting_point[0]
+    address = config.rendezvous_address[0]
     if _is_loopback(address):
         own = own_address("192.0.2.1", 9)  # on the default route: reserved for documentation (RFC 5737)
         example = f": {'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'}={own!r}" if own else ""
@@ -44,7 +44,7 @@ def cell_line(config: LaunchConfig, function: str) -> str:
     given = config.non_default()
     if function == WARM:
         return _start_line(config)
-    address, port = config.meeting_point
+    address, port = config.rendezvous_address
     values = {"num_processes": config.num_processes, "num_nodes": config.num_nodes}
     call = [function, "args", *(f"{name}={value}" for name, value in values.items() if value is not None)]
     if config.rdzv_backend == "static":
@@ -67,7 +67,7 @@ def _start_line(config: LaunchConfig) -> str:
     node_option = " --node-rank 1" if config.rdzv_backend == "static" else ""
     if config.non_default().keys() & {"rdzv_conf", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes"}:
         return f"%rank_start -c config{node_option}, where config is the same LaunchConfig"
-    address, port = config.meeting_point
+    address, port = config.rendezvous_address
     ranks = "" if config.num_processes is None else f" -n {config.num_processes}"
     backend = "" if node_option else f" --rdzv-backend {config.rdzv_backend}"
     precision = "" if config.mixed_precision == "no" else f" -p {config.mixed_precision}"

@@ -92,7 +92,7 @@ def shared_secret(config: LaunchConfig) -> str:
 
 def _order(config: LaunchConfig, plan: LaunchPlan) -> protocol.RendezvousOrder:
     settings: dict[str, Any] = {k: v for k, v in (config.rdzv_conf or {}).items() if k != "secret"}
-    address, port = config.meeting_point
+    address, port = config.rendezvous_address
     node = Node(
         name=secrets.token_hex(8),
         host=platform.node() or socket.gethostname(),
