@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _PROC = Path("/proc")
 
 
@@ -26,12 +28,11 @@ class ProcessIdentity:
         if not self.machine or self.machine != _machine_identity():
             return False
         try:
-            line = (_PROC / str(self.pid) / "stat").read_text(encoding="ascii", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
+            return psutil.Process(self.pid).status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+        except psutil.NoSuchProcess:
             return True
-        except OSError:
+        except psutil.Error:
             return False
-        return line.rpartition(")")[2].split()[0] in {"Z", "X"}  # the name in parentheses may contain anything
 
 
 def this_process() -> ProcessIdentity:

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from notebook_accelerate.big_modeling.weight_files import inside
@@ -34,7 +35,8 @@ def create_staging(target: Path) -> Path:
         The staging folder.
 
     Raises:
-        CheckpointError: `target` is a file, or the folder cannot be created.
+        CheckpointError: `target` is a file.
+        OSError: The folder cannot be created.
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError(
@@ -45,10 +47,7 @@ def create_staging(target: Path) -> Path:
     if (old := checkpoint_layout.unfinished_staging(target)) is not None:
         shutil.rmtree(old)
     staging = checkpoint_layout.staging_folder(target)
-    try:
-        staging.mkdir(parents=True)
-    except OSError as error:
-        raise write_error(target, error) from error
+    staging.mkdir(parents=True)
     return staging
 
 
@@ -134,16 +133,12 @@ def sync_file(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to the disk, where the system supports it."""
-    try:
+    with suppress(OSError):  # Windows and some network file systems cannot open folders
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows and some network file systems cannot open folders
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def sync_folders(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import uuid
 from collections.abc import Callable
@@ -175,9 +176,7 @@ def _peers_of(rank: int, views: list[tuple[bool, bool, ProcessIdentity]]) -> dic
         rank: This rank.
         views: Per rank: whether it sees the main rank's folder, whether it is its machine's first, and its process.
     """
-    nodes: list[int] = []
-    for _, first, _ in views:
-        nodes.append((nodes[-1] + 1 if nodes else 0) if first or not nodes else nodes[-1])
+    nodes = list(itertools.accumulate(first for _, first, _ in views))  # the ranks of a machine are consecutive
     together = [sees for sees, _, _ in views] if views[rank][0] else [node == nodes[rank] for node in nodes]
     return {other: view[2] for other, view in enumerate(views) if together[other]}
 

@@ -113,13 +113,13 @@ class FSDP1Strategy(ShardedStrategy):
         roots: Any = self.models
         if not roots:
             return super().sharding()
-        state, shards = self.setup.state, roots[0].process_group.size()
-        chosen = roots[0].sharding_strategy
-        axes = {"dp_replicate": (state.num_processes // shards, state.process_index // shards)}
-        axes["dp_shard"] = (shards, state.process_index % shards)
+        state, chosen = self.setup.state, roots[0].sharding_strategy
         whole = chosen == ShardingStrategy.NO_SHARD
-        if whole:
-            axes = {"dp_replicate": (state.num_processes, state.process_index)}
+        shards = 1 if whole else roots[0].process_group.size()
+        axes = {
+            "dp_replicate": (state.num_processes // shards, state.process_index // shards),
+            "dp_shard": (shards, state.process_index % shards),
+        }
         keeps = chosen in {ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2}
         flat = [handle.flat_param for root in roots for handle in _handles(root)]
         parameters, trained = _tally(flat), _tally(p for p in flat if p.requires_grad)

@@ -157,9 +157,8 @@ def mesh_axes(strategy: ReportsShards, axis: str) -> tuple[dict[str, int], dict[
     state = strategy.setup.state
     mesh = state.device_mesh
     if mesh is not None and mesh.mesh_dim_names and (coordinate := mesh.get_coordinate()) is not None:
-        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        place = dict(zip(mesh.mesh_dim_names, coordinate, strict=True))
-        return axes_of_several_ranks({name: (size, place[name]) for name, size in sizes.items()})
+        sizes_and_places = zip(mesh.shape, coordinate, strict=True)
+        return axes_of_several_ranks(dict(zip(mesh.mesh_dim_names, sizes_and_places, strict=True)))
     return axes_of_several_ranks({axis: (state.num_processes, state.process_index)})
 
 
