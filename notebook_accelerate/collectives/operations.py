@@ -41,13 +41,13 @@ def gather(tensor: Nested) -> Nested:
         return tensor
     buckets = Buckets(_move_to(state.device, leaves))
     rows = gather_blocks(state, "gather", tensor, buckets.buckets)
-    if rows is not None:
-        return with_tensors(tensor, buckets.apply(lambda bucket: bucket.unpack_rows(rows[bucket])))
     row = COMMUNICATORS[state.communicator]
-    return with_tensors(
-        tensor,
-        buckets.apply(lambda bucket: bucket.unpack_rows(row.all_gather(bucket.pack(), state.num_processes))),
-    )
+
+    def move(bucket: Bucket) -> list[torch.Tensor]:
+        gathered = row.all_gather(bucket.pack(), state.num_processes) if rows is None else rows[bucket]
+        return bucket.unpack_rows(gathered)
+
+    return with_tensors(tensor, buckets.apply(move))
 
 
 def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Nested:
@@ -75,18 +75,15 @@ def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Neste
     factor = _supported_scale(state, scale)
     buckets = Buckets(_move_to(state.device, leaves))
     rows = gather_blocks(state, "reduce", tensor, buckets.buckets)
+    row = COMMUNICATORS[state.communicator]
 
     def move(bucket: Bucket) -> list[torch.Tensor]:
-        total = _sum_over_ranks(bucket, state) if rows is None else _sum_of_rows(rows[bucket])
+        total = row.all_reduce(_summable(bucket.pack())) if rows is None else _sum_of_rows(rows[bucket])
         if reduction == "mean":
             total = total / state.num_processes
         return bucket.unpack(total if factor == 1.0 else total * factor)
 
     return with_tensors(tensor, buckets.apply(move))
-
-
-def _sum_over_ranks(bucket: Bucket, state: PartialState) -> torch.Tensor:
-    return COMMUNICATORS[state.communicator].all_reduce(_summable(bucket.pack()))
 
 
 def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:

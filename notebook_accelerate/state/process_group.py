@@ -240,11 +240,8 @@ def _drop_bookkeeping() -> None:
         if table is not None:
             _keep_alive.append(dict(table))
             table.clear()
-    c10d.GroupMember.WORLD = None
-    if hasattr(c10d, "_update_default_pg"):
-        c10d._update_default_pg(None)
-    if hasattr(c10d, "_unregister_all_process_groups"):
-        c10d._unregister_all_process_groups()
+    c10d._update_default_pg(None)
+    c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
     world.group_count = 0
 
 
