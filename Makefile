@@ -32,7 +32,7 @@ XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly lint bench lab clean
+.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly lint bench bench-quick bench-record lab clean
 
 help:
 	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
@@ -55,6 +55,8 @@ help:
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
 	@echo "                    each area in the environment that it needs: DeepSpeed's, Ray's"
+	@echo "make bench-quick    the ten rows that matter most, in five minutes; part of CI, for information"
+	@echo "make bench-record   make bench, and write the figures into docs/benchmarks.md"
 	@echo "make lab            JupyterLab on the examples"
 	@echo "make clean          remove the environments and everything built"
 
@@ -224,9 +226,15 @@ IN_BENCH_DEEPSPEED := $(if $(ROWS),$(filter strategies zero,$(ROWS)),strategies)
 IN_RAY := $(if $(ROWS),$(filter ray,$(ROWS)),ray)
 
 bench: $(if $(IN_BENCH),$(BENCH_READY)) $(if $(IN_BENCH_DEEPSPEED),$(BENCH_DEEPSPEED_READY)) $(if $(IN_RAY),$(RAY_READY))
-	$(if $(IN_BENCH),OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks $(IN_BENCH))
-	$(if $(IN_BENCH_DEEPSPEED),OMP_NUM_THREADS=1 $(BENCH_DEEPSPEED_VENV)/bin/python -m tests.benchmarks $(IN_BENCH_DEEPSPEED))
-	$(if $(IN_RAY),OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m tests.benchmarks $(IN_RAY))
+	$(if $(IN_BENCH),OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks $(RECORD) $(IN_BENCH))
+	$(if $(IN_BENCH_DEEPSPEED),OMP_NUM_THREADS=1 $(BENCH_DEEPSPEED_VENV)/bin/python -m tests.benchmarks $(RECORD) $(IN_BENCH_DEEPSPEED))
+	$(if $(IN_RAY),OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m tests.benchmarks $(RECORD) $(IN_RAY))
+
+bench-quick: $(BENCH_READY)
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks --quick
+
+bench-record:
+	$(MAKE) bench RECORD=--record
 
 lab: $(SETUP)
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c requirements/dev.txt -r requirements/lab.txt

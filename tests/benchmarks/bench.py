@@ -7,7 +7,9 @@ An area is a module that defines rows; it registers them by being imported (see 
         ours, peer = alternate(10, launch_here, launch_there)
         yield compared("fork, 2 ranks: to the return", ours, peer, unit="ms", scale=1e3, ratio=0.5)
 
-Every figure is a median; what is compared is measured in turns (A B A B), so that a busy moment hits both sides.
+Every figure is a median; what is compared is measured in turns (A B A B), so that a busy moment hits both sides, and
+its ratio is the median of the ratios of the pairs. Figures that do not depend on the machine are compared with those of
+the committed table (see `record.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import platform
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+
+from tests.benchmarks import record
 
 REPEATS = 10
 """Measurements behind each median, unless a row says otherwise."""
@@ -39,6 +44,8 @@ class Figure:
         unit: Unit of the numbers.
         ours: Median here; None when it could not be measured.
         peer: Median of what it is compared with; None where there is nothing, or where it did not finish.
+        ratio: Median of the ratios of pairs; None where nothing is compared.
+        spread: First and third quartile of these ratios, or of what was measured here where there is no peer.
         goal: The goal in words; "" where there is none.
         met: Whether the goal was met; None where there is none.
         note: What a reader has to know.
@@ -48,9 +55,15 @@ class Figure:
     unit: str
     ours: float | None
     peer: float | None = None
+    ratio: float | None = None
+    spread: tuple[float, float] | None = None
     goal: str = ""
     met: bool | None = None
     note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ratio is None and self.ours is not None and self.peer:
+            object.__setattr__(self, "ratio", self.ours / self.peer)
 
 
 @dataclass(frozen=True)
@@ -111,46 +124,97 @@ def compared(
     """
     here = statistics.median(ours) * scale
     there = statistics.median(peer) * scale if peer else None
+    ratios = paired(ours, peer)
     goals, met = [], []
     if limit is not None:
         goals.append(f"≤ {limit:g} {unit}")
         met.append(here <= limit)
-    if ratio is not None and there is not None:
+    if ratio is not None and ratios:
         goals.append(f"≤ {ratio:g} × peer")
-        met.append(here <= ratio * there)
+        met.append(statistics.median(ratios) <= ratio)
     return Figure(
-        what=what, unit=unit, ours=here, peer=there, goal=", ".join(goals), met=all(met) if met else None, note=note
+        what=what,
+        unit=unit,
+        ours=here,
+        peer=there,
+        ratio=statistics.median(ratios) if ratios else None,
+        spread=quartiles(ratios or [value * scale for value in ours]),
+        goal=", ".join(goals),
+        met=all(met) if met else None,
+        note=note,
     )
+
+
+def paired(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
+    """Return the ratio of each pair that was measured in one turn, or of the medians if there are no such pairs."""
+    if len(ours) == len(peer):
+        return [here / there for here, there in zip(ours, peer, strict=True)]
+    return [statistics.median(ours) / statistics.median(peer)] if peer else []
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the first and third quartile; None for a single value."""
+    if len(values) < 2:
+        return None
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
 # ---- showing
 
-_WIDTHS = (62, 12, 12, 8, 18)
+_WIDTHS = (62, 12, 12, 8, 14, 18)
+QUICK = ("fork", "import of the root", "import", "step", "loader", "collectives", "logging", "unused", "hooks", "maps")
+"""The rows of `make bench-quick`: the times that users meet most, in less than five minutes."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the rows whose area or name the arguments name, print the table, write the file.
 
     Args:
-        arguments: Areas or names; none means all, and "--but" in front all others.
+        arguments: Areas or names; none means all, "--but" in front all others, "--quick" the quick rows. "--record"
+            writes what was measured into the committed table.
+
+    Returns:
+        0; 1 if a row could not be measured, 2 if there is none of a name.
     """
-    but, words = arguments[:1] == ["--but"], [word for word in arguments if word != "--but"]
-    rows = [entry for entry in ROWS if not words or bool({entry.area, entry.name} & set(words)) != but]
+    options, words = {word for word in arguments if word.startswith("--")}, set(arguments)
+    words = set(QUICK) if "--quick" in options else words - options
+    rows = [entry for entry in ROWS if not words or bool({entry.area, entry.name} & words) != ("--but" in options)]
     if not rows:
         known = sorted({entry.area for entry in ROWS} | {entry.name for entry in ROWS})
-        print(f"no row is called {' or '.join(words)}; there are: {', '.join(known)}")
+        print(f"no row is called {' or '.join(sorted(words))}; there are: {', '.join(known)}")
         return 2
-    print(f"{_machine()}\nmedians; the peer is Accelerate where nothing else is said")
+    print(f"{_machine()}\nmedians and quartiles; the peer is Accelerate where nothing else is said")
     figures: list[tuple[Row, Figure]] = []
-    for entry in rows:
-        begin = time.monotonic()
-        print(f"\n{entry.area}: {entry.name}\n{_line('', 'here', 'peer', 'ratio', 'goal')}", flush=True)
+    failed = [entry.name for entry in rows if not _measure(entry, figures)]
+    _write(figures)
+    entries = [record.Entry(entry.area, entry.name, figure) for entry, figure in figures]
+    for line in record.regressions(entries):
+        print(f"  WORSE: {line}")
+    if "--record" in options:
+        record.write(entries, _machine())
+    if failed:
+        print(f"  FAILED: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def _measure(entry: Row, figures: list[tuple[Row, Figure]]) -> bool:
+    """Measure and print one row; return whether it came to its end."""
+    begin = time.monotonic()
+    print(f"\n{entry.area}: {entry.name}\n{_line('', 'here', 'peer', 'ratio', 'quartiles', 'goal')}", flush=True)
+    try:
         for figure in entry.measure():
             figures.append((entry, figure))
             print(_text(figure), flush=True)
+    except Exception as error:  # noqa: BLE001 - whatever a row or a peer raises: the other rows are measured
+        traceback.print_exc()
+        failure = Figure(what="the row", unit="", ours=None, met=False, note=f"{type(error).__name__}: {error}"[:300])
+        figures.append((entry, failure))
+        print(f"  FAILED: {failure.note}", flush=True)
+        return False
+    finally:
         print(f"  ({time.monotonic() - begin:.0f} s)", flush=True)
-    _write(figures)
-    return 0
+    return True
 
 
 def _machine() -> str:
@@ -167,9 +231,10 @@ def _version(name: str) -> str:
 
 
 def _text(figure: Figure) -> str:
-    ratio = f"{figure.ours / figure.peer:.2f}" if figure.ours is not None and figure.peer else ""
+    ratio = f"{figure.ratio:.2f}" if figure.ratio is not None else ""
+    spread = "{:.3g} – {:.3g}".format(*figure.spread) if figure.spread else ""
     mark = {True: "met", False: "SHORT", None: ""}[figure.met]
-    cells = (_number(figure.ours, figure.unit), _number(figure.peer, figure.unit), ratio, figure.goal)
+    cells = (_number(figure.ours, figure.unit), _number(figure.peer, figure.unit), ratio, spread, figure.goal)
     text = f"{_line(figure.what, *cells)}  {mark}".rstrip()
     return f"{text}\n      {figure.note}" if figure.note else text
 

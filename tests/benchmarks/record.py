@@ -1,0 +1,103 @@
+"""The committed table of benchmarks, docs/benchmarks.md: written from a run, and compared with later ones.
+
+Ratios to a peer and shares do not depend on the machine, so that a run on another one can be compared with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tests.benchmarks.bench import Figure
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+WORSE = 1.3
+"""A ratio that grew by this factor is a regression."""
+SMALLEST = 0.05
+"""Growth below this is noise: of ratios close to nothing."""
+SHARES = ("%", "×")
+"""Units of figures that do not depend on the machine."""
+
+_HEAD = """\
+# Benchmarks
+
+`make bench ROWS="AREA or ROW"` measures; `make bench-record` also writes this table. Every figure is a median, measured
+in turns with what it is compared with: Accelerate, where the name says nothing else. A ratio below 1 is faster, or
+smaller. `make bench` names every ratio that is more than 1.3 times the one written here.
+
+Measured on: {machine}
+
+| area | row | figure | here | peer | ratio | quartiles | goal |
+|---|---|---|---|---|---|---|---|
+"""
+_LINE = re.compile(r"\| (?P<area>[^|]+) \| (?P<row>[^|]+) \| (?P<what>[^|]+) \| (?P<cells>.*) \|")
+
+
+class Entry(NamedTuple):
+    """A measured figure and where it belongs."""
+
+    area: str
+    row: str
+    figure: Figure
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What identifies the figure in the table."""
+        return self.area, self.row, _cell(self.figure.what)
+
+    @property
+    def comparable(self) -> float | None:
+        """The number that another machine would measure, too; None if there is none."""
+        return self.figure.ratio if self.figure.unit not in SHARES else self.figure.ours
+
+
+def regressions(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield a sentence for each figure that is worse than in the committed table."""
+    before = _committed()
+    for entry in entries:
+        now, then = entry.comparable, before.get(entry.key)
+        if now is None or then is None or now <= WORSE * then or now - then <= SMALLEST:
+            continue
+        yield f"{entry.area}, {entry.row}, {entry.figure.what}: {now:.3g}, and {then:.3g} in {TABLE.name}"
+
+
+def write(entries: Sequence[Entry], machine: str) -> None:
+    """Replace the measured rows of the table; the others are kept."""
+    measured = {(entry.area, entry.row) for entry in entries}
+    kept = [line for line in _lines() if (line["area"], line["row"]) not in measured]
+    lines = [line.string for line in kept] + [_row(entry) for entry in entries if entry.figure.ours is not None]
+    order = {line: index for index, line in enumerate(sorted(lines, key=lambda line: line.split(" | ")[:2]))}
+    TABLE.write_text(_HEAD.format(machine=machine) + "\n".join(sorted(lines, key=order.__getitem__)) + "\n")
+
+
+def _row(entry: Entry) -> str:
+    figure = entry.figure
+    spread = "{:.3g} – {:.3g}".format(*figure.spread) if figure.spread else ""
+    cells = (_number(figure.ours, figure.unit), _number(figure.peer, figure.unit), _number(figure.ratio, ""), spread)
+    return f"| {' | '.join((*entry.key, *cells, _cell(figure.goal)))} |"
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{value:.3g} {unit}".strip()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").strip() or " "
+
+
+def _lines() -> list[re.Match[str]]:
+    text = TABLE.read_text() if TABLE.exists() else ""
+    return [found for line in text.splitlines() if (found := _LINE.fullmatch(line)) and found["area"] != "area"]
+
+
+def _committed() -> dict[tuple[str, str, str], float]:
+    found = {}
+    for line in _lines():
+        here, _, ratio, *_ = [cell.strip() for cell in line["cells"].split("|")]
+        share = any(here.endswith(f" {unit}") for unit in SHARES)
+        if number := here.split()[0] if share else ratio:
+            found[line["area"], line["row"], line["what"]] = float(number)
+    return found
