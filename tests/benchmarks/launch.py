@@ -207,6 +207,7 @@ def printing(lines, quiet):
 def printing() -> Iterator[Figure]:
     """What lines cost over the same function that prints to nowhere, until all of them are in the notebook."""
     lines, few = 10_000, 500
+    lost: list[int] = []
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for launcher in (here, peer):
             launcher.kernel.check(PRINTING)
@@ -214,7 +215,14 @@ def printing() -> Iterator[Figure]:
         def measure(launcher: Launcher, count: int, quiet: bool) -> float:
             begin = time.monotonic()
             cell = launcher.kernel.finish(launcher.submit("printing", 2, f"{count}, {quiet}"), 300.0).expect_ok()
-            launcher.kernel.wait_for(lambda: quiet or cell.stdout.count("0.25") >= 2 * count, 30.0, what="all lines")
+            end = time.monotonic()
+            try:
+                launcher.kernel.wait_for(lambda: quiet or cell.stdout.count("0.25") >= 2 * count, 5.0, what="all lines")
+            except KernelTimeoutError:
+                if launcher is here:
+                    raise
+                lost.append(2 * count - cell.stdout.count("0.25"))
+                return end - begin
             return time.monotonic() - begin
 
         loud, quiet, peer_loud, peer_quiet = alternate(
@@ -233,7 +241,8 @@ def printing() -> Iterator[Figure]:
         [value / (2 * few) for value in peer_extra],
         unit="µs",
         scale=1e6,
-        note=f"the peer with {few} lines from each rank",
+        note=f"the peer with {few} lines from each rank"
+        + (f"; it lost up to {max(lost)} of {2 * few} in {len(lost)} of {REPEATS} launches" if lost else ""),
     )
 
 
