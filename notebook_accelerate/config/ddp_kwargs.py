@@ -85,18 +85,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
             hook = _with_flat_matrices(hook)
         if self.comm_wrapper != DDPCommunicationHookType.NO:
             hook = _function(*_WRAPPER_OF_TYPE[self.comm_wrapper])(hook)
+        state = None
         try:
-            model.register_comm_hook(state=self._hook_state(), hook=hook)
+            if self.comm_hook in _WITH_STATE:
+                state = _function("powerSGD_hook", "PowerSGDState")(None, **self.comm_state_option)
+            model.register_comm_hook(state=state, hook=hook)
         except TypeError as error:
             raise ValueError(
                 f"comm_hook={self.comm_hook.value!r} with comm_wrapper={self.comm_wrapper.value!r} does not work here: "
                 f"{error}; on CPU pass comm_hook='fp16' or 'power_sgd'"
             ) from error
-
-    def _hook_state(self) -> Any:
-        if self.comm_hook not in _WITH_STATE:
-            return None
-        return _function("powerSGD_hook", "PowerSGDState")(None, **self.comm_state_option)
 
 
 def _function(module: str, name: str) -> Any:

@@ -99,8 +99,7 @@ def _rocm() -> int:
     ids = [_read_line(path) for path in _paths("/sys/class/kfd/kfd/topology/nodes/*/gpu_id")]
     physical = sum(identifier not in {"", "0"} for identifier in ids)
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        if (value := os.environ.get(name)) is not None:
-            physical = _count_listed(value, physical)
+        physical = _count_listed(os.environ.get(name), physical)
     return physical
 
 
@@ -139,8 +138,7 @@ def _tpu_chips() -> int:
     # In a container the devices may be hidden; the type that Colab and Kaggle set is visible.
     chips = chips or xla_environment.chips_of_host(os.environ)
     for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
-        if (value := os.environ.get(name)) is not None:
-            chips = _count_listed(value, chips)
+        chips = _count_listed(os.environ.get(name), chips)
     return chips
 
 
