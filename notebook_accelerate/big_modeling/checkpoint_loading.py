@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shards, load_tensors, tensor_names
+from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shards, tensor_names
 from notebook_accelerate.big_modeling.device_capacity import check_free_memory, check_limits
 from notebook_accelerate.big_modeling.device_map import check_device_map, make_device_map
 from notebook_accelerate.big_modeling.device_memory import get_max_memory
 from notebook_accelerate.big_modeling.dispatching import dispatch_model
 from notebook_accelerate.big_modeling.module_sizes import compute_module_sizes, dtype_of
 from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_module_tensor_to_device
-from notebook_accelerate.big_modeling.module_tree import submodule
 from notebook_accelerate.big_modeling.multi_rank_loading import load_on_ranks
 from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, offload_weight, save_offload_index
 from notebook_accelerate.big_modeling.quantization import (
@@ -52,11 +51,11 @@ def load_state_dict(
     """
     sources = Shard(weights_on_disk(path_of(checkpoint_file))).sources()
 
-    def device_for(name: str) -> Any:
-        device = device_of(name, device_map) if device_map is not None else None
-        return "cpu" if device is None or str(device) == "disk" else device
+    def device_for(name: str) -> torch.device:
+        device = device_of(name, device_map or {})
+        return torch.device("cpu" if device is None or str(device) == "disk" else device)
 
-    return dict(load_tensors(sources, device_for))
+    return {name: source.load(device_for(name)) for name, source in sources.items()}
 
 
 def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], offload_folder: Any) -> None:
@@ -128,34 +127,25 @@ def load_checkpoint_in_model(
             )
     if offload_8bit_bnb and device_map is not None:
         make_offloadable_below(model, offloaded_modules(device_map))
-    tied = find_tied_parameters(model)
     kept = tuple(keep_in_fp32_modules or ())
-    loading = _Loading(model, device_map, offload_folder, dtype, offload_buffers, kept)
-    if broadcast_from_rank0 or _distributed_tensors(model):
-
-        def check_names(names: Iterable[str]) -> None:
-            loading.check_names(names, checkpoint, tied, strict)
-
-        loading.load_on_ranks(checkpoint, check_names, full_state_dict, broadcast_from_rank0)
-        loading.finish(checkpoint, tied)
-        return
-    shards = find_shards(checkpoint)
-    parts = [shard.sources() for shard in shards if shard.path.suffix == ".safetensors"]
-    loading.check(parts)
-    loading.check_names(tensor_names(shards), checkpoint, tied, strict)
-    check_free_memory(loading.bytes_to_allocate(parts))
-    loading.load_all(shards)
-    loading.finish(checkpoint, tied)
+    loading = _Loading(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, kept, strict)
+    if broadcast_from_rank0 or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        loading.load_on_ranks(full_state_dict, broadcast_from_rank0)
+    else:
+        loading.load_all()
+    loading.finish()
 
 
 class _Loading:
     """The loading of one checkpoint into one model."""
 
     def __init__(
-        self, model: torch.nn.Module, device_map: Mapping[str, Any] | None, folder: Any, dtype: Any, buffers: bool,
-        kept: tuple[str, ...],
+        self, model: torch.nn.Module, checkpoint: Any, device_map: Mapping[str, Any] | None, folder: Any, dtype: Any,
+        buffers: bool, kept: tuple[str, ...], strict: bool,
     ) -> None:  # fmt: skip
-        self._model, self._map, self._folder = model, device_map, folder
+        self._model, self._checkpoint, self._strict = model, checkpoint, strict
+        self._map, self._folder = device_map or {}, folder
+        self._tied = find_tied_parameters(model)
         self._dtype = None if dtype is None else dtype_of(dtype)
         self._kept, self._offload_buffers = kept, buffers
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -167,11 +157,10 @@ class _Loading:
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
 
-    def check(self, parts: list[dict[str, Source]]) -> None:
+    def check_shapes(self, sources: dict[str, Source]) -> None:
         """Compare the shapes of all tensors."""
         mismatches = [
             f"{name}: {tuple(source.shape)} in the checkpoint, {tuple(self._tensors[name].shape)} in the model"
-            for sources in parts
             for name, source in sources.items()
             if name in self._tensors and tuple(source.shape) != tuple(self._tensors[name].shape)
         ]
@@ -182,11 +171,11 @@ class _Loading:
                 f"loaded:\n  {lines}\nThis checkpoint is another model's."
             )
 
-    def bytes_to_allocate(self, parts: list[dict[str, Source]]) -> dict[torch.device, int]:
+    def _bytes_to_allocate(self, sources: dict[str, Source]) -> dict[torch.device, int]:
         """Return the bytes that loading allocates by device; mapped, overwritten and offloaded tensors need none."""
         found: dict[torch.device, int] = {}
-        for name, source in (pair for part in parts for pair in part.items()):
-            target = device_of(name, self._map) if self._map is not None else None
+        for name, source in sources.items():
+            target = device_of(name, self._map)
             old = self._tensors.get(name)
             if target is None or old is None or str(target) == "disk":
                 continue
@@ -196,11 +185,19 @@ class _Loading:
             found[device] = found.get(device, 0) + dtype.itemsize * source.nbytes // source.dtype.itemsize
         return found
 
-    def load_all(self, shards: list[Shard]) -> None:
-        """Load the files in order; if one is broken, report what was loaded before."""
+    def load_all(self) -> None:
+        """Check the files, then load them in order; if one is broken, report what was loaded before."""
+        shards = find_shards(self._checkpoint)
+        known: dict[str, Source] = {}
+        for shard in shards:
+            if shard.path.suffix == ".safetensors":
+                known |= shard.sources()
+        self.check_shapes(known)
+        self.check_names(tensor_names(shards))
+        check_free_memory(self._bytes_to_allocate(known))
         for count, shard in enumerate(shards):
             try:
-                self.load(shard)
+                self._load(shard)
             except CheckpointError as error:
                 if not self._loaded:
                     raise
@@ -209,10 +206,9 @@ class _Loading:
                     f"{len(self._state)} tensors. Create the model again before you use it."
                 ) from error
 
-    def load(self, shard: Shard) -> None:
-        """Load one file."""
+    def _load(self, shard: Shard) -> None:
         sources = shard.sources()
-        self.check([sources])
+        self.check_shapes(sources)
         for name, source in sources.items():
             if name not in self._state:
                 continue
@@ -223,39 +219,28 @@ class _Loading:
             self._loaded.add(name)
 
     def _keep_8bit(self, name: str, source: Source) -> None:
-        to_disk = str(device_of(name, self._map or {})) == "disk"
+        to_disk = str(device_of(name, self._map)) == "disk"
         keep_8bit(self._model, name, source.load(torch.device("cpu")), self._folder if to_disk else None, self._index)
         self._loaded |= {name, name_of_scales(name)}
 
-    def load_on_ranks(
-        self,
-        checkpoint: Any,
-        check_names: Callable[[Iterable[str]], None],
-        full_state_dict: bool,
-        broadcast_from_rank0: bool,
-    ) -> None:
+    def load_on_ranks(self, full_state_dict: bool, broadcast_from_rank0: bool) -> None:
         """Load all files; see `multi_rank_loading.load_on_ranks`."""
-        devices = {str(device) for device in (self._map or {}).values()}
+        devices = {str(device) for device in self._map.values()}
         if len(devices) > 1 or "disk" in devices:
             raise ValueError(
                 f"device_map has the devices {', '.join(sorted(devices))}; a model that several ranks load together "
                 'must be on one device of each rank: pass device_map=None, or device_map={"": device}.'
             )
         found = load_on_ranks(
-            self._model,
-            checkpoint,
-            lambda sources: self.check([sources]),
-            check_names,
-            full_state_dict,
-            broadcast_from_rank0,
+            self._model, self._checkpoint, self.check_shapes, self.check_names, full_state_dict, broadcast_from_rank0
         )
-        check_names(found)
+        self.check_names(found)
         self._loaded = {name for name in found if name in self._state}
         if devices or self._dtype is not None:
-            self._model.to(device=next(iter((self._map or {}).values()), None), dtype=self._dtype)
+            self._model.to(device=next(iter(self._map.values()), None), dtype=self._dtype)
 
     def _place(self, name: str, source: Source) -> None:
-        device = device_of(name, self._map) if self._map is not None else None
+        device = device_of(name, self._map)
         dtype = self._dtype_of(name, source)
         if str(device) == "disk":
             if name in self._parameters or self._offload_buffers:
@@ -270,7 +255,7 @@ class _Loading:
         else:
             # On the CPU: nothing is read before its first use, and the memory is the page cache's.
             maps = isinstance(source, FileSource) and torch.device(device).type == "cpu"
-            value = source.map_lazily() if maps else source.load(torch.device(device))  # type: ignore[attr-defined]
+            value = source.map(read_ahead=False) if maps else source.load(torch.device(device))
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
 
     def _dtype_of(self, name: str, source: Source) -> torch.dtype | None:
@@ -297,42 +282,37 @@ class _Loading:
         else:
             value = source.load(torch.device("cpu")).to(dtype)
             self._index = offload_weight(value, name, self._folder, index=self._index)
-        owner, key = submodule(self._model, name)
         placeholder = torch.empty(source.shape, dtype=dtype, device="meta")
-        set_module_tensor_to_device(owner, key, "meta", value=placeholder, dtype=dtype)
+        set_module_tensor_to_device(self._model, name, "meta", value=placeholder, dtype=dtype)
 
-    def check_names(self, names: Iterable[str], checkpoint: Any, tied: list[list[str]], strict: bool) -> None:
+    def check_names(self, names: Iterable[str]) -> None:
         """Compare the names of all files, before anything is loaded."""
         given = set(names)
         scales = {name_of_scales(name) for name in given if is_offloadable(self._model, name)}
-        covered = given | scales | {name for group in tied if given & set(group) for name in group}
+        covered = given | scales | {name for group in self._tied if given & set(group) for name in group}
         missing, unexpected = sorted(self._state - covered), sorted(given - self._state)
         lines = [f"{what} key(s): {', '.join(names[:10])}{' and more' * (len(names) > 10)}"
                  for what, names in (("Missing", missing), ("Unexpected", unexpected)) if names]  # fmt: skip
         self._mismatch = "; ".join(lines)
-        if strict and lines:
+        if self._strict and lines:
             raise CheckpointMismatchError(
-                f"Error(s) in loading {checkpoint} into {type(self._model).__name__}: {self._mismatch}. Nothing was "
-                "loaded. Pass strict=False to load the names that match."
+                f"Error(s) in loading {self._checkpoint} into {type(self._model).__name__}: {self._mismatch}. Nothing "
+                "was loaded. Pass strict=False to load the names that match."
             )
 
-    def finish(self, checkpoint: Any, tied: list[list[str]]) -> None:
+    def finish(self) -> None:
         """Tie parameters again, write the index, and warn about names that did not match."""
-        for group in tied:
+        for group in self._tied:
             if self._loaded & set(group):
                 first = next(name for name in group if name in self._loaded)
                 retie_parameters(self._model, [[first, *(name for name in group if name != first)]])
                 self._index.update({name: self._index[first] for name in group if first in self._index})
-        save_offload_index(self._index, self._folder) if self._index else None
+        save_offload_index(self._index, self._folder)
         if self._mismatch:
             _LOG.warning(
                 "%s and %s do not match: %s. All other weights were loaded; pass strict=True to make this an error.",
-                checkpoint, type(self._model).__name__, self._mismatch,
+                self._checkpoint, type(self._model).__name__, self._mismatch,
             )  # fmt: skip
-
-
-def _distributed_tensors(model: torch.nn.Module) -> bool:
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def load_checkpoint_and_dispatch(

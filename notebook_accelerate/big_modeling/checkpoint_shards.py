@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -113,14 +112,3 @@ def tensor_names(shards: Iterable[Shard]) -> set[str]:
         shards: The files.
     """
     return {name for shard in shards for name in (shard.sources() if shard.names is None else shard.names)}
-
-
-def load_tensors(sources: dict[str, Source], device_for: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Load tensors one at a time, each to its device.
-
-    Args:
-        sources: Where each tensor is read from.
-        device_for: Returns the device of a name.
-    """
-    for name, source in sources.items():
-        yield name, source.load(torch.device(device_for(name)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shards, load_tensors, tensor_names
+from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shards, tensor_names
 from notebook_accelerate.big_modeling.tensor_sources import Source
 from notebook_accelerate.collectives import broadcast_object_list
 from notebook_accelerate.errors import CheckpointError
@@ -57,7 +57,7 @@ def load_on_ranks(
         def read(index: int = index, part: dict[str, Any] = part) -> list[str]:
             sources = shards[index].sources()
             check(sources)
-            part.update(load_tensors(sources, lambda _: "cpu"))
+            part.update((name, source.load(torch.device("cpu"))) for name, source in sources.items())
             if not full_state_dict:
                 _check_divided(model, part)
             return list(sources)

@@ -64,7 +64,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     Raises:
         BrokenCheckpointError: The file is missing, or has another size.
     """
-    return _dat_source(Path(weight_file), weight_info).map_lazily()
+    return _dat_source(Path(weight_file), weight_info).map(read_ahead=False)
 
 
 def _dat_source(path: Path, info: Mapping[str, Any]) -> FileSource:
@@ -172,7 +172,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return tensor
         info, source = self.index[key], self._file_source(key)
         if info.get("safetensors_file") is None:
-            return source.map_lazily()
+            return source.map(read_ahead=False)
         tensor = source.load(torch.device(self.device or "cpu"))
         return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.checkpoint_shards import find_shards, load_tensors
+from notebook_accelerate.big_modeling.checkpoint_shards import find_shards
 from notebook_accelerate.big_modeling.device_map import make_device_map
 from notebook_accelerate.big_modeling.dispatching import dispatch_model
 from notebook_accelerate.big_modeling.empty_init import init_empty_weights
@@ -79,7 +79,7 @@ def load_and_quantize_model(
         _LOG.warning("%s will not be quantized: they are offloaded.", ", ".join(away))
         kept += away
     tied = find_tied_parameters(model)
-    source = None if empty or weights_location is not None else _own_weights(model)
+    source = None if empty or weights_location is not None else model.state_dict()
     model = replace_with_bnb_layers(model, config, modules_to_not_convert=[*kept, *float32])
     make_offloadable_below(model, away)
     _load_weights(model, config, source, weights_location, device_map, offload_folder)
@@ -116,16 +116,13 @@ def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
 def _load_weights(
     model: torch.nn.Module, config: Any, own: Any, location: Any, device_map: Mapping[str, Any], folder: Any
 ) -> None:
     """Move every weight to its device, in its dtype; the move quantizes the weights of quantized layers."""
     parts = [own.items()] if own is not None else (
-        load_tensors(shard.sources(), lambda _: "cpu") for shard in find_shards(location)
+        ((name, source.load(torch.device("cpu"))) for name, source in shard.sources().items())
+        for shard in find_shards(location)
     )  # fmt: skip
     index: dict[str, Any] = {}
     missing = set(model.state_dict()) if own is None else set()
@@ -140,7 +137,7 @@ def _load_weights(
                 index = offload_weight(_cast(name, value, config), name, folder, index=index)
             else:
                 _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
-    save_offload_index(index, folder) if index else None
+    save_offload_index(index, folder)
     left = [
         name for name in sorted(missing) if name not in index and getattr(find_tensor(model, name), "is_meta", False)
     ]

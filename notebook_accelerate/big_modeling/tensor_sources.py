@@ -35,8 +35,12 @@ class Source:
         """Fill a tensor of the same shape and dtype on the CPU."""
         raise NotImplementedError
 
-    def map(self) -> torch.Tensor:
-        """Return the tensor as a mapping of its file, read into memory."""
+    def map(self, *, read_ahead: bool = True) -> torch.Tensor:
+        """Return the tensor as a mapping of its file.
+
+        Args:
+            read_ahead: Read it into memory now, instead of on first access.
+        """
         raise NotImplementedError
 
     def pin(self, known: dict[int, torch.Tensor]) -> None:
@@ -123,18 +127,13 @@ class FileSource(Source):
                     raise file_mapping.too_short(self.path)
                 done += count
 
-    def map(self) -> torch.Tensor:
-        """Return the tensor as a mapping of its file, read into memory."""
-        return self._mapping(read_ahead=True)
-
-    def map_lazily(self) -> torch.Tensor:
-        """Return the tensor as a mapping of its file, read on first access."""
-        return self._mapping(read_ahead=False) if self.nbytes else torch.empty(self.shape, dtype=self.dtype)
-
-    def _mapping(self, *, read_ahead: bool) -> torch.Tensor:
+    def map(self, *, read_ahead: bool = True) -> torch.Tensor:
+        """Return the tensor as a mapping of its file; see `Source.map`."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype)
         data = file_mapping.map_file(self.path, self.offset, self.nbytes, read_ahead=read_ahead)
         return data.view(self.dtype).view(self.shape)
 
     def load(self, device: torch.device) -> torch.Tensor:
         """Return the tensor on a device; on the CPU as a mapping of its file, where kernels see no difference."""
-        return self.map_lazily() if device.type == "cpu" and self._is_aligned else super().load(device)
+        return self.map(read_ahead=False) if device.type == "cpu" and self._is_aligned else super().load(device)
