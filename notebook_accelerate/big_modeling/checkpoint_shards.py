@@ -11,8 +11,8 @@ import torch
 
 from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource, Source
-from notebook_accelerate.big_modeling.weight_files import read_index, read_torch, safetensors_layout
+from notebook_accelerate.big_modeling.tensor_sources import MemorySource, Source
+from notebook_accelerate.big_modeling.weight_files import read_index, read_torch, safetensors_sources
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import BrokenCheckpointError
 
@@ -35,7 +35,8 @@ class Shard:
         Raises:
             CheckpointError: The file is broken, lacks tensors of the index, or contains more than data.
         """
-        found = self._safetensors() if self.path.suffix == ".safetensors" else self._torch()
+        is_safetensors = self.path.suffix == ".safetensors"
+        found: dict[str, Source] = dict(safetensors_sources(self.path)) if is_safetensors else self._torch()
         if self.names is None:
             return found
         if missing := sorted(self.names - found.keys()):
@@ -43,10 +44,6 @@ class Shard:
                 f"{self.path} lacks {', '.join(missing[:5])}, which its index lists; download it again"
             )
         return {name: source for name, source in found.items() if name in self.names}
-
-    def _safetensors(self) -> dict[str, Source]:
-        layout = safetensors_layout(self.path)
-        return {name: FileSource(self.path, at.offset, at.shape, at.dtype) for name, at in layout.items()}
 
     def _torch(self) -> dict[str, Source]:
         state = read_torch(self.path, mmap=True) if _is_zip(self.path) else read_torch(self.path)

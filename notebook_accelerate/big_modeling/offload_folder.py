@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource, Source
-from notebook_accelerate.big_modeling.weight_files import inside, safetensors_layout
+from notebook_accelerate.big_modeling.weight_files import inside, safetensors_sources
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
 INDEX_NAME = "index.json"
@@ -195,10 +195,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if info.get("safetensors_file") is None:
             return _dat_source(inside(Path(self.save_folder or "."), f"{key}.dat"), info)
         path, name = Path(info["safetensors_file"]), info.get("weight_name", key)
-        location = safetensors_layout(path).get(name)
-        if location is None:
+        source = safetensors_sources(path).get(name)
+        if source is None:
             raise BrokenCheckpointError(f"{path} contains no tensor {name!r}. Offload the model again.")
-        return FileSource(path, location.offset, location.shape, location.dtype)
+        return source
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

@@ -6,7 +6,7 @@ import codecs
 import functools
 import json
 import pickle
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
+from notebook_accelerate.big_modeling.tensor_sources import FileSource
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
 _DTYPES = {
@@ -94,23 +95,8 @@ def read_index(path: Path) -> dict[str, Path]:
     return files
 
 
-@dataclass(frozen=True)
-class TensorLocation:
-    """Location of a tensor in a file.
-
-    Attributes:
-        offset: First byte.
-        shape: Its shape.
-        dtype: Its dtype.
-    """
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def safetensors_layout(path: Path) -> dict[str, TensorLocation]:
-    """Read the locations of a safetensors file's tensors from its header.
+def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
+    """Return where each tensor of a safetensors file is read from; only the header is read.
 
     Args:
         path: The file.
@@ -120,13 +106,13 @@ def safetensors_layout(path: Path) -> dict[str, TensorLocation]:
     """
     try:
         stat = path.stat()
-        return _layout(path, stat.st_mtime_ns, stat.st_size)
+        return _sources(path, stat.st_mtime_ns, stat.st_size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenCheckpointError(f"{path} is broken: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(path: Path, _modified: int, size: int) -> dict[str, TensorLocation]:
+def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
     # Not by safetensors' own reader, which maps the complete file, writable, to read the header.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -134,19 +120,18 @@ def _layout(path: Path, _modified: int, size: int) -> dict[str, TensorLocation]:
             raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    locations, end = {}, 0
+    sources, end = {}, 0
     for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = info["data_offsets"]
         if info["dtype"] not in _DTYPES:
             raise ValueError(f"{name} has the dtype {info['dtype']}, which is unknown; known: {', '.join(_DTYPES)}")
-        location = TensorLocation(8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
-        nbytes = location.dtype.itemsize * torch.Size(location.shape).numel()
-        if begin != end or stop - begin != nbytes:
-            raise ValueError(f"{name} has shape {location.shape} and the bytes {begin:,} to {stop:,}")
-        locations[name], end = location, stop
+        source = FileSource(path, 8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
+        if begin != end or stop - begin != source.nbytes:
+            raise ValueError(f"{name} has shape {source.shape} and the bytes {begin:,} to {stop:,}")
+        sources[name], end = source, stop
     if 8 + length + end != size:
         raise ValueError(f"it should have {8 + length + end:,} bytes and has {size:,}")
-    return locations
+    return sources
 
 
 def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options: Any) -> Any:
