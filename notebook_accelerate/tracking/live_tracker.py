@@ -12,19 +12,11 @@ from notebook_accelerate.tracking.tracker import GeneralTracker
 
 
 class LiveTracker(GeneralTracker):
-    """Sends the numbers of every rank to the notebook that launched it; outside a launched run it does nothing.
-
-    Args:
-        run_name: Not used; the launch names the run.
-        kwargs: Not used.
-    """
+    """Sends the numbers of every rank to the notebook that launched it; outside a launched run it does nothing."""
 
     name: ClassVar[str] = "live"
     requires_logging_directory: ClassVar[bool] = False
     main_process_only: ClassVar[bool] = False
-
-    def __init__(self, run_name: str = "", **kwargs: Any) -> None:
-        super().__init__()
 
     @property
     def tracker(self) -> Any:
