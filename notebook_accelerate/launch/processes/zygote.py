@@ -13,6 +13,7 @@ import struct
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from notebook_accelerate.launch.processes.rank_process import Ends, LocalRank, R
 from notebook_accelerate.launch.state.rank_exit import Exit
 
 if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 LENGTH = struct.Struct("!I")
@@ -36,6 +38,8 @@ GUARD = 1 << 31
 """Set in a request's length: the other bits are a process group to end, or no longer to end, with the kernel."""
 HELPER = 1 << 30
 """Set in a request's length: the request names a function for a helper process, in place of a rank."""
+READY = b"\1"
+"""Written by the server once, when it has imported what ranks need first."""
 START_SECONDS = 120.0
 """How long the server may take to import torch."""
 
@@ -49,6 +53,7 @@ class Zygote:
         self._lock = threading.Lock()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the server
         self._owner = os.getpid()
+        self._ready = False
         call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
         with uninterrupted():
             self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
@@ -62,6 +67,13 @@ class Zygote:
     def alive(self) -> bool:
         """Whether it runs and this process has started it."""
         return self._owner == os.getpid() and self._process.poll() is None
+
+    def ready(self) -> bool:
+        """Whether it serves requests at once; otherwise it is still importing torch."""
+        with self._lock, suppress(BlockingIOError):
+            if not self._ready:
+                self._ready = self._control.recv(len(READY), socket.MSG_DONTWAIT) == READY
+        return self._ready
 
     def fork(self, order: bytes, descriptors: list[int], kind: int = 0) -> int:
         """Have the server fork a rank and return the rank's process id.
@@ -77,6 +89,8 @@ class Zygote:
         with self._lock:
             try:
                 self._control.settimeout(START_SECONDS)
+                if not self._ready:
+                    self._ready = self._control.recv(len(READY)) == READY
                 socket.send_fds(self._control, [LENGTH.pack(len(order) | kind)], descriptors)
                 self._control.sendall(order)
                 answer = self._control.recv(LENGTH.size, socket.MSG_WAITALL)
@@ -166,6 +180,12 @@ class ZygoteRank(LocalRank):
 
 class ZygoteBackend(PickledBackend):
     """Requests each rank from the server."""
+
+    def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        """See ``ProcessBackend.configure``."""
+        with suppress(OSError):  # starting the first rank reports it
+            if not ensure_zygote().ready():
+                note("waiting for the process that ranks are forked from to import torch, once per kernel")
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""

@@ -10,13 +10,14 @@ import selectors
 import signal
 import socket
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes import huge_pages
-from notebook_accelerate.launch.processes.zygote import GUARD, HELPER, LENGTH, STATUS
+from notebook_accelerate.launch.processes.zygote import GUARD, HELPER, LENGTH, READY, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.worker import entry
 
@@ -25,7 +26,6 @@ PRELOADED = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.data",
-    "torch._dynamo",  # every optimizer imports it at its first use, which takes a second
     "numpy",
     "IPython.core.display_functions",
     "IPython.display",
@@ -33,9 +33,10 @@ PRELOADED = (
     "notebook_accelerate.data_loader",
 )
 """Imported once for all ranks; none of these modules initialises a device or starts a thread pool."""
-
-
-_COLLAPSE_SECONDS = 1.0
+PRELOADED_WHEN_IDLE = ("torch._dynamo",)
+"""Imported once nobody waits for the server: every optimizer imports it at its first use, which takes a second."""
+IDLE_SECONDS = 0.1
+COLLAPSE_SECONDS = 1.0
 
 
 @dataclass
@@ -50,6 +51,7 @@ class _Server:
         self._control = control
         self._children: dict[int, _Child] = {}
         self._guarded: set[int] = set()
+        self._preloaded = self._collapsed = False
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         for descriptor in (self._wake_reader, self._wake_writer):
@@ -62,8 +64,13 @@ class _Server:
 
     def run(self) -> None:
         """Serve requests until the kernel closes the control socket; then end all ranks."""
+        with suppress(OSError):  # the kernel has ended
+            self._control.sendall(READY)
         while True:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(None if self._collapsed or self._children else IDLE_SECONDS)
+            if not ready:
+                self._use_idle_time()
+            for key, _ in ready:
                 if key.fileobj is self._control:
                     if not self._serve_one():
                         self._end_all()
@@ -72,6 +79,14 @@ class _Server:
                     with suppress(BlockingIOError):
                         os.read(self._wake_reader, 4096)
             self._reap()
+
+    def _use_idle_time(self) -> None:
+        """Import what ranks need later, and make the next forks fast: those before have split huge pages."""
+        if not self._preloaded:
+            preload(PRELOADED_WHEN_IDLE)
+            self._preloaded = True
+        huge_pages.collapse(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
+        self._collapsed = True
 
     def _serve_one(self) -> bool:
         """Serve the next request; return whether the kernel still runs."""
@@ -116,6 +131,7 @@ class _Server:
         for descriptor in (channel, stdout, stderr, payload):
             os.close(descriptor)
         self._children[pid] = _Child(pid, status, helper)
+        self._collapsed = False
         return pid
 
     def _become_rank(self) -> None:
@@ -165,16 +181,20 @@ def run_helper(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
         os._exit(1)
 
 
+def preload(names: Sequence[str]) -> None:
+    """Import modules that all ranks share."""
+    for name in names:
+        with suppress(ImportError):  # IPython may be missing outside notebooks
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
+
+
 def serve(descriptor: int) -> None:
     """Run the server process.
 
     Args:
         descriptor: Its end of the control socket.
     """
-    for name in PRELOADED:
-        with suppress(ImportError):  # IPython may be missing outside notebooks
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
-    huge_pages.collapse(_COLLAPSE_SECONDS)
+    preload(PRELOADED)
     _Server(socket.socket(fileno=descriptor)).run()

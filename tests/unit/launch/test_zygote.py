@@ -110,6 +110,31 @@ def test_a_server_that_did_not_reply_in_time_gets_no_further_request(monkeypatch
         server.close()
 
 
+def print_imported(_: int) -> None:
+    """Print whether a process of the server has torch and its compiler."""
+    print("torch" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
+
+
+def test_requests_are_served_before_the_imports_that_can_wait() -> None:
+    made = Zygote()
+    assert not made.ready()
+
+    def imported() -> bytes:
+        with _Wires() as wires:
+            made.fork(b"tests.unit.launch.test_zygote:print_imported", wires.theirs, HELPER)
+            return wires.printed()
+
+    try:
+        assert imported() == b"True False\n"
+        assert made.ready()
+        deadline = time.monotonic() + SOON
+        while imported() != b"True True\n":
+            assert time.monotonic() < deadline, "it did not use its idle time"
+            time.sleep(1)
+    finally:
+        made.close()
+
+
 def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     ending = zygote.ensure_zygote()
