@@ -35,7 +35,10 @@ PRELOADED = (
 """Imported once for all ranks; none of these modules initialises a device or starts a thread pool."""
 PRELOADED_WHEN_IDLE = ("torch._dynamo",)
 """Imported once nobody waits for the server: every optimizer imports it at its first use, which takes a second."""
-IDLE_SECONDS = 0.1
+PRELOAD_AFTER = 1.0
+"""Idle seconds before that import, which delays a launch that begins during it."""
+COLLAPSE_AFTER = 0.01
+"""Idle seconds before memory is moved into huge pages, which stops when a launch begins."""
 COLLAPSE_SECONDS = 1.0
 
 
@@ -67,7 +70,7 @@ class _Server:
         with suppress(OSError):  # the kernel has ended
             self._control.sendall(READY)
         while True:
-            ready = self._selector.select(None if self._collapsed or self._children else IDLE_SECONDS)
+            ready = self._selector.select(self._patience())
             if not ready:
                 self._use_idle_time()
             for key, _ in ready:
@@ -80,9 +83,15 @@ class _Server:
                         os.read(self._wake_reader, 4096)
             self._reap()
 
+    def _patience(self) -> float | None:
+        """Return the seconds to wait for a request before idle time is used; None: no limit."""
+        if self._children or (self._collapsed and self._preloaded):
+            return None
+        return PRELOAD_AFTER if self._collapsed else COLLAPSE_AFTER
+
     def _use_idle_time(self) -> None:
-        """Import what ranks need later, and make the next forks fast: those before have split huge pages."""
-        if not self._preloaded:
+        """Make the next forks fast: those before have split huge pages. Then import what ranks need later."""
+        if self._collapsed:
             preload(PRELOADED_WHEN_IDLE)
             self._preloaded = True
         huge_pages.collapse(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
