@@ -113,4 +113,4 @@ def test_a_cable_that_is_pulled(pair: Notebooks, names: list[str]) -> None:
     assert "node 1 (" in said(first)
     assert "was lost: it sent no keep-alive for 10 s" in said(first)
     assert "node 0 (" in said(second)
-    assert "was lost: the rendezvous, which it hosts, does not answer any more" in said(second)
+    assert "was lost: the rendezvous, which it hosts, no longer answers" in said(second)
