@@ -26,12 +26,19 @@ _DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "C64": torch.complex64,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors' own reader."""
 

@@ -423,6 +423,20 @@ def test_files_of_the_offload_folder(tmp_path: Path) -> None:
     assert extract_submodules_state_dict({"a.x": 1, "ab": 3, "a": 4}, ["a"]) == {"a.x": 1, "a": 4}  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize(
+    "dtype", ["uint16", "uint32", "uint64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+)
+def test_rare_dtypes_of_safetensors_files_are_read(tmp_path: Path, dtype: str) -> None:
+    kind = getattr(torch, dtype, None)
+    if kind is None:
+        pytest.skip(f"this torch has no {dtype}")
+    written = torch.arange(8 * kind.itemsize, dtype=torch.uint8).view(kind)
+    save_file({"weight": written}, tmp_path / "model.safetensors")
+    weights = OffloadedWeightsLoader(index={"weight": {"safetensors_file": str(tmp_path / "model.safetensors")}})
+    assert weights["weight"].dtype == kind
+    assert torch.equal(weights["weight"].view(torch.uint8), written.view(torch.uint8))
+
+
 def test_broken_and_foreign_folders_are_refused(tmp_path: Path) -> None:
     disk_offload(Deep(width=16), tmp_path)
     with pytest.raises(ValueError, match="is another model's"):
