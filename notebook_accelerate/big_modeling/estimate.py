@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.empty_init import init_on_device, moved_to
+from notebook_accelerate.big_modeling.empty_init import init_on_device
 from notebook_accelerate.big_modeling.module_sizes import compute_module_sizes, dtype_of, readable
 from notebook_accelerate.big_modeling.sharded_sizes import STRATEGIES, RankLayout, checked_offload
 from notebook_accelerate.big_modeling.tied_parameters import device_of
@@ -160,8 +160,11 @@ def _check(optimizer: str, strategy: str, num_processes: int, batch_size: int) -
 
 def _empty_model(source: Any) -> torch.nn.Module:
     if isinstance(source, torch.nn.Module):  # copied without its weights
-        empty: dict[int, torch.Tensor] = {id(each): moved_to(each, "meta") for each in source.parameters()}
-        return copy.deepcopy(source, empty | {id(each): each.to("meta") for each in source.buffers()})
+        empty: dict[int, torch.Tensor] = {id(each): torch.empty_like(each, device="meta") for each in source.buffers()}
+        for each in source.parameters():
+            # Not `moved_to`: the constructors of other classes (DTensor, quantized tensors) take other arguments.
+            empty[id(each)] = torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
+        return copy.deepcopy(source, empty)
     with init_on_device(torch.device("meta"), include_buffers=True):
         if hasattr(source, "model_type"):
             model: torch.nn.Module = importlib.import_module("transformers").AutoModel.from_config(source)

@@ -208,6 +208,21 @@ def test_estimate_of_parts() -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
+class Scaled(nn.Parameter):
+    """A parameter whose constructor takes another argument, as those of DTensor and of quantized tensors do."""
+
+    def __new__(cls, data: torch.Tensor, scale: float) -> Scaled:
+        made: Scaled = super().__new__(cls, data)  # type: ignore[assignment]
+        made.scale = scale
+        return made
+
+
+def test_estimate_of_parameters_of_another_class() -> None:
+    plain, scaled = nn.Linear(4, 4), nn.Linear(4, 4)
+    scaled.weight = Scaled(torch.ones(4, 4), 2.0)
+    assert estimate_memory(scaled).training == estimate_memory(plain).training
+
+
 def test_estimate_of_inference() -> None:
     model = nn.Linear(100, 50)
     size = (100 * 50 + 50) * 4
