@@ -48,7 +48,7 @@ def merge_fsdp_weights(
     scratch: AbstractContextManager[str | Path] = (
         tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else temporary_folders.scratch()
     )
-    with _local_folder(shards) as folder, scratch as temporary:
+    with scratch as temporary, _local_folder(shards) as folder:
         whole = Path(temporary) / "whole.bin"
         dcp_to_torch_save(folder, whole)
         state = read_torch(whole, map_location="cpu")

@@ -19,6 +19,7 @@ from notebook_accelerate.big_modeling.remote_paths import RemotePath, path_of
 from notebook_accelerate.checkpointing import load, read_weights, save
 from notebook_accelerate.config.training_config import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.utils import merge_fsdp_weights
 from tests.support import stores
 from tests.support.trainings import Training, same
 
@@ -175,3 +176,16 @@ def test_folders_of_ended_processes_are_removed(monkeypatch: pytest.MonkeyPatch,
     temporary_folders.remove(kept)
     temporary_folders.remove(another)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_merge_that_cannot_download_leaves_nothing(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path_of(url) / ".metadata").write_text("{}")
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError("the store is gone")
+
+    monkeypatch.setattr(RemotePath, "download", fail)
+    with pytest.raises(CheckpointError, match="the store is gone") as caught:  # kept, as a notebook keeps the last one
+        merge_fsdp_weights(url, tmp_path / "merged")
+    assert list((tmp_path / "merged").iterdir()) == []
+    del caught
