@@ -146,6 +146,8 @@ def _has_ended(process: Path) -> bool:
 
 def _file_system_type(path: Path) -> str:
     """Return the kernel's name for the type of a path's file system; "" where it is not known."""
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    mounts = []
+    with suppress(OSError):  # a sandbox may hide /proc/filesystems or the mounts
+        mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
     mounts.sort(key=lambda mount: len(mount.mountpoint))  # of several on one folder, the last one is visible
     return mounts[-1].fstype if mounts else ""

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.utils import file_baton
 from torch.utils.cpp_extension import get_default_build_root
@@ -100,6 +101,11 @@ def test_a_lock_stays_that_an_invisible_process_may_hold(tmp_path: Path, monkeyp
     monkeypatch.setattr(op_compilation, "_INITIAL_PID_NAMESPACE", own)
     with pytest.warns(UserWarning, match=r"removed .*one/lock"):
         assert op_compilation.remove_dead_locks(tmp_path) == [lock]
+
+
+def test_the_file_system_is_unknown_where_mounts_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "missing"))
+    assert op_compilation._file_system_type(tmp_path) == ""
 
 
 def test_the_extensions_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
