@@ -7,9 +7,11 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_MAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 HUGE_PAGE = 1 << 21
 _MADV_COLLAPSE = 25  # Linux 6.1, madvise(2); the mmap module does not name it
 _ENTRY_BYTES = 8
@@ -27,14 +29,11 @@ def collapse(seconds: float, stop: Callable[[], bool] = lambda: False) -> None:
         seconds: Stop after this time; moving takes about 1 ms per 2 MiB, and next to nothing where it was done before.
         stop: Called before each page; stops when it returns True.
     """
-    ranges = Path("/proc/self/maps")
-    if not ranges.is_file():
-        return
     advise: Any = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     deadline = time.monotonic() + seconds
-    with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
-        for start in _aligned(ranges.read_text(encoding="utf-8", errors="replace")):
+    with suppress(OSError), _PAGEMAP.open("rb", buffering=0) as pages:  # not every system has it, or allows to read it
+        for start in _aligned(_MAPS.read_text(encoding="utf-8", errors="replace")):
             if stop() or time.monotonic() > deadline:
                 return
             if _mostly_resident(pages.fileno(), start):

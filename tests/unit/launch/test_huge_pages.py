@@ -67,3 +67,9 @@ def test_it_stops_when_it_is_told_to(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
     huge_pages.collapse(-1)
     assert in_huge_pages(memory) == 0
+
+
+@pytest.mark.parametrize("file", ["_MAPS", "_PAGEMAP"])
+def test_it_does_nothing_where_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, file, Path("/proc/self/hidden"))
+    huge_pages.collapse(30)
