@@ -333,15 +333,18 @@ def _purge_setup(cls: Any) -> None:
 
 
 def _purged(function: Any) -> Any:
-    if not inspect.iscoroutinefunction(function):
-        return _kept_accelerate_variables()(function)
+    # The context manager as a decorator would put a generator into the closure: no rank could receive the function.
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _kept_accelerate_variables():
+            return function(*args, **kwargs)
 
     @functools.wraps(function)
-    async def wrapped(*args: Any, **kwargs: Any) -> Any:
+    async def wrapped_async(*args: Any, **kwargs: Any) -> Any:
         with _kept_accelerate_variables():
             return await function(*args, **kwargs)
 
-    return wrapped
+    return wrapped_async if inspect.iscoroutinefunction(function) else wrapped
 
 
 def inheritable() -> dict[str, str]:

@@ -11,6 +11,7 @@ import unittest
 import pytest
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 
 
 @pytest.mark.parametrize("word", ["1", "true", "TRUE", "yes", "On", " y ", "t"])
@@ -130,6 +131,14 @@ def test_a_purged_function_leaves_accelerate_variables_as_they_were(monkeypatch:
     asyncio.run(change_later())
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
     assert os.environ["ACCELERATE_KEPT"] == "1"
+
+
+def test_a_purged_function_can_be_sent_to_ranks() -> None:
+    @environ.purge_accelerate_environment
+    def train() -> str:
+        return "result"
+
+    assert load_bytes(dump_bytes(train, "the function"))() == "result"
 
 
 def test_a_purged_class_and_its_subclasses_undo_set_up_and_tests() -> None:
