@@ -35,8 +35,9 @@ def interface_of(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on one address of this machine only; "" means all."""
+    """Return a socket that listens on one address of this machine only; "" and "::" mean all."""
     flags = 0 if address else socket.AI_PASSIVE
     found = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)
     family, _, _, _, endpoint = found[0]
-    return socket.create_server(endpoint, family=family, backlog=BACKLOG)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(endpoint, family=family, backlog=BACKLOG, dualstack_ipv6=both)
