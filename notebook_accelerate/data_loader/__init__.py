@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher as DataLoaderDispatcher
-from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard as IterableDatasetShard
-from notebook_accelerate.data_loader.prepare import prepare_data_loader as prepare_data_loader
-from notebook_accelerate.data_loader.prepared_loader import (
-    DataLoaderAdapter as DataLoaderAdapter,
-    DataLoaderStateMixin as DataLoaderStateMixin,
-)
+from notebook_accelerate.data_loader.dispatch_loader import DataLoaderDispatcher
+from notebook_accelerate.data_loader.iterable_shard import IterableDatasetShard
+from notebook_accelerate.data_loader.prepare import prepare_data_loader
+from notebook_accelerate.data_loader.prepared_loader import DataLoaderAdapter, DataLoaderStateMixin
 from notebook_accelerate.data_loader.samplers import (
-    BatchSamplerShard as BatchSamplerShard,
-    SeedableRandomSampler as SeedableRandomSampler,
-    SkipBatchSampler as SkipBatchSampler,
-    get_sampler as get_sampler,
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
 )
-from notebook_accelerate.data_loader.sequence_loader import SequenceLoader as SequenceLoader
-from notebook_accelerate.data_loader.shard_loader import DataLoaderShard as DataLoaderShard
-from notebook_accelerate.data_loader.skip_loaders import (
-    SkipDataLoader as SkipDataLoader,
-    skip_first_batches as skip_first_batches,
-)
+from notebook_accelerate.data_loader.sequence_loader import SequenceLoader
+from notebook_accelerate.data_loader.shard_loader import DataLoaderShard
+from notebook_accelerate.data_loader.skip_loaders import SkipDataLoader, skip_first_batches
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderAdapter",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SequenceLoader",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]

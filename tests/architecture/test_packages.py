@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -78,6 +79,13 @@ def test_the_submodules_of_the_root_are_those_of_accelerate() -> None:
     modules = [*table["modules"], "widgets"]  # the panels are this project's own
     submodules = _lazy.exports("notebook_accelerate").submodules
     assert sorted(submodules) == sorted(name for name in modules if _is_module(name))
+
+
+@pytest.mark.parametrize("name", ["big_modeling", "data_loader", "hooks", "state", "tracking", "utils", "widgets"])
+def test_a_star_import_of_a_public_package_brings_no_submodules(name: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from notebook_accelerate.{name} import *", names)  # a statement for the level of a module only
+    assert [each for each, value in names.items() if isinstance(value, ModuleType)] == []
 
 
 def test_unknown_names_are_attribute_errors() -> None:
