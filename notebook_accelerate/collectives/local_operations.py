@@ -146,22 +146,6 @@ def _is_half(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in {torch.float16, torch.bfloat16}
 
 
-def pad_tensor(tensor: torch.Tensor, dim: int, size: int, pad_index: int = 0, pad_first: bool = False) -> torch.Tensor:
-    """Pad a tensor to a size.
-
-    Args:
-        tensor: The tensor.
-        dim: The dimension that is padded.
-        size: Its new size.
-        pad_index: The padding value.
-        pad_first: Pad at the beginning instead of the end.
-    """
-    edges = [0] * (2 * tensor.ndim)  # torch counts dimensions from the last one, and both ends of each
-    last = 2 * (-dim - 1 if dim < 0 else tensor.ndim - 1 - dim)
-    edges[last if pad_first else last + 1] = size - tensor.shape[dim]
-    return torch.constant_pad_nd(tensor, edges, pad_index)
-
-
 def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: int = 0) -> Nested:
     """Pad the tensors of a batch with zeros so that it splits evenly between processes.
 
@@ -179,7 +163,9 @@ def pad_input_tensors(tensor: Nested, batch_size: int, num_processes: int, dim: 
     def padded(leaf: torch.Tensor) -> torch.Tensor:
         if leaf.ndim <= dim or leaf.shape[dim] != batch_size:
             return leaf
-        return pad_tensor(leaf, dim, batch_size + missing)
+        shape = list(leaf.shape)
+        shape[dim] = missing
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)  # constant_pad_nd refuses sparse tensors
 
     result: Nested = recursively_apply(padded, tensor, error_on_other_type=True) if missing else tensor
     return result

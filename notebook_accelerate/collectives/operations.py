@@ -13,7 +13,7 @@ from notebook_accelerate.collectives.block_exchange import broadcast_blocks, gat
 from notebook_accelerate.collectives.buckets import Bucket, Buckets, can_stack
 from notebook_accelerate.collectives.communicator import COMMUNICATORS
 from notebook_accelerate.collectives.containers import Nested, require_tensors, with_tensors
-from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning, pad_tensor
+from notebook_accelerate.collectives.local_operations import CannotPadNestedTensorWarning
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once
 
@@ -200,11 +200,18 @@ def _pad_all(
     if not graph and wanted.count(wanted[0]) == len(wanted) > 1 and can_stack(leaves):
         # All at once: a fifth of the time for 50 tensors of 64 x 4. With a graph, such views reject in-place changes.
         dim = dim + 1 if dim >= 0 else dim
-        return list(pad_tensor(torch.stack(leaves), dim, wanted[0], pad_index, pad_first).unbind(0))
+        return list(_pad(torch.stack(leaves), dim, wanted[0], pad_index, pad_first).unbind(0))
     return [
-        pad_tensor(leaf, dim, size, pad_index, pad_first) if size > own >= 0 else leaf
+        _pad(leaf, dim, size, pad_index, pad_first) if size > own >= 0 else leaf
         for leaf, own, size in zip(leaves, sizes, wanted, strict=True)
     ]
+
+
+def _pad(leaf: torch.Tensor, dim: int, size: int, pad_index: int, pad_first: bool) -> torch.Tensor:
+    edges = [0] * (2 * leaf.ndim)  # torch counts dimensions from the last one, and both ends of each
+    last = 2 * (-dim - 1 if dim < 0 else leaf.ndim - 1 - dim)
+    edges[last if pad_first else last + 1] = size - leaf.shape[dim]
+    return torch.constant_pad_nd(leaf, edges, pad_index)
 
 
 def _check_leaves(data: Any, operation: str, state: PartialState, free_dim: int | None = None) -> list[torch.Tensor]:

@@ -129,6 +129,12 @@ def test_padding_a_batch_for_a_split() -> None:
     assert collectives.pad_input_tensors(data, batch_size=6, num_processes=2) is data
 
 
+def test_padding_keeps_sparse_tensors() -> None:
+    sparse = collectives.pad_input_tensors(torch.eye(3).to_sparse(), batch_size=3, num_processes=2)
+    assert sparse.is_sparse
+    assert torch.equal(sparse.to_dense(), torch.eye(4)[:, :3])
+
+
 class TestSendToDevice:
     def test_nested(self) -> None:
         moved = collectives.send_to_device(NESTED, "meta")
