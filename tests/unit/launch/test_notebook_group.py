@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch.hosts.rendezvous import notebook_group as rendezvous
 from notebook_accelerate.launch.hosts.rendezvous import rendezvous_protocol as protocol
 from notebook_accelerate.launch.hosts.rendezvous.membership import Node, decide
 from notebook_accelerate.launch.hosts.rendezvous.peer_ranks import CONNECT_SECONDS
 from notebook_accelerate.launch.output.rank_lines import TextPublisher
+from notebook_accelerate.launch.processes.fork import ForkBackend
 from notebook_accelerate.launch.state.run_events import AttemptStarted, RankExited, RankStarted
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
@@ -174,3 +176,14 @@ def test_a_stop_after_the_ranks_have_ended_prevents_a_restart(
     thread.join()
     ended = group.verdict()
     assert (ended.status, ended.error) == ("stopped", "RunStoppedError")
+
+
+def test_the_start_method_of_this_notebook_is_configured(
+    group: rendezvous.NotebookGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow start of the server process is reported with several notebooks, too."""
+    own, received = ForkBackend(print, ()), []
+    monkeypatch.setattr(own, "configure", lambda *arguments: received.append(arguments))
+    given = (LaunchConfig(), print, bool)
+    group.backend(own).configure(*given)
+    assert received == [given]

@@ -18,6 +18,7 @@ from notebook_accelerate.launch.processes.rank_process import ProcessBackend, Ra
 from notebook_accelerate.telemetry import Channel, Event, Stamped
 
 if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.hosts.rendezvous.membership import Node
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
@@ -99,6 +100,10 @@ class GroupBackend(ProcessBackend):
     def __init__(self, own: ProcessBackend, node: int, connections: Sequence[tuple[PeerConnection, int]]) -> None:
         super().__init__(own.function, own.arguments)
         self._own, self._node, self._connections = own, node, connections
+
+    def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        """See ``ProcessBackend.configure``."""
+        self._own.configure(config, note, stopping)
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
