@@ -57,6 +57,7 @@ class AcceleratorState(PartialState):
 
     _mixed_precision: str
     dynamo_plugin: TorchDynamoPlugin | None
+    fork_launched: bool
     fsdp_plugin: Any
     torch_tp_plugin: TorchTensorParallelPlugin | None
     megatron_lm_plugin: MegatronLMPlugin | None
