@@ -33,7 +33,7 @@ class AimTracker(VendorTracker):
         run.name = self.run_name
         return run
 
-    writer = VendorTracker.tracker
+    writer = property(lambda self: self.tracker)
     """The run."""
 
     @on_main_process

@@ -38,7 +38,7 @@ class ClearMLTracker(VendorTracker):
         if not self._opened_elsewhere:
             self._run.close()
 
-    task = VendorTracker.tracker
+    task = property(lambda self: self.tracker)
     """The task."""
 
     @on_main_process

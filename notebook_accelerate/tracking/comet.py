@@ -26,7 +26,7 @@ class CometMLTracker(VendorTracker):
     def _close(self) -> None:
         self._run.end()
 
-    writer = VendorTracker.tracker
+    writer = property(lambda self: self.tracker)
     """The experiment."""
 
     @on_main_process

@@ -33,7 +33,7 @@ class DVCLiveTracker(VendorTracker):
     def _close(self) -> None:
         self._run.end()
 
-    live = VendorTracker.tracker
+    live = property(lambda self: self.tracker)
     """The `dvclive.Live`."""
 
     @on_main_process

@@ -70,7 +70,7 @@ class MLflowTracker(VendorTracker):
 
         mlflow.end_run()
 
-    active_run = VendorTracker.tracker
+    active_run = property(lambda self: self.tracker)
     """The run."""
 
     @on_main_process

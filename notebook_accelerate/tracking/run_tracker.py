@@ -27,7 +27,7 @@ class RunTracker(VendorTracker):
     def _close(self) -> None:
         self._run.finish()
 
-    run = VendorTracker.tracker
+    run = property(lambda self: self.tracker)
     """The vendor's run."""
 
     @on_main_process

@@ -35,7 +35,7 @@ class TensorBoardTracker(VendorTracker):
             module = import_module("tensorboardX")
         return module.SummaryWriter(str(self.logging_dir), **self.init_kwargs)
 
-    writer = VendorTracker.tracker
+    writer = property(lambda self: self.tracker)
     """The `SummaryWriter`."""
 
     @on_main_process

@@ -212,6 +212,22 @@ def test_a_failing_tracker_warns_once_and_stops_nothing(method: str) -> None:
     assert [call[0] for call in sound.calls] == ["start", "store_init_configuration", "log", "log", "log", "finish"]
 
 
+@pytest.mark.parametrize(
+    ("name", "attribute"),
+    [
+        ("aim", "writer"), ("clearml", "task"), ("comet_ml", "writer"), ("dvclive", "live"), ("mlflow", "active_run"),
+        ("tensorboard", "writer"), ("wandb", "run"),
+    ],
+)  # fmt: skip
+def test_a_subclass_that_has_its_own_run_has_it_under_every_name(name: str, attribute: str) -> None:
+    base: Any = tracker_table.TRACKERS[name].tracker_class
+
+    class Shared(base):  # type: ignore[misc]
+        tracker = "a run of the user's"
+
+    assert getattr(Shared.__new__(Shared), attribute) == "a run of the user's"
+
+
 def test_logging_without_trackers_does_nothing() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("p")
