@@ -16,6 +16,7 @@ from tests.benchmarks import (  # noqa: F401
     scale,
     strategies,
     training,
+    training_api,
 )
 from tests.benchmarks.bench import main
 
