@@ -1,0 +1,197 @@
+"""Calls of the training API beside a step: preparing, clipping, objects, metrics, dispatching, many small tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
+from tests.benchmarks.training import HERE, PEER, loader, timer
+from tests.support.ranks import run_ranks
+
+
+def accelerators(**options: Any) -> list[Any]:
+    """Return an Accelerator of this package and one of the peer."""
+    return [import_module(name).Accelerator(cpu=True, **options) for name in (HERE, PEER)]
+
+
+def timed(call: Callable[[], Any]) -> Callable[[], float]:
+    """Return what times one call, in seconds."""
+    return timer(lambda: (call(), None)[1], 1)
+
+
+@row("training", "preparing")
+def preparing() -> Iterator[Figure]:
+    """`prepare` of a model of 1,000 modules and its optimizer."""
+    here, peer = run_ranks(time_preparing, world_size=1)[0]
+    yield compared("prepare of a model of 1,000 modules", here, peer, unit="ms", scale=1e3, ratio=1.0)
+
+
+def time_preparing() -> list[list[float]]:
+    """In a rank: seconds of one call, by side."""
+    import torch
+
+    def side(accelerator: Any) -> Callable[[], float]:
+        def measure() -> float:
+            model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(500)])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            taken = timed(lambda: accelerator.prepare(model, optimizer))()
+            accelerator.free_memory()
+            return taken
+
+        return measure
+
+    return alternate(REPEATS, *(side(accelerator) for accelerator in accelerators()))
+
+
+@row("training", "clipping")
+def clipping() -> Iterator[Figure]:
+    """`clip_grad_norm_` of 200 gradients, above torch's own function."""
+    plain, here, peer = run_ranks(time_clipping, world_size=1)[0]
+    torch_takes = sorted(plain)[len(plain) // 2] * 1e6
+    yield compared(
+        f"clip_grad_norm_ of 200 gradients; torch takes {torch_takes:.0f} µs",
+        here,
+        peer,
+        unit="µs",
+        scale=1e6,
+        ratio=1.0,
+    )
+
+
+def time_clipping() -> list[list[float]]:
+    """In a rank: seconds of one call, by side (torch, here, peer)."""
+    import torch
+
+    parameters = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(200)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    clips = [torch.nn.utils.clip_grad_norm_, *(accelerator.clip_grad_norm_ for accelerator in accelerators())]
+    return alternate(2 * REPEATS, *(timer(lambda clip=clip: clip(parameters, 1.0), 20) for clip in clips))  # type: ignore[misc]
+
+
+@row("training", "printing on the main process")
+def printing_once() -> Iterator[Figure]:
+    """`accelerator.print`, and `tqdm` over a loop, with output that is thrown away."""
+    printed, bars = run_ranks(time_printing, world_size=1)[0]
+    yield compared("accelerator.print of a line", *printed, unit="µs", scale=1e6, ratio=1.0)
+    yield compared("tqdm: a step of a bar", *bars, unit="µs", scale=1e6, ratio=1.0)
+
+
+def time_printing() -> list[list[list[float]]]:
+    """In a rank: seconds of a line, and of a step of a bar, by side."""
+    sides = accelerators()
+    utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
+
+    def bar(module: Any) -> float:
+        begin = time.perf_counter()
+        for _ in module.tqdm(range(2000), file=io.StringIO()):
+            pass
+        return (time.perf_counter() - begin) / 2000
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        lines = alternate(REPEATS, *(timer(lambda a=side: a.print("loss", 0.25), 500) for side in sides))  # type: ignore[misc]
+    return [lines, alternate(REPEATS, *(lambda module=module: bar(module) for module in utils))]
+
+
+@row("training", "objects")
+def objects() -> Iterator[Figure]:
+    """`gather_object` of 10,000 small objects from each of two ranks."""
+    here, peer = run_ranks(time_objects, world_size=2, process_group=True)[0]
+    yield compared("gather_object of 10,000 dicts per rank", here, peer, unit="ms", scale=1e3, ratio=1.0)
+
+
+def time_objects() -> list[list[float]]:
+    """In a rank: seconds of one call, by side."""
+    accelerators()
+    values = [{"id": index, "text": f"sample {index}"} for index in range(10_000)]
+    utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
+    return alternate(REPEATS, *(timed(lambda m=module: m.gather_object(values)) for module in utils))  # type: ignore[misc]
+
+
+@row("training", "metrics")
+def metrics() -> Iterator[Figure]:
+    """`gather_for_metrics` of predictions and labels after every batch, on two ranks."""
+    here, peer = run_ranks(time_metrics, world_size=2, process_group=True)[0]
+    yield compared("an evaluation step with gather_for_metrics", here, peer, unit="µs", scale=1e6, ratio=0.5)
+
+
+def time_metrics() -> list[list[float]]:
+    """In a rank: seconds per batch of an evaluation, by side."""
+    import torch
+
+    def side(accelerator: Any) -> Callable[[], float]:
+        prepared = accelerator.prepare(loader(802))
+
+        def measure() -> float:
+            begin, batches = time.perf_counter(), 0
+            with torch.no_grad():
+                for batch in prepared:
+                    accelerator.gather_for_metrics((batch["x"] * 2, batch["y"]))
+                    batches += 1
+            return (time.perf_counter() - begin) / batches
+
+        return measure
+
+    return alternate(REPEATS, *(side(accelerator) for accelerator in accelerators()))
+
+
+@row("training", "dispatching")
+def dispatching() -> Iterator[Figure]:
+    """A batch from a loader that the main process reads for two ranks, against the peer's and against sharding."""
+    dispatched, sharded, peer = run_ranks(time_dispatching, world_size=2, process_group=True)[0]
+    yield compared("a dispatched batch", dispatched, peer, unit="µs", scale=1e6, ratio=1.0)
+    yield compared("a dispatched batch, over a sharded one", dispatched, sharded, unit="µs", scale=1e6)
+
+
+def time_dispatching() -> list[list[float]]:
+    """In a rank: seconds per batch, by side (dispatched here, sharded here, dispatched by the peer)."""
+
+    def side(package: str, dispatch: bool) -> Callable[[], float]:
+        module = import_module(package)
+        options = module.utils.DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=False)
+        prepared = module.Accelerator(cpu=True, dataloader_config=options).prepare(loader(1600))
+
+        def measure() -> float:
+            begin, batches = time.perf_counter(), 0
+            for _ in prepared:
+                batches += 1
+            return (time.perf_counter() - begin) / batches
+
+        return measure
+
+    return alternate(REPEATS, side(HERE, dispatch=True), side(HERE, dispatch=False), side(PEER, dispatch=True))
+
+
+@row("training", "small tensors")
+def small_tensors() -> Iterator[Figure]:
+    """`save_state` and `load_state` of 10,000 small tensors."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        saves, loads = run_ranks(time_small_tensors, folder, world_size=1, timeout=1200.0)[0]
+    yield compared("save_state of 10,000 tensors of 64 numbers", *saves, unit="ms", scale=1e3, ratio=1.0)
+    yield compared("load_state of the same", *loads, unit="ms", scale=1e3, ratio=1.0)
+
+
+def time_small_tensors(folder: str) -> list[list[list[float]]]:
+    """In a rank: seconds of saving and of loading, by side."""
+    import torch
+
+    saves, loads = [], []
+    for name, accelerator in zip((HERE, PEER), accelerators(), strict=True):
+        accelerator.prepare_model(torch.nn.ParameterList([torch.ones(64) for _ in range(10_000)]))
+        target = str(Path(folder) / name)
+
+        def save(accelerator: Any = accelerator, target: str = target) -> float:
+            shutil.rmtree(target, ignore_errors=True)
+            return timed(lambda: accelerator.save_state(target))()
+
+        saves.append(save)
+        loads.append(timed(lambda a=accelerator, t=target: a.load_state(t)))  # type: ignore[misc]
+    return [alternate(REPEATS, *saves), alternate(REPEATS, *loads)]
