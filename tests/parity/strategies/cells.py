@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,6 @@ ACCUMULATION = (1, 4)
 SECONDS = 300.0
 """For one training; a second or two on an idle machine."""
 patient = pytest.mark.timeout(3 * SECONDS)
-
-
-def rest_nightly(cells: Iterable[tuple[Any, ...]], daily: Callable[..., bool]) -> list[Any]:
-    """Mark the cells of a table as nightly, but for those that `daily` chooses."""
-    return [pytest.param(*cell, marks=() if daily(*cell) else pytest.mark.nightly) for cell in cells]
 
 
 @functools.cache

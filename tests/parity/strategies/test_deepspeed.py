@@ -21,10 +21,10 @@ from tests.parity.strategies.cells import (
     assert_notices_saving_alone,
     assert_trains_and_resumes,
     patient,
-    rest_nightly,
 )
 from tests.parity.strategies.scripts import Case, accelerated, parts, plain
 from tests.parity.strategies.table import ZERO, case_of
+from tests.support.nightly import rest_nightly
 from tests.support.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.strategies.cells import ACCUMULATION, TOLERANCE, assert_trains_and_resumes, patient, rest_nightly
+from tests.parity.strategies.cells import ACCUMULATION, TOLERANCE, assert_trains_and_resumes, patient
 from tests.parity.strategies.table import ON_FOUR, SLOW, STRATEGIES, case_of
+from tests.support.nightly import rest_nightly
 
 TABLE: list[tuple[str, int]] = [*product(STRATEGIES, (2, 4)), *product(ON_FOUR, (4,))]
 CELLS = rest_nightly(

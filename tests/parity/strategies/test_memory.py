@@ -6,9 +6,10 @@ from itertools import product
 
 import pytest
 
-from tests.parity.strategies.cells import SECONDS, machine, patient, rest_nightly
+from tests.parity.strategies.cells import SECONDS, machine, patient
 from tests.parity.strategies.memory import ShardSizes, measured
 from tests.parity.strategies.table import ON_FOUR, SLOW, STRATEGIES, case_of
+from tests.support.nightly import rest_nightly
 from tests.support.ranks import run_ranks
 
 MOMENTS = 2

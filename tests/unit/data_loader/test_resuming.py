@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 
 from notebook_accelerate import Accelerator
 from notebook_accelerate.config.training_config import DataLoaderConfiguration
+from tests.support.nightly import rest_nightly
 from tests.support.trainings import seed_everything
 
 LENGTH, SIZE, EPOCHS = 16, 2, 4  # so that two workers read as many batches as one
@@ -118,11 +120,18 @@ def resumed(folder: Path, when: str, *options: Any, **configuration: Any) -> Log
     return [run.epoch()]
 
 
-@pytest.mark.parametrize("when", ["within", "between", "last"])
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True), (2, True)])
+WHEN = ("within", "between", "last")
+WORKERS = [(0, False), (1, False), (1, True), (2, True)]
+KINDS = [*((source, False) for source in SOURCES), ("shuffled", True), ("by epoch", True)]
+
+
 @pytest.mark.parametrize("stateful", [False, True], ids=["plain", "stateful"])
 @pytest.mark.parametrize(
-    ("source", "seedable"), [*((source, False) for source in SOURCES), ("shuffled", True), ("by epoch", True)]
+    ("source", "seedable", "workers", "persistent", "when"),
+    rest_nightly(
+        [(*kind, *workers, when) for kind, workers, when in product(KINDS, WORKERS, WHEN)],
+        daily=lambda *case: case[2] != 1 or case[3:] == (False, "within"),
+    ),
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path, source: str, seedable: bool, stateful: bool, workers: int, persistent: bool, when: str

@@ -20,6 +20,8 @@ from notebook_accelerate.telemetry import inherited_state
 
 pytestmark = pytest.mark.usefixtures("zygote")
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
+SPAWN_NIGHTLY = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
+"""For what a spawned rank does as one of the server does: each takes four seconds to import torch twice."""
 PICKLED = pytest.mark.parametrize("method", ["zygote", "spawn"])
 
 
@@ -64,14 +66,14 @@ def test_environment_results_and_arguments(method: str, monkeypatch: pytest.Monk
     assert tensor.sum() == 0
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_ranks_have_the_kernels_random_numbers(method: str) -> None:
     random.seed(5), np.random.seed(6), torch.manual_seed(7)  # noqa: NPY002
     results = _launch(method, _numbers).results
     assert results == (_numbers(), _numbers()[:0] or results[0])
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_torch_settings_of_the_kernel_hold_in_ranks(method: str) -> None:
     def read() -> tuple[str, int]:
         import torch
@@ -108,7 +110,7 @@ def test_a_rank_is_a_clean_process(method: str) -> None:
         assert found == {"group": True, "sigint": True, "sigterm": True, "sigchld": True, "blocked": [], "stdin": False}
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> None:
     def body() -> tuple[int, str, int]:
         import asyncio
@@ -129,7 +131,7 @@ def test_asyncio_and_subprocesses_and_threads_work_in_a_rank(method: str) -> Non
     assert _launch(method, body).results == ((3, "7", 5),) * 2
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Path) -> None:
     def body() -> None:
         import atexit
@@ -143,7 +145,7 @@ def test_atexit_and_lingering_threads_are_seen_through(method: str, tmp_path: Pa
     assert run.logs(1) == ["from a thread"]
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_threads_of_threads_and_those_of_idle_executors_too(method: str) -> None:
     def body() -> None:
         import threading
@@ -234,7 +236,7 @@ def test_what_cannot_be_pickled_is_refused_before_anything_starts(method: str) -
         _launch(method, lambda: lock)
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_return_values_of_any_kind(method: str) -> None:
     class Local:
         def __init__(self, value: int) -> None:
@@ -251,7 +253,7 @@ def test_return_values_of_any_kind(method: str) -> None:
     assert model.weight is weight
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_a_big_result_travels(method: str) -> None:
     results = _launch(method, lambda: b"x" * 30_000_000).results
     assert [len(value) for value in results] == [30_000_000] * 2
@@ -291,7 +293,7 @@ def _strategy_and_steps() -> tuple[str, str, int]:
     return accelerator.strategy.name, accelerator.distributed_type.value, accelerator.gradient_accumulation_steps
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_the_launch_chooses_the_strategy_of_every_accelerator(method: str) -> None:
     from notebook_accelerate import FullyShardedDataParallelPlugin, LaunchConfig
 

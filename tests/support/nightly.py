@@ -1,0 +1,13 @@
+"""Tables of cases of which some are tried daily and all nightly (`make test-nightly`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def rest_nightly(cells: Iterable[tuple[Any, ...]], daily: Callable[..., bool]) -> list[Any]:
+    """Mark the cells of a table as nightly, except those that ``daily`` chooses, called with the cell's values."""
+    return [pytest.param(*cell, marks=() if daily(*cell) else pytest.mark.nightly) for cell in cells]
