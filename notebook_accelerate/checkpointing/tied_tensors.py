@@ -77,7 +77,10 @@ def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, A
     Returns:
         `state` with the names added.
     """
-    for group in (*tied_names(model.state_dict()), *_names_of_same_object(model)):
+    wanted = model.state_dict(keep_vars=True)
+    if wanted.keys() <= state.keys():  # nothing was left out
+        return state
+    for group in (*tied_names(wanted), *_names_of_same_object(model)):
         source = next((name for name in group if name in state), None)
         if source is not None:
             state.update({name: state[source] for name in group if name not in state})
