@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.strategies.sharding import shard_files, write_plans
+from notebook_accelerate.strategies.sharding import shard_files, shard_reader, write_plans
 from tests.support.ranks import run_ranks
 from tests.support.sharded import FORMS, ShardedTraining
 
@@ -143,3 +143,25 @@ def test_a_failure_is_told_by_every_rank(before: int, at: str, where: int, tmp_p
     for message, left in run_ranks(failing, str(tmp_path / "out"), before, at, where):
         assert "the disk is full" in message
         assert not left
+
+
+def failing_on_one_rank(folder: str) -> str:
+    training = ShardedTraining()
+    training.step()
+    training.accelerator.save_state(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if training.accelerator.process_index == 1:
+            patch.setattr(shard_reader.ShardReader, "read_data", _unreadable)
+        with pytest.raises((CheckpointError, write_plans.ShardsError)) as caught:
+            training.accelerator.load_state(folder)
+    training.accelerator.load_state(folder)
+    return str(caught.value)
+
+
+def _unreadable(*_: Any) -> None:
+    raise OSError("the disk is gone")
+
+
+def test_a_rank_that_cannot_read_its_part_ends_the_load_on_all(tmp_path: Path) -> None:
+    for said in run_ranks(failing_on_one_rank, str(tmp_path / "out")):
+        assert "rank 1: OSError: the disk is gone" in said

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -180,13 +178,3 @@ def _add_form(value: Any, layouts: dict[KeyPath, Any], path: KeyPath, form: Stat
     if isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             _add_form(item, layouts, (*path, key), form)
-
-
-def read_shards(state: dict[str, Any], folder: Path) -> None:
-    """Load a sharded state from a folder, in place; every rank must call this.
-
-    Args:
-        state: The state, with torch's sharded tensors.
-        folder: The folder.
-    """
-    load(state, storage_reader=FileSystemReader(folder))

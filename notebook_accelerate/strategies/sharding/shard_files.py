@@ -138,25 +138,34 @@ def _write_tensor(stream: Any, tensor: torch.Tensor) -> None:
             tensor = tensor.clone()
         torch.save(tensor, stream)
         return
-    before, after = _frame(tensor.dtype, tensor.shape)
+    before, after = frame_of(tensor.dtype, tensor.shape)
     stream.write(before)
     stream.keep(tensor.reshape(-1).view(torch.uint8).numpy().data)
     stream.write(after)
 
 
+def is_framed(dtype: torch.dtype, nbytes: int) -> bool:
+    """Return whether tensors of a dtype and size are framed, where they are contiguous."""
+    return dtype in _DTYPES and 0 < nbytes <= _MAX_FRAMED
+
+
 def _can_be_framed(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
-        and tensor.dtype in _DTYPES
-        and 0 < tensor.nbytes <= _MAX_FRAMED
+        and is_framed(tensor.dtype, tensor.nbytes)
         and tensor.is_contiguous()
         and not tensor.is_neg()
     )
 
 
 @lru_cache(maxsize=1024)
-def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """Return the bytes that torch.save writes before and after the values of a contiguous tensor."""
+def frame_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """Return the bytes that torch.save writes before and after the values of a contiguous tensor.
+
+    Args:
+        dtype: The tensor's.
+        shape: The tensor's.
+    """
     stream = io.BytesIO()
     with without_record_checksums():
         torch.save(torch.zeros(shape, dtype=dtype), stream)

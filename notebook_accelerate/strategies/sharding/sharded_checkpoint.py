@@ -25,7 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
-from notebook_accelerate.strategies.sharding.local_shards import StatePart, make_part, read_shards
+from notebook_accelerate.strategies.sharding.local_shards import StatePart, make_part
+from notebook_accelerate.strategies.sharding.shard_reader import read_shards
 
 
 def _rank() -> int:

@@ -40,7 +40,7 @@ StateForm = list[Any]
 
 
 class ShardsError(RuntimeError):
-    """A rank could not write its part.
+    """A rank could not write or read its part.
 
     Args:
         failures: The exceptions by rank.
@@ -165,11 +165,11 @@ def _write_again(plan: _Plan, value: Any, folder: Path, group: Any) -> FileCheck
     except BaseException as error:  # noqa: BLE001 - raised below, after the other ranks have received it
         failure = error
     changed = {index: location for index, location in locations.items() if plan.locations[index] != location}
-    parts = _exchange_or_raise(failure, changed, group)
+    parts = exchange_or_raise(failure, changed, group)
     plan.locations.update(changed)
     if plan.metadata is not None:
         failure = _try_write_metadata(plan, parts, files, folder)
-    _exchange_or_raise(failure, None, group)
+    exchange_or_raise(failure, None, group)
     return files.checksums
 
 
@@ -203,8 +203,17 @@ def _try_write_metadata(
     return None
 
 
-def _exchange_or_raise(failure: BaseException | None, value: Any, group: Any) -> list[Any]:
-    """Return the values of all ranks, or raise the failures of all ranks; every rank must call this."""
+def exchange_or_raise(failure: BaseException | None, value: Any, group: Any) -> list[Any]:
+    """Return the values of all ranks, or raise the failures of all ranks; every rank must call this.
+
+    Args:
+        failure: This rank's failure, or None.
+        value: This rank's value.
+        group: The ranks; None: torch's default group.
+
+    Raises:
+        ShardsError: A rank failed.
+    """
     found = _exchange((_picklable(failure), value), group)
     if failures := {rank: error for rank, (error, _) in enumerate(found) if error is not None}:
         raise ShardsError(failures) from failure
