@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
+DIGIT = 6.4
+"""Width of a digit of a label."""
 MAX_TRACKS = 8
 """With more ranks the envelope is drawn, and at most four single ranks: more curves cannot be told apart."""
 POINTS = 400
@@ -143,7 +145,7 @@ def svg(title: str, tracks: Sequence[Track]) -> Markup:
         tracks: The lines.
     """
     frame = _Frame(tracks)
-    heading = svg_text(LEFT, 16, _shortened(title, 34), INK, font_weight=600, font_size=12.5)
+    heading = svg_text(frame.left, 16, _shortened(title, 34), INK, font_weight=600, font_size=12.5)
     coloured = [(track, COLOURS[index % len(COLOURS)]) for index, track in enumerate(tracks)]
     envelopes = [frame.envelope(track, colour) for track, colour in coloured]
     lines = [frame.line(track, colour) for track, colour in coloured]
@@ -157,9 +159,12 @@ class _Frame:
         self.x0, self.x1 = _bounds([track.x for track in tracks], 0.0)
         edges = [edge for track in tracks for edge in (track.low, track.high) if edge is not None]
         self.y0, self.y1 = _bounds([*(track.y for track in tracks), *edges], 0.06)
+        rows = ticks(self.y0, self.y1, 4)
+        self.rows = list(zip(rows, labels(rows), strict=True))
+        self.left = max(LEFT, 10 + math.ceil(DIGIT * max((len(label) for _, label in self.rows), default=0)))
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+        return self.left + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
@@ -169,11 +174,10 @@ class _Frame:
 
     def axes(self) -> list[Markup]:
         parts = []
-        rows = ticks(self.y0, self.y1, 4)
-        for value, label in zip(rows, labels(rows), strict=True):
+        for value, label in self.rows:
             y = self.y(value)
-            parts.append(element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, stroke=GRID, stroke_opacity=".22"))
-            parts.append(svg_text(LEFT - 7, y + 3.8, label, INK, "end"))
+            parts.append(element("line", x1=self.left, x2=WIDTH - RIGHT, y1=y, y2=y, stroke=GRID, stroke_opacity=".22"))
+            parts.append(svg_text(self.left - 7, y + 3.8, label, INK, "end"))
         below = HEIGHT - BOTTOM + 17
         columns = ticks(self.x0, self.x1, 5)
         return parts + [svg_text(self.x(value), below, f"{value:,.10g}", INK, "middle") for value in columns]

@@ -58,6 +58,16 @@ def test_the_alt_text_describes_the_curve() -> None:
     assert "at step 999" in text
 
 
+@pytest.mark.parametrize("values", [[0.001, 0.00099], [-123456.5, -123456.0], [0.0, 1.0], [1e300, 2e300]])
+def test_labels_fit_left_of_the_axis(values: list[float]) -> None:
+    track = svg_curves.Track("rank 0", np.arange(2.0), np.array(values))
+    root = ET.fromstring(str(svg_curves.svg("lr", [track])))
+    found = [text for text in root.iter() if text.tag.endswith("text") and text.get("text-anchor") == "end"]
+    assert len(found) >= 2
+    for text in found:
+        assert float(text.get("x", "nan")) >= svg_curves.DIGIT * len(text.text or ""), text.text
+
+
 def test_gaps_and_values_that_are_not_finite() -> None:
     store = Store()
     for step, value in enumerate([1.0, math.nan, 2.0, 3.0, math.inf, 1e308, -1e308]):
