@@ -163,7 +163,18 @@ def quartiles(values: Sequence[float]) -> tuple[float, float] | None:
 # ---- showing
 
 _WIDTHS = (62, 12, 12, 8, 14, 18)
-QUICK = ("fork", "import of the root", "import", "step", "loader", "collectives", "metrics", "logging", "unused", "hooks")
+QUICK = (
+    "fork",
+    "import of the root",
+    "import",
+    "step",
+    "loader",
+    "collectives",
+    "metrics",
+    "logging",
+    "unused",
+    "hooks",
+)
 """The rows of `make bench-quick`: the times that users meet most, in less than five minutes."""
 
 

@@ -336,6 +336,46 @@ def memory() -> Iterator[Figure]:
                 yield compared(f"{ranks} ranks by zygote: PSS of {who}", served, unit="MiB", scale=2**-20)
 
 
+@row("launch", "memory of a model")
+def memory_of_a_model() -> Iterator[Figure]:
+    """Proportional set sizes with a model of 1 GB in the kernel, which ranks inherit and leave as it is."""
+    with Launcher(HERE) as here, Launcher(PEER) as peer:
+        for launcher in (here, peer):
+            launcher.kernel.check(WAITING + "model = [torch.ones(1 << 22) for _ in range(64)]")
+        for ranks in (2, 16):
+            ours, theirs = zip(*[[_sizes(side, ranks, "") for side in (here, peer)] for _ in range(3)], strict=True)
+            for place, who in enumerate(("the kernel", "each rank")):
+                yield compared(
+                    f"{ranks} ranks by fork: PSS of {who}",
+                    [sizes[place] for sizes in ours],
+                    [sizes[place] for sizes in theirs],
+                    unit="MiB",
+                    scale=2**-20,
+                    ratio=1.1,
+                )
+
+
+@row("launch", "many runs")
+def many_runs() -> Iterator[Figure]:
+    """A launch in a kernel with 200 finished runs, each with metrics and lines, and the memory that each keeps."""
+    work = (
+        "def work():\n    from notebook_accelerate import telemetry\n"
+        "    for step in range(100):\n        print('step', step)\n"
+        "        telemetry.emit(telemetry.MetricEvent({'loss': 0.5}, step))\n    stamp()"
+    )
+    with Launcher(HERE) as new, Launcher(HERE) as old:
+        for launcher in (new, old):
+            launcher.kernel.check(work)
+            launcher.time("work", 2)
+        before = old.kernel.process.memory_info().rss
+        for _ in range(200):
+            old.time("work", 2)
+        kept = (old.kernel.process.memory_info().rss - before) / 200
+        late, early = alternate(REPEATS, lambda: old.time("stamp", 2)[1], lambda: new.time("stamp", 2)[1])
+    yield compared("2 ranks: call to return, over that in a new kernel", late, early, unit="s", ratio=1.2)
+    yield Figure(what="memory that a finished run keeps", unit="kB", ours=kept / 1e3)
+
+
 def _sizes(launcher: Launcher, ranks: int, options: str) -> tuple[float, float]:
     """Return the kernel's and the mean rank's PSS in bytes."""
     go = launcher.folder.with_name(launcher.folder.name + "-go")
