@@ -39,6 +39,7 @@ _PRELOAD = [
     "torch.distributed",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
+    "torch._dynamo",  # every optimizer imports it, which takes a second
     "torch.nn.parallel",
     "torch.utils.data",
     "notebook_accelerate.accelerator",
