@@ -16,7 +16,7 @@ from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
 from tests.support.ranks import run_ranks
 
 HERE, PEER = "notebook_accelerate", "accelerate"
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 # ---- steps

@@ -23,11 +23,6 @@ def accelerators(**options: Any) -> list[Any]:
     return [import_module(name).Accelerator(cpu=True, **options) for name in (HERE, PEER)]
 
 
-def timed(call: Callable[[], Any]) -> Callable[[], float]:
-    """Return what times one call, in seconds."""
-    return timer(lambda: (call(), None)[1], 1)
-
-
 @row("training", "preparing")
 def preparing() -> Iterator[Figure]:
     """`prepare` of a model of 1,000 modules and its optimizer."""
@@ -43,7 +38,7 @@ def time_preparing() -> list[list[float]]:
         def measure() -> float:
             model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(500)])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            taken = timed(lambda: accelerator.prepare(model, optimizer))()
+            taken = timer(lambda: accelerator.prepare(model, optimizer), 1)()
             accelerator.free_memory()
             return taken
 
@@ -107,7 +102,7 @@ def time_objects() -> list[list[float]]:
     accelerators()
     values = [{"id": index, "text": f"sample {index}"} for index in range(10_000)]
     utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
-    return alternate(REPEATS, *(timed(lambda m=module: m.gather_object(values)) for module in utils))  # type: ignore[misc]
+    return alternate(REPEATS, *(timer(lambda m=module: m.gather_object(values), 1) for module in utils))  # type: ignore[misc]
 
 
 @row("training", "metrics")
@@ -185,8 +180,8 @@ def time_small_tensors(folder: str) -> list[list[list[float]]]:
         def save(accelerator: Any = accelerator, target: str = target) -> float:
             shutil.rmtree(target, ignore_errors=True)
             os.sync()  # what the other side wrote
-            return timed(lambda: accelerator.save_state(target))()
+            return timer(lambda: accelerator.save_state(target), 1)()
 
         saves.append(save)
-        loads.append(timed(lambda a=accelerator, t=target: a.load_state(t)))  # type: ignore[misc]
+        loads.append(timer(lambda a=accelerator, t=target: a.load_state(t), 1))  # type: ignore[misc]
     return [alternate(REPEATS, *saves), alternate(REPEATS, *loads)]

@@ -1,7 +1,7 @@
 """Reads a distributed checkpoint in torch's format, without calling torch.load for each tensor.
 
 torch.load takes 0.6 ms for a tensor, and torch's load exchanges plans that every rank can make from the metadata alone.
-For 230 MB in 1,200 tensors on two gloo ranks, `load_state` takes a third of the time (2 cores, torch 2.13).
+For 230 MB in 1,200 tensors on two gloo ranks, `load_state` took 0.4 to 0.6 s instead of 2.5 to 3.3 s (2 busy cores).
 """
 
 from __future__ import annotations
