@@ -75,8 +75,7 @@ def test_the_kernel_is_a_guest_room(kernel: Kernel) -> None:
     )
     kernel.check("launch(time.sleep, 1.0, panel=True)")  # what panels import and start is there afterwards
     kernel.check("launch(rank)")
-    # The thread of a run that has ended prepares the next one.
-    kernel.check("[t.join(5) for t in threading.enumerate() if t.name.startswith('notebook-accelerate-run-')]")
+    kernel.check("join_runs()")
     before = kernel.value(look)
     kernel.check("launch(rank, env={'A': 'b'}, start_method='fork', mixed_precision='bf16')")
     kernel.check("launch(rank, env={'A': 'b'}, start_method='zygote')")

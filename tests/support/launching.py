@@ -23,6 +23,10 @@ def rank():
 def group():
     dist.init_process_group("gloo")
 
+def join_runs():
+    for thread in threading.enumerate():
+        if thread.name.startswith("notebook-accelerate-run-"):
+            thread.join(5)  # the thread of a run that has ended prepares the next one
 def gate(name):
     while not os.path.exists(name):
         time.sleep(0.02)

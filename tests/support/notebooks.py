@@ -18,9 +18,7 @@ LOOK = """
 import gc
 def look():
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("notebook-accelerate-run-"):
-            thread.join(5)  # the thread of a run that has ended prepares the next one
+    join_runs()
     return {
         "threads": sorted(t.name for t in threading.enumerate() if not t.name.startswith("Thread-")),  # ipykernel's
         "sockets": len([name for name in os.listdir("/proc/self/fd") if fd_is_socket(name)]),
