@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import resource
 import sys
 from collections.abc import Iterator
 
@@ -52,6 +53,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("leaks_ok")
         if mark and not (mark.args or mark.kwargs.get("reason")):
             raise pytest.UsageError(f'{item.nodeid}: say what is left behind: @pytest.mark.leaks_ok("...")')
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much of the time was processor time: what is left, tests waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    terminalreporter.write_line(f"= processor time of the tests and their processes: {seconds:.0f} s")
 
 
 def _without_gpu(items: list[pytest.Item]) -> str | None:

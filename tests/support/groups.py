@@ -1,4 +1,4 @@
-"""Runs a suite's groups of tests, two at a time, each in a pytest of its own with its own log.
+"""Runs a suite's groups of tests, a few at a time, each in a pytest of its own with its own log.
 
 ``python -m tests.support.groups everyday lint`` is what `make test` runs: the groups of the suite, and a target of make
 as one more group. The last line is pytest's closing line over all groups.
@@ -44,8 +44,8 @@ SUITES = {
 """What `make test` and `make test-integrations` run: folders of tests by group."""
 # Groups with an environment of their own: what make is asked for instead.
 OWN_ENVIRONMENT = {name: f"test-{name}" for name in ("clients", "deepspeed", "megatron", "parity", "ray", "s3")}
-LANES = 2
-"""Groups at a time, as many as there are cores on the smallest machine; the ranks of each share them already."""
+LANES = 3
+"""Groups at a time, one more than the cores of the smallest machine: a group waits half of its time."""
 SECONDS_PER_GROUP = 5400
 LONG_EXPLANATION = 24
 """Lines of a test's failure that are printed; its log has all."""
