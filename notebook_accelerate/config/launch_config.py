@@ -74,6 +74,8 @@ class LaunchConfig:
     """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster."""
     accelerator: Mapping[str, Any] | None = None
     """Arguments for every ``Accelerator()`` in the ranks, where the function passes none: plugins, handlers, ..."""
+    as_accelerate: bool = False
+    """Whether the ranks serve this package to other libraries as ``accelerate``; see ``as_accelerate``."""
 
     def __post_init__(self) -> None:
         check_one_of("start_method", self.start_method, START_METHODS)

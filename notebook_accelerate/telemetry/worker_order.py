@@ -24,6 +24,7 @@ class WorkerOrder:
         sources: Sources of notebook cells by file name; empty when inherited.
         hold: Whether the rank keeps the frames of a failure for inspection until the kernel releases it.
         accelerator: Arguments of every `Accelerator()` that passes none; pickled where the process inherits nothing.
+        as_accelerate: Whether the rank serves this package under the name ``accelerate``.
     """
 
     rank: int
@@ -36,3 +37,4 @@ class WorkerOrder:
     sources: dict[str, str] = field(default_factory=dict)
     hold: bool = False
     accelerator: Mapping[str, Any] | bytes | None = None
+    as_accelerate: bool = False

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.config.launch_arguments import set_launch_arguments
+from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.telemetry import (
     Channel,
     Event,
@@ -209,6 +210,8 @@ def apply_order(order: WorkerOrder) -> None:
             os.chdir(order.cwd)
     if order.sys_path is not None:
         sys.path[:] = order.sys_path
+    if order.as_accelerate:
+        accelerate_alias.install()
     install_sources(order.sources)
     state_resets.reset()
     given = order.accelerator

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from notebook_accelerate.integrations import accelerate_alias
 from tests.support.ranks import reserved_port
-from tests.support.served import serve
 
 pytestmark = [
     pytest.mark.skipif(
@@ -38,13 +38,13 @@ def train(folder: Path, ranks: int, more: dict[str, Any], script: str = "clients
 
 
 def _train(folder: Path, ranks: int, more: dict[str, Any], path: Path, port: int) -> list[dict[str, Any]]:
-    served = serve(folder / "served")
     script = [sys.executable, str(path), str(folder / "out"), str(8 // ranks)]
+    path_with_alias = f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}"  # as as_accelerate() sets it
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
-        hub = {"HF_HUB_OFFLINE": 1, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": f"{served}{os.pathsep}{ROOT}"}
+        hub = {"HF_HUB_OFFLINE": 1, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path_with_alias}
         environment = {name: str(value) for name, value in {**place, **group, **hub}.items()}
         processes.append(
             subprocess.Popen(

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate  # noqa: TID251 - served by the test
+import accelerate  # noqa: TID251 - this package, under that name
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments

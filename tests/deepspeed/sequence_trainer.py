@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-import accelerate  # noqa: TID251, F401 - served by the test
+import accelerate  # noqa: TID251, F401 - this package, under that name
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig  # noqa: TID251
 from transformers import Trainer, TrainingArguments
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import notebook_accelerate
 from notebook_accelerate import Accelerator, ParallelismConfig
 from tests.support.ranks import run_ranks
-from tests.support.served import serve
 
 pytestmark = [
     pytest.mark.skipif(
@@ -42,7 +40,7 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
 def _split(folder: str) -> dict[str, Any]:
     """Train a Llama whole, split by `prepare`, and split by transformers while it is loaded."""
     # transformers splits only where there is a package of that name.
-    sys.path.insert(0, str(serve(Path(folder) / f"served-{os.environ['RANK']}")))
+    notebook_accelerate.as_accelerate()
     from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

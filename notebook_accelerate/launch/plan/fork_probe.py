@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import KernelFacts
 
 PROBE_SECONDS = 2.0
@@ -36,7 +37,12 @@ COMPUTING_SHARE = 0.1
 
 def kernel_facts() -> KernelFacts:
     """Return the planner's facts about this kernel."""
-    return KernelFacts(fork_hazard=fork_hazard, can_fork=hasattr(os, "fork"), environment=os.environ)
+    return KernelFacts(
+        fork_hazard=fork_hazard,
+        can_fork=hasattr(os, "fork"),
+        environment=os.environ,
+        accelerate_imported=accelerate_alias.is_real_imported(),
+    )
 
 
 def fork_hazard() -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.config.launch_arguments import launch_arguments_set
+from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import rank_environment
 from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
 from notebook_accelerate.launch.state import error_messages
@@ -106,7 +107,11 @@ def _guest(run: InlineContext) -> Iterator[None]:
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
-        with state_resets.isolated(), launch_arguments_set(run.config.accelerator):
+        with (
+            state_resets.isolated(),
+            launch_arguments_set(run.config.accelerator),
+            accelerate_alias.installed(run.config.as_accelerate),
+        ):
             yield
     finally:
         for tee in tees:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.hardware import torch_build
+from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, rank_environment
 from notebook_accelerate.launch.processes.selecting import HasFileno, call_ready, dispatch
 from notebook_accelerate.launch.state import failure_causes, failures
@@ -85,7 +86,13 @@ class RankGroup:
         environment.update(config.env or {})
         rank = self._plan.first_rank + local_rank
         return WorkerOrder(
-            rank, environment, self._plan.threads, inherited, hold=config.debug, accelerator=config.accelerator
+            rank,
+            environment,
+            self._plan.threads,
+            inherited,
+            hold=config.debug,
+            accelerator=config.accelerator,
+            as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
         )
 
     # ---- commands

@@ -1,0 +1,3 @@
+"""Connects other training libraries to this package."""
+
+from __future__ import annotations

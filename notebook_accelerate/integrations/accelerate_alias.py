@@ -1,0 +1,238 @@
+"""Serves this package under the name ``accelerate``: its modules, and the metadata of a distribution.
+
+Submodules are aliases: ``accelerate.utils`` is the module object ``notebook_accelerate.utils``. The top-level module
+is an object of its own, because libraries compare its ``__version__`` with versions of Accelerate; its other attributes
+are those of ``notebook_accelerate``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ALIAS = "accelerate"
+PACKAGE = "notebook_accelerate"
+VERSION = "1.15.0"
+"""The version of Accelerate whose interface this package has."""
+
+STARTUP_FOLDER = str(Path(__file__).resolve().parent / "startup")
+"""In PYTHONPATH while the alias is installed: interpreters that this process starts install it, too."""
+
+_PROBING_LIBRARIES = ("transformers", "diffusers")
+"""Libraries that look for Accelerate once, when they are imported, and work without it."""
+
+_lock = threading.Lock()
+
+
+class _TopLevelModule(ModuleType):
+    """The module ``accelerate``: its own dunder names; everything else is read from and written to this package."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules[PACKAGE], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _is_dunder(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(sys.modules[PACKAGE], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if _is_dunder(name):
+            super().__delattr__(name)
+        else:
+            delattr(sys.modules[PACKAGE], name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(sys.modules[PACKAGE])})
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+class _AliasLoader:
+    """Loads an alias by importing the module it stands for."""
+
+    def __init__(self, target: ModuleSpec) -> None:
+        self._target = target
+        self._own_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module of this package; for the top-level name, the module that stands for it."""
+        module = importlib.import_module(self._target.name)
+        if spec.name == ALIAS:
+            return _TopLevelModule(ALIAS, module.__doc__)
+        self._own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Undo the change that the import system makes to a module it takes for new: its spec."""
+        if isinstance(module, _TopLevelModule):
+            module.__version__ = VERSION
+        else:
+            module.__spec__ = self._own_spec
+
+    # What runpy, inspect, pkgutil and importlib.resources ask of a loader.
+
+    def get_code(self, fullname: str) -> Any:
+        """Return the module's code object."""
+        return self._ask("get_code")
+
+    def get_source(self, fullname: str) -> Any:
+        """Return the module's source."""
+        return self._ask("get_source")
+
+    def get_filename(self, fullname: str) -> Any:
+        """Return the module's file."""
+        return self._ask("get_filename")
+
+    def is_package(self, fullname: str) -> bool:
+        """Return whether the module has submodules."""
+        return self._target.submodule_search_locations is not None
+
+    def get_resource_reader(self, fullname: str) -> Any:
+        """Return the reader of the files beside the module."""
+        return self._ask("get_resource_reader")
+
+    def _ask(self, method: str) -> Any:
+        return getattr(self._target.loader, method)(self._target.name)
+
+
+class _AliasFinder:
+    """Finds ``accelerate``, its submodules and its metadata."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of an alias; None for other modules."""
+        top, dot, rest = fullname.partition(".")
+        if top != ALIAS:
+            return None
+        found = importlib.util.find_spec(f"{PACKAGE}{dot}{rest}")
+        if found is None:
+            return None
+        loader: Any = _AliasLoader(found)
+        spec = ModuleSpec(fullname, loader, origin=found.origin, is_package=loader.is_package(fullname))
+        spec.submodule_search_locations = found.submodule_search_locations
+        spec.has_location = found.has_location
+        return spec
+
+    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+        """Yield the distribution ``accelerate``, if the context names it or none."""
+        name = getattr(context, "name", None)
+        if name is None or name.lower() == ALIAS:
+            from notebook_accelerate.integrations.accelerate_metadata import AccelerateDistribution
+
+            yield AccelerateDistribution()
+
+    def invalidate_caches(self) -> None:
+        """Do nothing: there are no caches."""
+
+
+_finder: Any = _AliasFinder()
+
+
+def as_accelerate(enabled: bool = True) -> None:
+    """Serve this package to other libraries as ``accelerate``, here and in the ranks of later launches.
+
+    ``import accelerate`` and imports of its submodules return this package's modules, and ``importlib.metadata`` finds
+    a distribution ``accelerate``. Interpreters that this process starts do the same (by PYTHONPATH). Call it before
+    the libraries that use Accelerate are imported.
+
+    Args:
+        enabled: False removes the alias; modules that have imported it keep what they have.
+
+    Raises:
+        NotebookAccelerateError: The real Accelerate is imported in this process.
+    """
+    if not enabled:
+        remove()
+        return
+    probed = [name for name in _PROBING_LIBRARIES if name in sys.modules]
+    if probed and not is_installed() and importlib.util.find_spec(ALIAS) is None:
+        warnings.warn(
+            f"{' and '.join(probed)} was imported before as_accelerate() and has found no accelerate; restart the "
+            "kernel and call notebook_accelerate.as_accelerate() first",
+            stacklevel=2,
+        )
+    install()
+
+
+def is_installed() -> bool:
+    """Return whether this process serves the alias."""
+    return _finder in sys.meta_path
+
+
+def is_real_imported() -> bool:
+    """Return whether the real Accelerate is imported in this process."""
+    return ALIAS in sys.modules and not isinstance(sys.modules[ALIAS], _TopLevelModule)
+
+
+def install() -> None:
+    """Install the alias in this process, and for the interpreters that it starts; again does nothing.
+
+    Raises:
+        NotebookAccelerateError: The real Accelerate is imported.
+    """
+    with _lock:
+        if is_real_imported():
+            from notebook_accelerate.errors import NotebookAccelerateError
+
+            where = getattr(sys.modules[ALIAS], "__file__", None) or "unknown file"
+            raise NotebookAccelerateError(
+                f"the real accelerate ({where}) is imported in this process, and both cannot have the name; restart "
+                "the kernel and call notebook_accelerate.as_accelerate() before importing libraries that use accelerate"
+            )
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+        _set_python_path([STARTUP_FOLDER, *_other_folders()])
+
+
+def remove() -> None:
+    """Remove the alias from this process; does nothing where it is not installed."""
+    with _lock:
+        if _finder not in sys.meta_path:
+            return
+        sys.meta_path.remove(_finder)
+        for name in [name for name in sys.modules if name == ALIAS or name.startswith(f"{ALIAS}.")]:
+            del sys.modules[name]
+        _set_python_path(_other_folders())
+
+
+@contextmanager
+def installed(wanted: bool) -> Iterator[None]:
+    """Install the alias inside a with block if ``wanted``, and remove it unless it was installed before.
+
+    Raises:
+        NotebookAccelerateError: The real Accelerate is imported.
+    """
+    before = is_installed()
+    if wanted:
+        install()
+    try:
+        yield
+    finally:
+        if not before:
+            remove()
+
+
+def _other_folders() -> list[str]:
+    value = os.environ.get("PYTHONPATH")
+    return [each for each in value.split(os.pathsep) if each != STARTUP_FOLDER] if value else []
+
+
+def _set_python_path(folders: list[str]) -> None:
+    if folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    else:
+        os.environ.pop("PYTHONPATH", None)
