@@ -8,6 +8,8 @@ PY ?= $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
+PARITY_VENV := .venv-parity
+PARITY_READY := $(PARITY_VENV)/.ready
 BENCH_DEEPSPEED_VENV := .venv-bench-deepspeed
 BENCH_DEEPSPEED_READY := $(BENCH_DEEPSPEED_VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
@@ -44,7 +46,7 @@ help:
 	@echo "make test-kernels   the tests that start Jupyter kernels, with several versions of ipykernel"
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
-	@echo "make test-parity    checkpoints, losses and weights against the real Accelerate; in the environment of make bench"
+	@echo "make test-parity    behaviour, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
 	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate; in DeepSpeed's environment"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
@@ -85,6 +87,13 @@ endef
 $(BENCH_READY): $(READY) requirements/bench.txt
 	$(call over_development,$(BENCH_VENV))
 	$(BENCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/bench.txt
+	touch $@
+
+# The parity tests' environment is the development environment plus the peer and the libraries whose objects both take.
+$(PARITY_READY): $(READY) requirements/bench.txt requirements/clients.txt requirements/parity.txt
+	$(call over_development,$(PARITY_VENV))
+	$(PARITY_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/bench.txt -r requirements/clients.txt -r requirements/parity.txt
 	touch $@
 
 # Only the rows of strategies need DeepSpeed beside the peer, which takes it with transformers only.
@@ -210,9 +219,9 @@ test-trackers: $(TRACKERS_READY)
 test-xla: $(XLA_READY)
 	OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-xla tests/xla
 
-test-parity: $(BENCH_READY)
-	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
-		tests/parity/checkpoints tests/parity/training/test_accelerate.py
+test-parity: $(PARITY_READY)
+	OMP_NUM_THREADS=1 $(PARITY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
+		tests/parity/behaviour tests/parity/checkpoints tests/parity/training/test_accelerate.py
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
@@ -241,5 +250,5 @@ lab: $(SETUP)
 	$(VENV)/bin/python -m jupyterlab examples
 
 clean:
-	rm -rf $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(XLA_VENV) $(TRACKERS_VENV) $(VENV) $(BENCH_VENV) $(BENCH_DEEPSPEED_VENV) $(COLAB_VENV) $(DEEPSPEED_VENV) $(MEGATRON_VENV) $(PARITY_VENV) $(RAY_VENV) $(S3_VENV) .build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

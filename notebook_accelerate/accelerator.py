@@ -198,15 +198,17 @@ class Accelerator(AcceleratorProperties):
         """Prepare models, optimizers, loaders and schedulers, in any number and order; every rank must call this.
 
         Args:
-            args: The objects; None stays None.
+            args: The objects. Those that are no model, optimizer, loader or scheduler are returned as they are.
             device_placement: For each object, whether it goes to the device; None means the Accelerator's setting.
 
         Returns:
             The prepared objects in the order given: a tuple, or the object itself if only one was given.
 
         Raises:
+            AttributeError: The shared state was reset after this Accelerator was created.
             ValueError: An object cannot be prepared, or `device_placement` does not have one item for each.
         """
+        self.state.distributed_type  # noqa: B018 - raises if the state was reset
         placements: Sequence[bool | None] = [None] * len(args) if device_placement is None else device_placement
         accelerator_arguments.check_type(
             "device_placement", placements, (list, tuple), "a list with True or False for each object"

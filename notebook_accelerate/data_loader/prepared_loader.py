@@ -107,9 +107,9 @@ class DataLoaderAdapter(DataLoader[Any]):
             The state of torchdata's StatefulDataLoader, after the yielded batches.
 
         Raises:
-            ValueError: The loader is not based on torchdata's StatefulDataLoader.
+            AttributeError: The loader is not based on torchdata's StatefulDataLoader.
         """
-        raise ValueError(_NOT_STATEFUL)
+        raise AttributeError(_NOT_STATEFUL)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in the next pass, from a saved state.
@@ -118,9 +118,9 @@ class DataLoaderAdapter(DataLoader[Any]):
             state_dict: The result of `state_dict`.
 
         Raises:
-            ValueError: The loader is not based on torchdata's StatefulDataLoader.
+            AttributeError: The loader is not based on torchdata's StatefulDataLoader.
         """
-        raise ValueError(_NOT_STATEFUL)
+        raise AttributeError(_NOT_STATEFUL)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: states are those after the yielded batches, never after batches read ahead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,14 @@ class AutocastForward(ConvertOutputsToFp32):
         with torch.autocast(**self.settings):
             outputs = self.model_forward(*args, **kwargs)
         return convert_to_fp32(outputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
+        return AutocastForward(copy.deepcopy(self.model_forward, memo), dict(self.settings))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickles as the original, which a process without this package can load. The copy is the original itself for a
+        # function; for a bound method, pickle has looked it up in the new object's class.
+        return copy.copy, (self.model_forward,)
 
 
 def restore_forward(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Warnings that are shown once per process."""
+"""Warnings that point at the user's code; shown each time, or once per process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
         message: The message.
         category: The category of the warning.
     """
-    if message in _shown:
-        return
-    _shown.add(message)
+    if message not in _shown:
+        _shown.add(message)
+        warn_user(message, category)
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn each time; the warning points at the user's own code.
+
+    Args:
+        message: The message.
+        category: The category of the warning.
+    """
     depth, _ = user_frame()
     warnings.warn(message, category, stacklevel=depth)
 

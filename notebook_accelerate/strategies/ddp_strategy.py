@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accelerate.collectives import leaves_of
 from notebook_accelerate.state.process_group import keep_group_for
-from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.state.warn_once import warn_once, warn_user
 from notebook_accelerate.strategies.model_placement import is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy, even_batches_set
 from notebook_accelerate.strategies.unwrap import ddp_inside
@@ -87,7 +87,7 @@ class DDPStrategy(Strategy):
         joined = [_joinable(item) for item in joinables]
         with even_batches_set(self.dataloaders, even_batches) as others:
             if even_batches is not None and others:
-                warn_once("join_uneven_inputs(even_batches=...) does not apply to loaders of iterable datasets")
+                warn_user("join_uneven_inputs(even_batches=...) does not apply to loaders of iterable datasets")
             with Join(joined, enable=True, throw_on_early_termination=False):
                 yield
 

@@ -37,7 +37,6 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("model", lambda item: isinstance(item, torch.nn.Module)),
     ("optimizer", lambda item: isinstance(item, torch.optim.Optimizer)),
     ("scheduler", _is_scheduler),
-    ("nothing", lambda item: item is None),
 )
 
 
@@ -48,23 +47,9 @@ def kind_of(item: Any) -> str:
         item: An argument of `prepare`.
 
     Returns:
-        model, optimizer, data_loader, scheduler, or nothing for None.
-
-    Raises:
-        ValueError: It is none of them.
+        model, optimizer, data_loader, scheduler, or other: `prepare` returns other objects as they are.
     """
-    for kind, test in _KINDS:
-        if test(item):
-            return kind
-    raise ValueError(
-        f"prepare() was given {type(item).__name__} ({_short(item)}); it takes torch modules, optimizers, DataLoaders "
-        "and learning rate schedulers, as in: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-    )
-
-
-def _short(item: Any) -> str:
-    text = repr(item)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return next((kind for kind, test in _KINDS if test(item)), "other")
 
 
 def indices_by_kind(objects: Sequence[Any], kind: Callable[[Any], str] = kind_of) -> Mapping[str, list[int]]:
@@ -119,7 +104,7 @@ class Strategy:
         Schedulers come last: they look for the prepared optimizer they belong to.
 
         Args:
-            objects: Models, optimizers, loaders, schedulers, in any order.
+            objects: Models, optimizers, loaders, schedulers, in any order; other objects are returned as they are.
             placements: For each, whether it moves to the device; None means the Accelerator's setting.
 
         Returns:

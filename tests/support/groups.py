@@ -37,7 +37,7 @@ SUITES = {
         "ray": ["ray"],
         "megatron": ["megatron"],
         "s3": ["s3"],
-        "parity": ["parity/checkpoints"],
+        "parity": ["parity/behaviour", "parity/checkpoints"],
         "clients": ["clients"],
     },
 }

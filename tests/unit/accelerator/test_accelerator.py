@@ -24,7 +24,7 @@ from notebook_accelerate.config.training_config import (
 )
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
-from notebook_accelerate.state import AcceleratorState, GradientState
+from notebook_accelerate.state import AcceleratorState, GradientState, reset_shared_state
 from notebook_accelerate.strategies.module_queries import has_compiled_regions
 
 
@@ -165,13 +165,25 @@ class TestPrepare:
         assert accelerator._schedulers == [prepared_scheduler]
         assert accelerator._dataloaders == [batches]
 
-    def test_objects_that_cannot_be_prepared(self) -> None:
+    def test_unknown_objects_are_returned_as_they_are(self) -> None:
         accelerator = Accelerator(cpu=True)
-        with pytest.raises(ValueError, match=r"prepare\(\) was given list \(\[1, 2\]\); it takes torch modules"):
-            accelerator.prepare(nn.Linear(1, 1), [1, 2])
-        assert accelerator._models == []  # nothing was prepared halfway
+        tokens = [1, 2]
+        model, same, nothing = accelerator.prepare(nn.Linear(1, 1), tokens, None)
+        assert same is tokens
+        assert nothing is None
+        assert accelerator._models == [model]
+
+    def test_placements_of_another_number_than_objects(self) -> None:
+        accelerator = Accelerator(cpu=True)
         with pytest.raises(ValueError, match="device_placement has 1 items for 2 objects"):
             accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
+        assert accelerator._models == []
+
+    def test_preparing_after_a_reset_of_the_state(self) -> None:
+        accelerator = Accelerator(cpu=True)
+        reset_shared_state()
+        with pytest.raises(AttributeError, match="the state was reset"):
+            accelerator.prepare(nn.Linear(1, 1))
 
     def test_a_model_on_the_meta_device(self) -> None:
         with pytest.raises(ValueError, match="parameters without values \\(weight, bias"):
@@ -300,14 +312,6 @@ class TestAccumulation:
         with accelerator.trigger_sync_in_backward(model), accelerator.join_uneven_inputs([model]):
             accelerator.backward(model(torch.ones(1, 1)).sum())
         assert model.bias.grad.item() == 2.0
-
-    def test_joining_in_one_process_warns(self) -> None:
-        accelerator, model, *_ = parts()
-        with (
-            pytest.warns(UserWarning, match="no effect in a world of one"),
-            accelerator.join_uneven_inputs([model], True),
-        ):
-            pass
 
     @pytest.mark.parametrize("adjust", [True, False])
     def test_a_schedule_steps_once_per_window(self, adjust: bool) -> None:

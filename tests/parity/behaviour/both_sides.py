@@ -1,0 +1,86 @@
+"""Compares the table on Accelerate and on this package: `python -m tests.parity.behaviour.both_sides [TEXT]`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.support.served import serve
+
+from tests.parity.behaviour.description import differences
+from tests.parity.behaviour.program_table import Program, programs
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 900
+
+
+def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the programs on both packages at the same time.
+
+    Args:
+        folder: An empty folder.
+        pattern: A text in the names of the programs.
+
+    Returns:
+        The outcomes on Accelerate and on this package, by the names of programs.
+    """
+    paths = {"theirs": str(ROOT), "ours": f"{serve(folder / 'served')}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "tests.parity.behaviour.side"]
+    sides = {
+        name: subprocess.Popen([*command, str(folder / name), pattern], env=_environment(path), cwd=ROOT)
+        for name, path in paths.items()
+    }
+    try:
+        for name, process in sides.items():
+            if process.wait(SECONDS):
+                raise RuntimeError(f"{name} ended with exit code {process.returncode}")
+    finally:
+        for process in sides.values():
+            process.kill()
+            process.wait()
+    theirs, ours = (pickle.loads((folder / name).read_bytes()) for name in paths)
+    return theirs, ours
+
+
+def _environment(path: str) -> dict[str, str]:
+    dropped = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "PYTEST_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, **offline, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def compare(program: Program, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Return one line for each difference between two outcomes of a program."""
+    lines = []
+    for rank, (there, here) in enumerate(zip(theirs["ranks"], ours["ranks"], strict=True)):
+        at = f"rank {rank}" if len(theirs["ranks"]) > 1 else ""
+        lines += differences(there["result"], here["result"], program.tolerance, at)
+    return lines
+
+
+def main(pattern: str = "") -> int:
+    """Print the differences, and what the programs printed where there is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        theirs, ours = run_both(Path(folder), pattern)
+    different = 0
+    for each in programs(pattern):
+        there, here = theirs[each.name], ours[each.name]
+        lines = [there["skipped"]] if "skipped" in there else compare(each, there, here)
+        different += bool(lines)
+        for line in lines:
+            print(f"{each.name}\n    {line}")
+        if lines and len(theirs) == 1 and "ranks" in there:
+            for name, outcome in (("there", there), ("here", here)):
+                print(f"--- {name}:\n{outcome['ranks'][0]['output']}")
+    seconds = [sum(outcome["seconds"] for outcome in side.values()) for side in (theirs, ours)]
+    print(f"{len(theirs)} programs, {different} differ; {seconds[0]:.1f} s there, {seconds[1]:.1f} s here")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""The programs of the behaviour table: functions, and single expressions, of the modules in `programs/`.
+
+A program imports `accelerate`. It returns a value, raises, or leaves files in its working folder, which is empty.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
+
+_FOLDER = Path(__file__).parent / "programs"
+_Function = TypeVar("_Function", bound=Callable[[], Any])
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of the table.
+
+    Attributes:
+        name: Module and function, or module and expression.
+        run: Runs it.
+        ranks: Number of processes that run it at the same time; 0: one process without a launcher's variables.
+        needs: Packages that it imports beside accelerate and torch.
+        tolerance: Relative tolerance of floats; 0: bit for bit.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    ranks: int = 0
+    needs: tuple[str, ...] = ()
+    tolerance: float = 0.0
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages that are not installed."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+
+def program(*, ranks: int = 0, needs: str = "", tolerance: float = 0.0) -> Callable[[_Function], _Function]:
+    """Declare what a program needs; functions with a public name are programs without it, too.
+
+    Args:
+        ranks: See `Program.ranks`.
+        needs: Names of packages, separated by spaces.
+        tolerance: See `Program.tolerance`.
+    """
+
+    def declare(function: _Function) -> _Function:
+        function.__dict__["settings"] = {"ranks": ranks, "needs": tuple(needs.split()), "tolerance": tolerance}
+        return function
+
+    return declare
+
+
+def programs(pattern: str = "") -> list[Program]:
+    """Import the modules of programs and list the programs whose name contains a text, in the order of the files."""
+    modules = [path.stem for path in sorted(_FOLDER.glob("[!_]*.py"))]
+    if "." in pattern and pattern.split(".", maxsplit=1)[0] in modules:
+        modules = [pattern.split(".", maxsplit=1)[0]]
+    found: list[Program] = []
+    for name in modules:
+        found += _programs_of(importlib.import_module(f"tests.parity.behaviour.programs.{name}"), name)
+    return [each for each in found if pattern in each.name]
+
+
+def _programs_of(module: ModuleType, name: str) -> Iterator[Program]:
+    for key, value in vars(module).items():
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__ and not key.startswith("_"):
+            yield Program(f"{name}.{key}", value, **getattr(value, "settings", {}))
+    for expression in getattr(module, "CALLS", ()):
+        yield Program(f"{name}: {expression}", _evaluation(expression, module))
+    for expression in getattr(module, "CALLS_ON_TWO_RANKS", ()):
+        yield Program(f"{name}, 2 ranks: {expression}", _evaluation(expression, module), ranks=2)
+
+
+def _evaluation(expression: str, module: ModuleType) -> Callable[[], Any]:
+    return lambda: eval(expression, vars(module))

@@ -1,0 +1,128 @@
+"""Small models, data and observers that programs share."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Module):
+    """Two layers and a buffer."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, 2)
+        self.note = "kept"
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(inputs)))
+
+    def extra(self) -> str:
+        """A method that is not part of nn.Module."""
+        return f"extra {self.note}"
+
+
+def model(width: int = 4) -> Net:
+    torch.manual_seed(1)
+    return Net(width)
+
+
+def data(samples: int = 10) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(samples, 3, generator=generator), torch.randn(samples, 2, generator=generator))
+
+
+def loader(samples: int = 10, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(data(samples), **{"batch_size": 2, **settings})
+
+
+def optimizer(net: nn.Module | None = None) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((net or model()).parameters(), lr=0.1)
+
+
+def parts(samples: int = 10) -> tuple[Any, Any, Any, Any]:
+    """Return a model, its optimizer, a loader and a scheduler."""
+    net = model()
+    opt = optimizer(net)
+    return net, opt, loader(samples), torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+
+
+def train(accelerator: Any, net: Any, opt: Any, batches: Any, schedule: Any = None) -> list[float]:
+    """Train an epoch; return the losses."""
+    losses = []
+    for inputs, targets in batches:
+        with accelerator.accumulate(net):
+            loss = nn.functional.mse_loss(net(inputs).float(), targets)
+            accelerator.backward(loss)
+            opt.step()
+            if schedule is not None:
+                schedule.step()
+            opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def warned(call: Callable[[], Any]) -> tuple[list[str], Any]:
+    """Return the categories of the warnings that a call causes, and its result."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return [each.category.__name__ for each in caught], result
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "accelerate" in record.name:
+            self.levels.append(record.levelname)
+
+
+def logged(call: Callable[[], Any], level: int = logging.WARNING) -> list[str]:
+    """Return the levels of the package's log records that a call causes."""
+    kept = _Kept()
+    root = logging.getLogger()
+    kept.setLevel(level)
+    root.addHandler(kept)
+    try:
+        call()
+    finally:
+        root.removeHandler(kept)
+    return kept.levels
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """Return the name of the exception that a call raises; its result as text if there is none."""
+    try:
+        return f"returned {call()!r}"
+    except Exception as error:  # noqa: BLE001 - any is a result
+        return type(error).__name__
+
+
+def files(folder: str | Path = ".") -> dict[str, Any]:
+    """Return the files below a folder: tensors of weights, the content of JSON, or None."""
+    return {str(path.relative_to(folder)): _content(path) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+
+
+def _content(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    if path.suffix == ".bin":
+        return torch.load(path, weights_only=False)
+    return None

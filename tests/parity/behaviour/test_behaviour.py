@@ -1,0 +1,38 @@
+"""The same programs on Accelerate and on this package return, raise and write the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
+
+from tests.parity.behaviour.both_sides import compare, run_both
+from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
+from tests.parity.behaviour.program_table import Program, programs
+
+PROGRAMS = {each.name: each for each in programs()}
+Outcomes = tuple[dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_both(Path(tmp_path_factory.mktemp("behaviour")))
+
+
+@pytest.mark.parametrize("each", PROGRAMS.values(), ids=list(PROGRAMS))
+def test_a_program_behaves_as_on_accelerate(each: Program, outcomes: Outcomes) -> None:
+    theirs, ours = (side[each.name] for side in outcomes)
+    if "skipped" in theirs:
+        pytest.skip(theirs["skipped"])
+    lines = compare(each, theirs, ours)
+    if each.name in KNOWN_DIFFERENCES:
+        assert lines, f"no difference any more: {KNOWN_DIFFERENCES[each.name]}"
+    else:
+        assert not lines, "\n".join([*lines, "here:", ours["ranks"][0]["output"]])
+
+
+def test_known_differences_are_of_programs() -> None:
+    assert KNOWN_DIFFERENCES.keys() <= PROGRAMS.keys()
