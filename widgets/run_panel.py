@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.widgets.run_summary import RunSnapshot
 
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
-MANY_SECONDS = 1.0
-"""Seconds between two updates of the resources and step times of many ranks."""
+SLOW_SECONDS = 1.0
+"""Seconds between two updates of the resources, step times and shards: of many ranks, and in tabs that are hidden."""
+RANK_TABS = ("Ranks", "Step time", "Sharding")
 
 
 class RunPanel(LivePanel):
@@ -64,6 +65,7 @@ class RunPanel(LivePanel):
         headline = row([self._head, self.stop_button], "na-headline")
         pages = [self.plot, ranks, self._times, self._sharding, self.logs, self._errors, self._setup]
         self._tabs = with_classes(ipywidgets.Tab(children=pages), "na-tabs")
+        self._tabs.observe(self._tab_selected, "selected_index")
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
         return card(headline, self._problem, self._progress, self._strip, self._tabs)
@@ -87,21 +89,26 @@ class RunPanel(LivePanel):
         self.logs.update(now)
 
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
-        """Update the parts that grow with the ranks; of many ranks once a second."""
+        """Update the parts that grow with the ranks; most of them once a second, if they are many or hidden."""
         run, many = self.run, len(seen.ranks) > MANY
         self.rank_table.layout.display = "" if many else "none"
         if many:
             self._ranks.value = run_panel_html.verdict(seen)
             self.rank_table.update(now, seen, loss_name(run))
             self.plot.draw_outliers(rank.rank for rank in grouped_ranks.outliers(seen.ranks))
-            if now < self._ranks_due and run.ended is None:
-                return
-            self._ranks_due = now + 0.95 * MANY_SECONDS
-        else:
+        if now < self._ranks_due and run.ended is None and (many or not self._shows_ranks()):
+            return
+        self._ranks_due = now + 0.95 * SLOW_SECONDS
+        if not many:
             self._ranks.value = run_panel_html.ranks(seen, loss_name(run))
         self._strip.value = strip(seen, self._watcher) if run.ended is None else ""
         self._times.value = run_panel_html.step_times(seen) + run_panel_html.traces(run)
         self._sharding.value = self._sharding_page.html()
+
+    def _shows_ranks(self) -> bool:
+        """Return whether the tab on top is one that shows ranks; the browser may have reported an earlier one."""
+        selected = self._tabs.selected_index
+        return selected is not None and TABS[selected] in RANK_TABS
 
     def _render_errors(self) -> None:
         state = (len(self.run.failures), self.run.error)
@@ -120,6 +127,10 @@ class RunPanel(LivePanel):
         button.button_style = "danger" if stopping else ""
 
     # ---- messages from the browser, on any thread
+
+    def _tab_selected(self, _: Any) -> None:
+        self._ranks_due = float("-inf")
+        self._render_soon()
 
     def _stop_clicked(self, _: Any) -> None:
         self.run.request_stop()

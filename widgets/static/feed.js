@@ -11,6 +11,11 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
+/* Sets the text of a node, where it differs: the same text set again would be laid out again. */
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 /* Receives the messages of a model: its traits `full` and `delta` hold {seq, prev, ...}. A delta continues the message
  * `prev`; a view that missed one sends "hello" and waits for the next full.
  *

@@ -12,12 +12,18 @@ class Logs {
   constructor(model, el) {
     this.model = model;
     this.lines = [];
+    this.added = 0;
     this.counts = new Map();
     this.skipped = new Map();
     this.nodes = new Map();
     this.rank = "all";
     this.id = randomId();
     this.schedule = oncePerFrame(() => this.paint());
+    this.visible = false;
+    this.seen = new IntersectionObserver(([entry]) => {
+      this.visible = entry.isIntersecting;
+      if (this.visible) this.schedule();
+    }, { rootMargin: "200px" });
     this.tabs = make("div", { class: "na-segments", role: "tablist", "aria-label": "Rank" });
     this.tabs.addEventListener("keydown", (event) => this.moveByKey(event));
     this.picker = make("select", { "aria-label": "Ranks whose lines are shown", onchange: () => { this.pick(this.picker.value); } });
@@ -32,10 +38,11 @@ class Logs {
         make("label", { class: "na-check" }, this.errors, " stderr only"),
         make("label", { class: "na-check" }, this.follow, " Follow"), this.count),
       this.body));
+    this.seen.observe(this.body);
     this.feed = new Feed(model, "lines", (message) => this.replace(message), (message) => this.append(message));
     this.schedule();
   }
-  stop() { this.feed.stop(); }
+  stop() { this.seen.disconnect(); this.feed.stop(); }
   replace(message) {
     this.lines = [];
     this.counts = new Map();
@@ -45,7 +52,7 @@ class Logs {
   }
   append(message) {
     for (const [rank, time, stream, text] of message.lines) {
-      this.lines.push({ rank, time, stream, text: text.replace(ANSI, "") });
+      this.lines.push({ rank, time, stream, text: text.replace(ANSI, ""), number: this.added++ });
       this.counts.set(rank, (this.counts.get(rank) || 0) + 1);
     }
     for (const [rank, count] of Object.entries(message.skipped)) this.skipped.set(Number(rank), (this.skipped.get(Number(rank)) || 0) + count);
@@ -98,28 +105,37 @@ class Logs {
     next.click();
   }
   paint() {
+    if (!this.visible) return;
     this.paintTabs();
     const query = this.search.value.toLowerCase();
     const found = this.lines.filter((line) => this.shows(line.rank)
       && (!this.errors.checked || line.stream === "stderr") && (!query || line.text.toLowerCase().includes(query)));
-    const shown = found.slice(-MAX_SHOWN);
     const lost = [...this.skipped].reduce((sum, [rank, n]) => sum + (this.shows(rank) ? n : 0), 0);
-    this.count.textContent = query ? `${english(found.length)} found`
-      : `${english(found.length)} lines` + (lost ? `, ${english(lost)} more in run.logs()` : "");
-    const selection = `${this.rank} ${query} ${this.errors.checked}`;
-    if (!this.follow.checked && this.painted === selection) return;
-    this.painted = selection;
-    const fragment = document.createDocumentFragment();
-    if (!shown.length) fragment.append(make("p", { class: "na-empty" }, query ? "No line contains this text." : "No output yet."));
-    for (const line of shown) {
-      const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });
-      if (typeof this.rank !== "number") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
-      row.append(this.marked(line.text, query));
-      fragment.append(row);
-    }
-    const at = this.body.scrollTop;
-    this.body.replaceChildren(fragment);
-    this.body.scrollTop = this.follow.checked && !query ? this.body.scrollHeight : at;
+    setText(this.count, query ? `${english(found.length)} found`
+      : `${english(found.length)} lines` + (lost ? `, ${english(lost)} more in run.logs()` : ""));
+    const selection = `${this.rank} ${query} ${this.errors.checked}`, follows = this.follow.checked;
+    if (!follows && this.selection === selection) return;
+    const at = follows && !query ? null : this.body.scrollTop;
+    this.paintLines(found.slice(-MAX_SHOWN), query, this.selection === selection ? this.rows : []);
+    this.body.scrollTop = at ?? this.body.scrollHeight;
+    this.selection = selection;
+  }
+  /* Shows these lines; those of the rows that are shown already are kept. */
+  paintLines(lines, query, rows) {
+    const known = rows.length ? rows[rows.length - 1].number : -1;
+    const kept = rows.filter(({ number }) => lines.length && number >= lines[0].number);
+    if (kept.length) rows.slice(0, rows.length - kept.length).forEach(({ node }) => node.remove());
+    else this.body.replaceChildren();
+    const added = lines.filter(({ number }) => number > known).map((line) => ({ number: line.number, node: this.row(line, query) }));
+    this.rows = [...kept, ...added];
+    this.body.append(...added.map(({ node }) => node));
+    if (!lines.length) this.body.append(make("p", { class: "na-empty" }, query ? "No line contains this text." : "No output yet."));
+  }
+  row(line, query) {
+    const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });
+    if (typeof this.rank !== "number") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
+    row.append(this.marked(line.text, query));
+    return row;
   }
   marked(text, query) {
     const node = make("span", { class: "na-line-text" });

@@ -9,6 +9,7 @@
  */
 const MAX_CHARTS = 60;
 const MAX_POINTS = 6000;
+const DRAWING_MS = 5;  // of a frame's 16.7 ms; layout and painting follow
 const PALETTE = {
   light: ["#2563c9", "#c9541a", "#1c8558", "#8f47bd", "#9a6a06", "#0f7f8d", "#c23a73", "#5f6672"],
   dark: ["#6aa5f8", "#f29560", "#5cc795", "#c796ea", "#dbb04f", "#52c3d1", "#f083ad", "#a7aebb"],
@@ -104,6 +105,34 @@ class Envelope {
   }
 }
 
+/* Whether each value is greater than the one before it. */
+function increasing(xs) {
+  for (let i = 1; i < xs.length; i++) if (!(xs[i] > xs[i - 1])) return false;
+  return true;
+}
+
+/* Merges tables [x, column, ...] into one x and all columns; `undefined` where a table has no point at an x.
+ *
+ * uPlot.join sorts the values of all tables, which takes several times as long; it remains for what is not increasing.
+ */
+function merge(tables) {
+  if (!tables.every(([x]) => increasing(x)))
+    return uPlot.join(tables, tables.map((table) => table.map((_, i) => (i ? 1 : 0))));
+  const xs = [], merged = [xs], next = tables.map(() => 0);
+  const columns = tables.map((table) => table.slice(1).map(() => { const column = []; merged.push(column); return column; }));
+  for (;;) {
+    let x = Infinity;
+    tables.forEach(([known], t) => { if (known[next[t]] < x) x = known[next[t]]; });
+    if (x === Infinity) return merged;
+    xs.push(x);
+    tables.forEach((table, t) => {
+      const here = table[0][next[t]] === x;
+      columns[t].forEach((column, c) => column.push(here ? table[c + 1][next[t]] : undefined));
+      if (here) next[t]++;
+    });
+  }
+}
+
 class Metrics {
   constructor() { this.metrics = new Map(); this.labels = []; }
   append(message) {
@@ -132,6 +161,17 @@ class Metrics {
   }
 }
 
+/* Points in the order of x, one for each x: the last one that is drawn. */
+function sorted(x, values, drawn) {
+  const xs = [], ys = [];
+  for (const i of [...x.keys()].sort((a, b) => x[a] - x[b])) {
+    const shown = drawn(values[i]);
+    if (xs.length && xs[xs.length - 1] === x[i]) { if (shown != null) ys[ys.length - 1] = shown; }
+    else { xs.push(x[i]); ys.push(shown); }
+  }
+  return [xs, ys];
+}
+
 class Chart {
   constructor(panel, metric) {
     this.panel = panel;
@@ -144,10 +184,17 @@ class Chart {
       make("figcaption", {}, this.title, this.readout), this.plot);
     this.node.addEventListener("keydown", (event) => this.moveByKey(event));
     this.node.addEventListener("blur", () => this.u && this.u.setCursor({ left: -10, top: -10 }));
+    this.parts = [];
     this.visible = false;
     this.stale = true;
     this.zoomed = false;
     this.shape = "";
+  }
+  resized(width) {
+    if (!width || width === this.width) return;  // 0 while the tab is hidden
+    this.width = width;
+    this.stale = true;
+    if (this.visible) this.panel.schedule();
   }
   columns() {
     const { panel } = this, tables = [], labels = [];
@@ -163,16 +210,8 @@ class Chart {
         labels.push(label);
         continue;
       }
-      const order = [...x.keys()];
-      let sorted = true;
-      for (let i = 1; i < x.length; i++) if (x[i] < x[i - 1]) { sorted = false; break; }
-      if (!sorted) order.sort((a, b) => x[a] - x[b]);
-      const xs = [], ys = [];
-      for (const i of order) {
-        const shown = drawn(series.value[i]);
-        if (xs.length && xs[xs.length - 1] === x[i]) { if (shown != null) ys[ys.length - 1] = shown; }
-        else { xs.push(x[i]); ys.push(shown); }
-      }
+      const plain = increasing(x) && series.value.every((value) => drawn(value) === value);
+      const [xs, ys] = plain ? [x, series.value] : sorted(x, series.value, drawn);
       tables.push(panel.smoothing > 0 ? [xs, smooth(ys, panel.smoothing), ys] : [xs, ys]);
       labels.push(label);
     }
@@ -181,10 +220,10 @@ class Chart {
   draw() {
     this.stale = false;
     const { tables, labels } = this.columns(), { panel } = this;
-    const width = Math.max(160, this.plot.clientWidth);
+    const width = Math.max(160, this.width ?? this.plot.clientWidth);
     const looks = labels.map((label) => [label, panel.colour(label), panel.dashed(label)]);
     const shape = JSON.stringify([looks, panel.axis, panel.log, panel.smoothing > 0, panel.dark, width]);
-    const joined = tables.length ? uPlot.join(tables, tables.map((table) => table.map((_, i) => (i ? 1 : 0)))) : [[]];
+    const joined = merge(tables);
     this.labels = labels;
     this.joined = joined;
     this.starts = [];
@@ -199,6 +238,7 @@ class Chart {
     if (this.u) this.u.destroy();
     this.shape = shape;
     this.zoomed = false;
+    this.buildReadout(labels);
     if (!labels.length) { this.u = null; this.plot.replaceChildren(make("p", { class: "na-empty" }, "no rank selected")); return; }
     const style = getComputedStyle(panel.root);
     const ink = style.getPropertyValue("--na-muted-ink").trim() || "#888";
@@ -249,29 +289,33 @@ class Chart {
     if (this.u) this.u.setData(this.joined, true);
     this.panel.zoomChanged();
   }
-  /* The value under the cursor, or the last one. */
+  /* The value under the cursor, or the last one; of some curves, if there are many. */
   read() {
-    if (!this.u) { this.readout.replaceChildren(); return; }
-    const index = this.u.cursor.idx;
-    const parts = [];
-    const many = this.labels.length > 4;
-    this.labels.forEach((label, i) => {
-      const column = this.joined[this.starts[i]];
+    if (!this.u) { this.readout.replaceChildren(); this.parts = []; return; }
+    const index = this.u.cursor.idx, x = index == null ? null : this.joined[0][index];
+    setText(this.position, x == null ? "" : this.panel.axis === "time" ? duration(x) : `step ${english(x)}`);
+    for (const { start, value, range } of this.parts) {
+      const column = this.joined[start];
       let at = index == null ? column.length - 1 : index;
       while (at > 0 && column[at] == null) at--;
-      if (parts.length >= (many ? 3 : 4)) return;
-      const value = make("span", {}, this.panel.sample(label), format(column[at]));
-      if (this.isEnvelope[i]) value.append(make("small", {}, ` ${format(this.joined[this.starts[i] + 1][at])} to ${format(this.joined[this.starts[i] + 2][at])}`));
-      value.title = label;
-      parts.push(value);
+      setText(value, format(column[at]));
+      if (range) setText(range, ` ${format(this.joined[start + 1][at])} to ${format(this.joined[start + 2][at])}`);
+    }
+  }
+  /* Builds the elements that `read` fills: their texts change with every point, the elements do not. */
+  buildReadout(labels) {
+    const many = labels.length > 4;
+    this.position = make("b", {}, "");
+    this.parts = labels.slice(0, many ? 3 : 4).map((label, i) => {
+      const value = document.createTextNode(""), range = this.isEnvelope[i] ? make("small", {}, "") : null;
+      const node = make("span", { title: label }, this.panel.sample(label), value, ...(range ? [range] : []));
+      return { start: this.starts[i], label, node, value, range };
     });
-    const x = index == null ? null : this.joined[0][index];
-    const position = x == null ? [] : [make("b", {}, this.panel.axis === "time" ? duration(x) : `step ${english(x)}`)];
-    this.readout.replaceChildren(...position, ...parts, ...(many ? ["…"] : []));
+    this.readout.replaceChildren(this.position, ...this.parts.map((part) => part.node), ...(many ? ["…"] : []));
   }
   describe() {
     this.read();
-    const last = [...this.readout.querySelectorAll("span")].map((node) => `${node.title} ${node.textContent}`).join(", ");
+    const last = this.parts.map(({ label, node }) => `${label} ${node.textContent}`).join(", ");
     this.node.setAttribute("aria-label", `Curve of ${this.metric} over ${this.panel.axis}; latest: ${last || "no value yet"}. Arrow keys move along it.`);
   }
   moveByKey(event) {
@@ -339,15 +383,16 @@ class Panel {
     this.root.append(this.bar, this.chips, this.grid, this.note, this.live);
   }
   watch() {
-    this.dark = isDark(this.root);
-    const theme = () => requestAnimationFrame(() => this.redraw());
+    const theme = () => requestAnimationFrame(() => { this.dark = undefined; this.redraw(); });
     const themes = new MutationObserver(theme);
     for (const node of [document.documentElement, document.body])
       themes.observe(node, { attributes: true, attributeFilter: ["class", "style", "theme", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind"] });
     const media = matchMedia("(prefers-color-scheme: dark)");
     media.addEventListener("change", theme);
-    const sizes = new ResizeObserver(() => this.redraw());
-    sizes.observe(this.root);
+    // The widths are kept: to read one between two drawings would compute the layout of the whole page each time.
+    this.sizes = new ResizeObserver((entries) => {
+      for (const { target, contentRect } of entries) this.charts.get(target.parentElement?.dataset.metric)?.resized(contentRect.width);
+    });
     this.seen = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         const chart = this.charts.get(entry.target.dataset.metric);
@@ -359,7 +404,7 @@ class Panel {
     const hidden = () => this.layout();
     this.model.on("change:hidden_metrics", hidden);
     this.stop = () => {
-      themes.disconnect(); sizes.disconnect(); this.seen.disconnect();
+      themes.disconnect(); this.sizes.disconnect(); this.seen.disconnect();
       media.removeEventListener("change", theme);
       this.feed.stop();
       this.model.off("change:hidden_metrics", hidden);
@@ -396,7 +441,7 @@ class Panel {
     this.shown = key;
     const wanted = new Set(shown);
     for (const [name, chart] of this.charts)
-      if (!wanted.has(name)) { this.seen.unobserve(chart.node); chart.node.remove(); if (chart.u) chart.u.destroy(); this.charts.delete(name); }
+      if (!wanted.has(name)) { this.seen.unobserve(chart.node); this.sizes.unobserve(chart.plot); chart.node.remove(); if (chart.u) chart.u.destroy(); this.charts.delete(name); }
     shown.forEach((name, index) => {
       let chart = this.charts.get(name);
       if (!chart) {
@@ -404,6 +449,7 @@ class Panel {
         chart.node.dataset.metric = name;
         this.charts.set(name, chart);
         this.seen.observe(chart.node);
+        this.sizes.observe(chart.plot);
       }
       if (this.grid.children[index] !== chart.node) this.grid.insertBefore(chart.node, this.grid.children[index] || null);
     });
@@ -438,11 +484,17 @@ class Panel {
   }
   zoomChanged() { this.resetZoom.hidden = ![...this.charts.values()].some((chart) => chart.zoomed); }
   redraw() { this.charts.forEach((chart) => { chart.stale = true; }); this.schedule(); }
+  /* Draws what is stale and visible, for as long as a frame allows; the rest follows in the next one. */
   paint() {
     if (!this.root.isConnected) return;
-    this.dark = isDark(this.root);
+    this.dark ??= isDark(this.root);
     this.paintChips();
-    for (const chart of this.charts.values()) if (chart.visible && chart.stale) chart.draw();
+    const begin = performance.now();
+    for (const chart of this.charts.values()) {
+      if (!chart.visible || !chart.stale) continue;
+      if (performance.now() - begin > DRAWING_MS) { this.schedule(); return; }
+      chart.draw();
+    }
   }
   announce(text) { this.live.textContent = text; }
 }

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 1 << 20
 """Longer lines are broken, so that a rank that writes no line breaks cannot fill the kernel's memory."""
-FLUSH_SECONDS = 0.05
-"""The shortest time between two messages to the front end."""
+FLUSH_SECONDS = 0.1
+"""The shortest time between two messages to the front end, which draws the page once for each."""
 BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
 """Limits of what the front end receives: Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
 PROGRESS_SECONDS = 0.2

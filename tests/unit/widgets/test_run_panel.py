@@ -124,6 +124,26 @@ def test_a_straggler_is_found_by_its_steps() -> None:
     assert one.panel._tab_titles[1] == "Ranks ⚠"
 
 
+def test_hidden_ranks_are_updated_once_a_second_and_when_their_tab_is_selected() -> None:
+    one = _Panel()
+    one.look()
+
+    def reach(step: int) -> str:
+        for rank in range(2):
+            feed(one.run, MetricEvent({"loss": 0.5}, step), rank=rank)
+        one.look(0.2)
+        return one.panel._ranks.value
+
+    assert '<td class="na-num">10</td>' not in reach(10), "too early"
+    for _ in range(4):
+        html = reach(10)
+    assert '<td class="na-num">10</td>' in html
+    one.panel._tabs.selected_index = 1
+    for step in (20, 30):
+        assert f'<td class="na-num">{step}</td>' in reach(step), "in view"
+    one.panel.close()
+
+
 def test_a_straggler_is_found_by_its_own_work_if_all_are_in_step() -> None:
     one = _Panel(ranks=3)
     for rank in range(3):
