@@ -56,7 +56,7 @@ help:
 	@echo "make test-xla       training on torch_xla's CPU device; an environment of 7 GB, not part of make test"
 	@echo "make lint           ruff, mypy, import-linter"
 	@echo "make bench          times and memory, side by side with Accelerate (ROWS=launch: only these; not part of make test)"
-	@echo "                    each area in the environment that it needs: DeepSpeed's, Ray's"
+	@echo "                    each area in the environment that it needs: DeepSpeed's and transformers', Ray's, the browser's"
 	@echo "make bench-quick    the ten rows that matter most, in five minutes; part of CI, for information"
 	@echo "make bench-record   make bench, and write the figures into docs/benchmarks.md"
 	@echo "make lab            JupyterLab on the examples"
@@ -96,7 +96,7 @@ $(PARITY_READY): $(READY) requirements/bench.txt requirements/clients.txt requir
 		-r requirements/bench.txt -r requirements/clients.txt -r requirements/parity.txt
 	touch $@
 
-# Only the rows of strategies need DeepSpeed beside the peer, which takes it with transformers only.
+# The rows of strategies need DeepSpeed beside the peer, which takes it with transformers only; that of the Trainer too.
 $(BENCH_DEEPSPEED_READY): $(READY) requirements/bench.txt requirements/deepspeed.txt requirements/clients.txt
 	$(call over_development,$(BENCH_DEEPSPEED_VENV))
 	$(BENCH_DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
@@ -230,14 +230,18 @@ lint: $(SETUP)
 	PYTHONPATH=. $(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 # The rows, by the environment that they need; without ROWS, all.
-IN_BENCH := $(if $(ROWS),$(filter-out strategies zero ray,$(ROWS)),--but strategies ray)
-IN_BENCH_DEEPSPEED := $(if $(ROWS),$(filter strategies zero,$(ROWS)),strategies)
+IN_BROWSER := $(if $(ROWS),$(filter browser,$(ROWS)),browser)
 IN_RAY := $(if $(ROWS),$(filter ray,$(ROWS)),ray)
+IN_BENCH := $(if $(ROWS),$(filter-out strategies zero trainer browser ray,$(ROWS)),--but strategies trainer browser ray)
+IN_BENCH_DEEPSPEED := $(if $(ROWS),$(filter strategies zero trainer,$(ROWS)),strategies trainer)
+BENCHMARKS := -m tests.benchmarks $(RECORD)
 
-bench: $(if $(IN_BENCH),$(BENCH_READY)) $(if $(IN_BENCH_DEEPSPEED),$(BENCH_DEEPSPEED_READY)) $(if $(IN_RAY),$(RAY_READY))
-	$(if $(IN_BENCH),OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks $(RECORD) $(IN_BENCH))
-	$(if $(IN_BENCH_DEEPSPEED),OMP_NUM_THREADS=1 $(BENCH_DEEPSPEED_VENV)/bin/python -m tests.benchmarks $(RECORD) $(IN_BENCH_DEEPSPEED))
-	$(if $(IN_RAY),OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m tests.benchmarks $(RECORD) $(IN_RAY))
+# The environments with the peer come last: the head of the table names its version.
+bench: $(if $(IN_BROWSER),$(if $(CHROMIUM),$(BROWSER_READY),$(READY))) $(if $(IN_RAY),$(RAY_READY)) $(if $(IN_BENCH),$(BENCH_READY)) $(if $(IN_BENCH_DEEPSPEED),$(BENCH_DEEPSPEED_READY))
+	$(if $(IN_BROWSER),OMP_NUM_THREADS=1 $(VENV)/bin/python $(BENCHMARKS) $(IN_BROWSER))
+	$(if $(IN_RAY),OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python $(BENCHMARKS) $(IN_RAY))
+	$(if $(IN_BENCH_DEEPSPEED),OMP_NUM_THREADS=1 $(BENCH_DEEPSPEED_VENV)/bin/python $(BENCHMARKS) $(IN_BENCH_DEEPSPEED))
+	$(if $(IN_BENCH),OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python $(BENCHMARKS) $(IN_BENCH))
 
 bench-quick: $(BENCH_READY)
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks --quick

@@ -10,11 +10,13 @@ from tests.benchmarks import (  # noqa: F401
     big_models,
     checkpoints,
     debugging,
+    in_browser,
     launch,
     on_ray,
     panels,
     scale,
     strategies,
+    trainer,
     training,
     training_api,
 )

@@ -5,21 +5,18 @@ The rows of DeepSpeed need it installed: ``make bench`` has an environment for t
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from notebook_accelerate.strategies.deepspeed.op_compilation import remove_dead_locks
 from tests.benchmarks.bench import Figure, alternate, compared, row
-from tests.support.ranks import reserved_port
+from tests.benchmarks.worker_ranks import WorkerRanks
 
 HERE, PEER, PLAIN = "notebook_accelerate", "accelerate", "plain"
 RANKS = 2
@@ -33,77 +30,20 @@ DEEP = 24
 """Blocks of the model that is saved: 19 million parameters, with Adam's states 230 MB."""
 
 
-class World:
-    """Ranks of one side that answer commands; while they are not asked they take no processor time.
+def world(side: str, strategy: str, blocks: int = BLOCKS) -> WorkerRanks:
+    """Return the ranks of one side.
 
     Args:
         side: plain, or a package.
         strategy: ddp, fsdp2, zero2 or zero3.
         blocks: How deep the model is.
     """
-
-    def __init__(self, side: str, strategy: str, blocks: int = BLOCKS) -> None:
-        self._stack = ExitStack()
-        port = self._stack.enter_context(reserved_port())
-        command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.strategies_worker", side, strategy]
-        self._log = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - the stack closes it
-        self._ranks = [
-            subprocess.Popen(
-                [*command, str(blocks)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env=_environment(side, rank, port, strategy),
-            )
-            for rank in range(RANKS)
-        ]
-
-    def __enter__(self) -> World:
-        try:
-            self._answers()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._ranks:
-            process.kill()
-        for process in self._ranks:
-            process.communicate()
-        self._stack.close()
-
-    def ask(self, command: str) -> list[Any]:
-        """Give all ranks a command and return their answers."""
-        for process in self._ranks:
-            assert process.stdin is not None
-            process.stdin.write(f"{command}\n")
-            process.stdin.flush()
-        return [json.loads(answer) for answer in self._answers()]
-
-    def _answers(self) -> list[str]:
-        return [self._answer(process) for process in self._ranks]
-
-    def _answer(self, process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("= "):
-                return line[2:] if line != "= ready\n" else "null"
-        self._log.seek(0)
-        raise RuntimeError(self._log.read()[-2000:])
-
-    def step(self) -> dict[str, float]:
-        """Return the seconds of a step, by the slowest rank."""
-        found = self.ask(f"steps {STEPS}")
-        return {name: max(answer[name] for answer in found) for name in found[0]}
+    arguments = ["tests.benchmarks.strategies_worker", side, strategy, str(blocks)]
+    return WorkerRanks(arguments, RANKS, _environment(side, strategy))
 
 
-def _environment(side: str, rank: int, port: int, strategy: str) -> dict[str, str]:
-    chosen: dict[str, object] = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+def _environment(side: str, strategy: str) -> dict[str, object]:
+    chosen: dict[str, object] = {}
     if strategy.startswith("zero"):
         chosen |= {
             "DS_ACCELERATOR": "cpu",
@@ -113,15 +53,15 @@ def _environment(side: str, rank: int, port: int, strategy: str) -> dict[str, st
     # Accelerate 1.15 leaves DeepSpeed out where it is told to use the CPU, and trains with DDP.
     if not (side == PEER and strategy.startswith("zero")):
         chosen |= {"ACCELERATE_USE_CPU": "true"}
-    return {**os.environ, **{name: str(value) for name, value in chosen.items()}}
+    return chosen
 
 
 def steps(strategy: str, words: str) -> Iterator[Figure]:
     """Measure a step and the memory of a rank, here, in Accelerate and without a library."""
     with ExitStack() as stack:
-        plain, here = (stack.enter_context(World(side, strategy)) for side in (PLAIN, HERE))
+        plain, here = (stack.enter_context(world(side, strategy)) for side in (PLAIN, HERE))
         try:
-            peer: World | None = stack.enter_context(World(PEER, strategy))
+            peer: WorkerRanks | None = stack.enter_context(world(PEER, strategy))
             note = ""
         except RuntimeError as error:
             peer, note = None, f"does not run there: {str(error).strip().splitlines()[-1]}"
@@ -137,11 +77,11 @@ def steps(strategy: str, words: str) -> Iterator[Figure]:
                    ratio=1.03, note=note if peer is None else f"Accelerate: {memory[2] * 1e-6:.0f} MB")  # fmt: skip
 
 
-def _rounds(sides: Sequence[World]) -> list[list[dict[str, float]]]:
+def _rounds(sides: Sequence[WorkerRanks]) -> list[list[dict[str, float]]]:
     found: list[list[dict[str, float]]] = [[] for _ in sides]
 
     def measure(index: int) -> float:
-        found[index].append(sides[index].step())
+        found[index].append(sides[index].steps(STEPS))
         return 0.0
 
     alternate(ROUNDS, *(lambda index=index: measure(index) for index in range(len(sides))))
@@ -189,7 +129,7 @@ def zero() -> Iterator[Figure]:
 def checkpoints() -> Iterator[Figure]:
     """Measure saving and loading 230 MB that two ranks have parts of."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
-        here, peer = (stack.enter_context(World(side, "fsdp2", DEEP)) for side in (HERE, PEER))
+        here, peer = (stack.enter_context(world(side, "fsdp2", DEEP)) for side in (HERE, PEER))
         background, blocking, theirs = alternate(
             REPEATS,
             lambda: _slowest(here.ask(f"save {folder}/background no"), "stall"),

@@ -55,7 +55,8 @@ _LOGS = """() => {
     };
     globalThis.view.render({ model: window.model, el: document.body });
     window.say = (seq, first, count) => model.put(seq === 1 ? "full" : "delta", {
-        seq, prev: seq - 1, skipped: {}, lines: [...Array(count).keys()].map(i => [0, 0, "stdout", `line ${first + i}`]),
+        seq, prev: seq - 1, skipped: {},
+        lines: [...Array(count).keys()].map(i => [0, 0, "stdout", `line ${first + i}`]),
     });
     window.texts = () => [...document.querySelectorAll('.na-line-text')].map(node => node.textContent);
 }"""

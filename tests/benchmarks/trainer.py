@@ -1,0 +1,56 @@
+"""A step of transformers' Trainer on this package, served to it as `accelerate`, beside one on Accelerate itself.
+
+It needs transformers installed: ``make bench`` has an environment for it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+
+from notebook_accelerate.integrations import accelerate_alias
+from tests.benchmarks.bench import Figure, alternate, compared, row
+from tests.benchmarks.training import HERE, PEER
+from tests.benchmarks.worker_ranks import WorkerRanks
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDS, STEPS = 30, 25
+"""Measured in turns, some 0.05 seconds each on an idle core."""
+
+
+@row("trainer", "trainer")
+def trainer() -> Iterator[Figure]:
+    """Measure the step of a tiny model, two batches and clipping: what is around the model is most of it."""
+    if find_spec("transformers") is None:
+        yield Figure(what="Trainer", unit="ms", ours=None, note="no transformers: make bench ROWS=trainer")
+        return
+    for ranks in (1, 2):
+        what = f"Trainer, {ranks} rank{'s, DDP' if ranks > 1 else ''}"
+        here, peer = time_trainer(ranks)
+        for kind, name in (("clock", "a step of a tiny model"), ("processor", "its processor time")):
+            times = [[step[kind] for step in side] for side in (here, peer)]
+            yield compared(f"{what}: {name}", *times, unit="ms", scale=1e3, ratio=1.0)
+
+
+def time_trainer(ranks: int) -> list[list[dict[str, float]]]:
+    """Return the seconds of a step by the slowest rank, by side (here, peer) and round."""
+    found: list[list[dict[str, float]]] = [[], []]
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
+        paths = {HERE: f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}", PEER: str(ROOT)}
+        sides = [stack.enter_context(_world(side, path, folder, ranks)) for side, path in paths.items()]
+
+        def measure(index: int) -> float:
+            found[index].append(sides[index].steps(STEPS))
+            return 0.0
+
+        alternate(ROUNDS, lambda: measure(0), lambda: measure(1))
+    return [side[1:] for side in found]
+
+
+def _world(side: str, path: str, folder: str, ranks: int) -> WorkerRanks:
+    environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": 1, "ACCELERATE_USE_CPU": "true"}
+    return WorkerRanks(["tests.benchmarks.trainer_worker", side, f"{folder}/{side}"], ranks, environment)

@@ -1,0 +1,85 @@
+"""One rank of transformers' Trainer that is measured on command: ``python -m tests.benchmarks.trainer_worker FOLDER``.
+
+The environment decides which package it finds as `accelerate`. The training stops after a step and reads a command
+("steps COUNT"), then goes on for so many steps and answers with what they took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import accelerate  # noqa: TID251 - this package or the peer
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments  # type: ignore[import-not-found,unused-ignore]
+
+from tests.clients.trainer import TinyConfig, TinyModel
+
+
+class Samples(Dataset[dict[str, Any]]):
+    """The same sample again and again: reading it costs next to nothing."""
+
+    def __init__(self) -> None:
+        self.sample = {"x": torch.ones(4), "labels": 1}
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.sample
+
+
+class Commands(TrainerCallback):
+    """Stops the training between commands."""
+
+    def __init__(self) -> None:
+        self._count = self._left = 0
+        self._begin = 0.0, 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Wait for the first command."""
+        print("= ready", flush=True)
+        self._wait()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Answer after the last step of a command."""
+        self._left -= 1
+        if self._left:
+            return
+        clock, processor = time.perf_counter() - self._begin[0], time.process_time() - self._begin[1]
+        found = {"clock": clock / self._count, "processor": processor / self._count}
+        print(f"= {json.dumps(found)}", flush=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # the other ranks end too: nobody waits for a group
+        self._count = self._left = int(line.split()[1])
+        self._begin = time.perf_counter(), time.process_time()
+
+
+def main(package: str, folder: str) -> None:
+    """Train until the end of input."""
+    torch.set_num_threads(1)
+    assert accelerate.Accelerator.__module__.startswith(f"{package}."), accelerate.Accelerator.__module__
+    settings = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=10**7,
+        save_strategy="no",
+        logging_steps=10,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model=TinyModel(TinyConfig()), args=settings, train_dataset=Samples(), callbacks=[Commands()]).train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
