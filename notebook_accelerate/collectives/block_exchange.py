@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from notebook_accelerate.collectives import shape_checks
-from notebook_accelerate.collectives.buckets import Bucket
 from notebook_accelerate.collectives.communicator import TorchCommunicator
+from notebook_accelerate.collectives.layouts import ALIGNMENT, MAX_LAYOUTS, Layout, layout_of, split_equally
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
 
-OPERATIONS = ("gather", "reduce", "broadcast", "pad_across_processes")
+OPERATIONS = {"gather": 0, "reduce": 1, "broadcast": 2, "pad_across_processes": 3}
 _HEADER = struct.Struct("qqq")  # operation, bytes of data, fingerprint of the structure
-_ALIGNMENT = 64
-_DATA_OFFSET = _ALIGNMENT
+_DATA_OFFSET = ALIGNMENT
 """Offset of the data in a block; the header is shorter."""
 _MIN_BLOCK = 512
 _MAX_BLOCK = 1 << 16
@@ -34,48 +34,96 @@ _HISTORY = 8
 """Number of exchanges that decide the size of the next block: loops alternate between a few collectives."""
 
 
+class BlockViews:
+    """Views of an exchange's memory for one layout.
+
+    Args:
+        layout: The layout of the tensors.
+        block: This rank's block, bytes, of shape (block size,).
+        rows: The blocks of all ranks, of shape (ranks, block size).
+
+    Attributes:
+        rows: For each segment, the packed tensors of the ranks, of shape (ranks, count).
+    """
+
+    def __init__(self, layout: Layout, block: torch.Tensor, rows: torch.Tensor) -> None:
+        self._layout = layout
+        block, rows = block[_DATA_OFFSET:], rows[:, _DATA_OFFSET:]
+        self._own = [block[part.begin : part.end].view(part.dtype) for part in layout.segments]
+        self.rows = [rows[:, part.begin : part.end].view(part.dtype) for part in layout.segments]
+        self._stacked = self._own[0].view(-1, *layout.shapes[0]) if layout.same_shape and layout.bytes else None
+
+    @cached_property
+    def by_rank(self) -> list[tuple[torch.Tensor, ...]]:
+        """For each segment, the packed tensors of each rank."""
+        with torch.inference_mode(mode=False):
+            return [rows.unbind(0) for rows in self.rows]
+
+    @cached_property
+    def leaves(self) -> list[torch.Tensor]:
+        """Views of this rank's block with the tensors' shapes."""
+        with torch.inference_mode(mode=False):
+            own = zip(self._layout.segments, self._own, strict=True)
+            return self._layout.in_order([part.views(flat) for part, flat in own])
+
+    @cached_property
+    def _sources(self) -> list[tuple[list[torch.Tensor], list[tuple[int, ...]]]]:
+        """For each segment, views of the rows to copy for a gather, and the shapes of the copies."""
+        found = []
+        with torch.inference_mode(mode=False):
+            for part, rows in zip(self._layout.segments, self.rows, strict=True):
+                joined = part.joined_shapes(len(rows))
+                if part.same_shape:  # one copy of all
+                    found.append(([rows.view(len(rows), len(joined), part.sizes[0]).transpose(0, 1)], joined))
+                else:
+                    found.append((list(rows.split_with_sizes(part.sizes, dim=1)), joined))
+        return found
+
+    def write(self, leaves: list[torch.Tensor]) -> None:
+        """Write the tensors into this rank's block.
+
+        Args:
+            leaves: The tensors.
+        """
+        with torch.no_grad():
+            if self._stacked is not None:
+                torch.stack(leaves, out=self._stacked)
+            elif leaves:
+                torch._foreach_copy_(self.leaves, leaves)
+
+    def joined(self) -> list[torch.Tensor]:
+        """Return new tensors that join those of the ranks along the first dimension."""
+        results = []
+        for part, (sources, shapes) in zip(self._layout.segments, self._sources, strict=True):
+            copies = [source.clone(memory_format=torch.contiguous_format) for source in sources]
+            if part.same_shape:
+                results.append(split_equally(copies[0], len(shapes), shapes[0]))
+            else:
+                results.append([copy.view(shape) for copy, shape in zip(copies, shapes, strict=True)])
+        return self._layout.in_order(results)
+
+
 class CollectiveCall:
     """The arguments of a collective on this rank.
 
     Args:
         operation: Name of the collective.
         data: The user's argument, for messages.
-        buckets: The tensors.
-        free_dim: A dimension whose size may differ between ranks; the buckets then contain its sizes.
+        leaves: The tensors to send, on the rank's device.
+        free_dim: A dimension whose size may differ between ranks; the tensors to send are then its sizes.
 
     Attributes:
+        layout: The layout of the tensors.
         header: The description sent to the other ranks.
-        bytes: Size of the data in a block.
     """
 
-    def __init__(self, operation: str, data: Any, buckets: list[Bucket], free_dim: int | None = None) -> None:
-        self.operation, self.data, self.free_dim = operation, data, free_dim
-        self.bytes = 0
-        self._slices: list[tuple[Bucket, int, int]] = []
-        for bucket in buckets:
-            begin = -(-self.bytes // _ALIGNMENT) * _ALIGNMENT
-            self.bytes = begin + bucket.count * bucket.dtype.itemsize
-            self._slices.append((bucket, begin, self.bytes))
-        # Numbers only: hashes of strings and of None differ between processes.
-        fingerprint = hash((free_dim or 0, *(bucket.fingerprint for bucket in buckets)))
-        self.header = (OPERATIONS.index(operation), self.bytes, fingerprint)
+    __slots__ = ("data", "free_dim", "header", "layout", "leaves", "operation")
 
-    def write(self, data: torch.Tensor) -> None:
-        """Write the tensors into a buffer.
-
-        Args:
-            data: Bytes, of shape (bytes,).
-        """
-        for bucket, begin, end in self._slices:
-            bucket.pack_into(data[begin:end].view(bucket.dtype))
-
-    def read(self, data: torch.Tensor) -> dict[Bucket, torch.Tensor]:
-        """Return the packed tensor of each bucket, of shape (..., count), from the buffers of any rank.
-
-        Args:
-            data: Bytes, of shape (..., bytes).
-        """
-        return {bucket: data[..., begin:end].view(bucket.dtype) for bucket, begin, end in self._slices}
+    def __init__(self, operation: str, data: Any, leaves: list[torch.Tensor], free_dim: int | None = None) -> None:
+        self.operation, self.data, self.leaves, self.free_dim = operation, data, leaves, free_dim
+        self.layout = layout_of(leaves)
+        fingerprint = self.layout.fingerprint if free_dim is None else hash((free_dim, self.layout.fingerprint))
+        self.header = (OPERATIONS[operation], self.layout.bytes, fingerprint)
 
 
 class BlockExchange:
@@ -96,30 +144,29 @@ class BlockExchange:
         self._recent_sizes: deque[int] = deque([1], maxlen=_HISTORY)
         self._resize(_MIN_BLOCK)
 
-    def gather(self, call: CollectiveCall) -> dict[Bucket, torch.Tensor] | None:
+    def gather(self, call: CollectiveCall) -> BlockViews | None:
         """Exchange blocks between all ranks; every rank must call this.
 
         Args:
             call: This rank's arguments.
 
         Returns:
-            For each bucket, a matrix with the packed tensor of each rank as a row; None if the data did not fit.
+            Views of all ranks' tensors; None if the data did not fit.
 
         Raises:
             DistributedOperationException: Ranks passed different tensors, or called different operations.
         """
-        self._write(call)
-        self._communicator.all_gather_into(self._rows, self._block)
-        length = len(self._block)
+        views, length = self._write(call), self._length
+        self._communicator.all_gather_into(self.group, self._all_rows, self._block)
         headers = {_HEADER.unpack_from(self._rows_bytes, rank * length) for rank in self._ranks}
-        data = self._rows[:, _DATA_OFFSET : _DATA_OFFSET + call.bytes]
         if len(headers) > 1:
             self._adapt_size(max(size for _, size, _ in headers))
             shape_checks.check(call.operation, call.data, PartialState(), call.free_dim)
             raise DistributedOperationException(f"ranks passed different tensors to {call.operation!r}")
-        return call.read(data) if self._adapt_size(call.bytes) <= length else None
+        self._adapt_size(call.layout.bytes)
+        return views
 
-    def broadcast(self, call: CollectiveCall, source: int, mine: bool) -> dict[Bucket, torch.Tensor] | None:
+    def broadcast(self, call: CollectiveCall, source: int, mine: bool) -> BlockViews | None:
         """Send one rank's block to all; every rank must call this.
 
         Args:
@@ -128,17 +175,15 @@ class BlockExchange:
             mine: Whether this rank is the source.
 
         Returns:
-            For each bucket, the source's packed tensor; None if the data did not fit.
+            Views of the source's tensors; None if the data did not fit.
 
         Raises:
             DistributedOperationException: This rank and the source passed different tensors.
         """
-        if mine:
-            self._write(call)
-        self._communicator.broadcast(self._block, source)
-        length, header = len(self._block), _HEADER.unpack_from(self._block_bytes)
-        data = self._block[_DATA_OFFSET : _DATA_OFFSET + call.bytes]
-        needed = self._adapt_size(header[1])
+        views = self._write(call) if mine else self._views_for(call.layout)
+        self._communicator.broadcast_in(self.group, self._block, source)
+        header = _HEADER.unpack_from(self._block_bytes)
+        self._adapt_size(header[1])
         if header != call.header:
             raise DistributedOperationException(
                 f"{call.operation!r} got {shape_checks.describe(call.data)} "
@@ -146,33 +191,47 @@ class BlockExchange:
                 "other tensors. Every rank must pass the same structure, shapes and dtypes "
                 "(ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
             )
-        return call.read(data) if needed <= length else None
+        return views
 
-    def _write(self, call: CollectiveCall) -> None:
+    def _write(self, call: CollectiveCall) -> BlockViews | None:
         _HEADER.pack_into(self._block_bytes, 0, *call.header)
-        if _DATA_OFFSET + call.bytes <= len(self._block):
-            call.write(self._block[_DATA_OFFSET : _DATA_OFFSET + call.bytes])
+        views = self._views_for(call.layout)
+        if views is not None:
+            views.write(call.leaves)
+        return views
 
-    def _adapt_size(self, size: int) -> int:
+    def _views_for(self, layout: Layout) -> BlockViews | None:
+        """Return the views of the current memory for a layout; None if its data does not fit."""
+        if _DATA_OFFSET + layout.bytes > self._length:
+            return None
+        views = self._views.get(layout)
+        if views is None:
+            if len(self._views) >= MAX_LAYOUTS:
+                self._views.clear()
+            with torch.inference_mode(mode=False):  # others may follow after an evaluation
+                views = self._views[layout] = BlockViews(layout, self._block, self._rows)
+        return views
+
+    def _adapt_size(self, size: int) -> None:
         """Set the size of the next block to what the last exchanges needed, the same on every rank.
 
         Args:
             size: Bytes of data of this exchange, on the rank that had most.
-
-        Returns:
-            The block size that this exchange needed.
         """
         needed = _DATA_OFFSET + size
         self._recent_sizes.append(needed if needed <= self._max_block else 1)
         length = max(_MIN_BLOCK, 1 << (max(self._recent_sizes) - 1).bit_length())
-        if length != len(self._block):
+        if length != self._length:
             self._resize(length)
-        return needed
 
     def _resize(self, length: int) -> None:
-        self._block = torch.empty(length, dtype=torch.uint8)
-        self._rows = torch.empty(len(self._ranks), length, dtype=torch.uint8)
-        self._block_bytes, self._rows_bytes = self._block.numpy().data, self._rows.numpy().data
+        self._length = length
+        self._views: dict[Layout, BlockViews] = {}
+        with torch.inference_mode(mode=False):
+            self._block = torch.empty(length, dtype=torch.uint8, device="cpu")
+            self._all_rows = torch.empty(len(self._ranks) * length, dtype=torch.uint8, device="cpu")
+            self._rows = self._all_rows.view(len(self._ranks), length)
+        self._block_bytes, self._rows_bytes = self._block.numpy().data, self._all_rows.numpy().data
 
 
 _exchange: BlockExchange | None = None
@@ -193,34 +252,24 @@ def _exchange_for(state: PartialState) -> BlockExchange | None:
     return _exchange
 
 
-def gather_blocks(
-    state: PartialState, operation: str, data: Any, buckets: list[Bucket], free_dim: int | None = None
-) -> dict[Bucket, torch.Tensor] | None:
+def gather_blocks(state: PartialState, call: CollectiveCall) -> BlockViews | None:
     """Exchange blocks between all ranks; every rank must call this. See `BlockExchange.gather`.
 
     Args:
         state: The world.
-        operation: Name of the collective.
-        data: The user's argument.
-        buckets: The tensors.
-        free_dim: A dimension whose size may differ between ranks.
+        call: This rank's arguments.
     """
     exchange = _exchange_for(state)
-    return exchange.gather(CollectiveCall(operation, data, buckets, free_dim)) if exchange is not None else None
+    return exchange.gather(call) if exchange is not None else None
 
 
-def broadcast_blocks(
-    state: PartialState, data: Any, buckets: list[Bucket], source: int
-) -> dict[Bucket, torch.Tensor] | None:
+def broadcast_blocks(state: PartialState, call: CollectiveCall, source: int) -> BlockViews | None:
     """Send one rank's block to all; every rank must call this. See `BlockExchange.broadcast`.
 
     Args:
         state: The world.
-        data: The user's argument.
-        buckets: The tensors.
+        call: This rank's arguments.
         source: The rank to send.
     """
     exchange = _exchange_for(state)
-    if exchange is None:
-        return None
-    return exchange.broadcast(CollectiveCall("broadcast", data, buckets), source, state.process_index == source)
+    return exchange.broadcast(call, source, state.process_index == source) if exchange is not None else None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from notebook_accelerate.collectives.containers import Nested, recursively_apply
+from notebook_accelerate.collectives.containers import Nested, recursively_apply, require_tensors
 from notebook_accelerate.collectives.operations import gather, gather_object
 from notebook_accelerate.state import GradientState, PartialState
 
@@ -36,7 +34,7 @@ def gather_for_metrics(input_data: Nested, gradient_state: GradientState, use_ga
 
 def _only_tensors(data: Any) -> bool:
     try:
-        recursively_apply(torch.Tensor.detach, data, error_on_other_type=True)
+        require_tensors(data, "gather_for_metrics")
     except TypeError:
         return False
     return True

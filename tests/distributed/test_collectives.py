@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import time
 from collections import UserDict
@@ -176,6 +177,9 @@ def count_collectives() -> Any:
             setattr(dist, name, _counted(calls, name, original))
     module = import_module("notebook_accelerate.collectives.communicator")
     module._all_gather = _counted(calls, "all_gather", module._all_gather)
+    for method, name in {"all_gather_into": "all_gather", "broadcast_in": "broadcast"}.items():
+        original = getattr(module.TorchCommunicator, method)
+        setattr(module.TorchCommunicator, method, _counted(calls, name, original))
     data = {f"k{i}": torch.ones(64, 4) for i in range(50)} | {"n": torch.ones(1, dtype=torch.int64)}
     large = [torch.ones(50_000), torch.ones(1, dtype=torch.int64)]
     found = []
@@ -311,6 +315,102 @@ def other_operations() -> str:
 
 def test_other_operations_are_reported() -> None:
     assert all("rank 0  gather" in text and "rank 1  reduce" in text for text in run_ranks(other_operations))
+
+
+CHANGING = (
+    [],
+    [("float32", [64, 4])] * 50,
+    [("float32", [61, 4])] * 50,
+    [("int64", [3]), ("float32", [3]), ("bool", [])],
+    [("float32", [3]), ("int64", [3]), ("bool", [])],
+    [("float32", [0, 4]), ("float16", [5])],
+    [("float32", [40_000]), ("int64", [1])],  # more than a block
+    [("float32", [2, 3])],
+)
+
+
+def change_structures(seed: int) -> list[str]:
+    """Return what came of each call: in half of them the ranks pass different structures, or call other operations."""
+    chance, rank = random.Random(seed), PartialState().process_index
+    outcomes = []
+    for _ in range(60):
+        trees = chance.choices(CHANGING, k=2)
+        names = chance.choices(["gather", "reduce"], k=2)
+        if chance.random() < 0.5:
+            trees, names = [trees[0]] * 2, [names[0]] * 2
+        given = [_values(tree, each) for each, tree in enumerate(trees)]
+        try:
+            found = getattr(collectives, names[rank])(given[rank])
+        except DistributedOperationException:
+            outcomes.append("raised")
+            continue
+        assert (trees[0], names[0]) == (trees[1], names[1])
+        if names[0] == "gather":
+            _check(found, [torch.cat([torch.atleast_1d(a), torch.atleast_1d(b)]) for a, b in zip(*given, strict=True)])
+        else:
+            _check(
+                found,
+                [
+                    (a + 0.0 + b) / 2 if a.dtype.is_floating_point else (a.long() + b) / 2
+                    for a, b in zip(*given, strict=True)
+                ],
+            )
+        outcomes.append("equal")
+    assert collectives.gather(torch.tensor([rank])).tolist() == [0, 1]
+    return outcomes
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ranks_that_change_structures_differently_raise_together_and_stay_in_step(seed: int) -> None:
+    first, second = run_ranks(change_structures, seed)
+    assert first == second
+    assert {"raised", "equal"} == set(first)
+
+
+def pad_changing_ranks() -> list[Any]:
+    rank = PartialState().process_index
+    found = []
+    for given in (
+        [torch.ones(2, 2)] * (2 + rank),  # another number of tensors
+        [torch.ones(2 + rank), torch.ones(2 + rank)],
+        [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # sizes that differ within a rank
+        [torch.ones([2] * rank), torch.ones([2] * rank)],  # a dimension that one rank lacks
+        [torch.ones(2, 2, dtype=torch.int64 if rank else torch.float32), torch.ones(1 + rank, 1)],
+    ):
+        try:
+            padded = collectives.pad_across_processes(given, dim=len(found) == 2)
+        except DistributedOperationException:
+            found.append("raised")
+        else:
+            found.append([list(tensor.shape) for tensor in padded])
+    return found
+
+
+def test_padding_when_ranks_differ_in_other_ways() -> None:
+    first, second = run_ranks(pad_changing_ranks)
+    assert first == ["raised", [[3], [3]], [[2, 2], [2, 3]], [[], []], [[2, 2], [2, 1]]]
+    assert second == ["raised", [[3], [3]], [[2, 2], [2, 3]], [[2], [2]], [[2, 2], [2, 1]]]
+
+
+def evaluate_then_train() -> None:
+    rank = PartialState().process_index
+    with torch.inference_mode():
+        for size in (1, 3000, 3000):  # the block grows
+            values = [torch.full((size,), float(rank)), torch.tensor([rank])]
+            assert collectives.gather(values)[0].is_inference()
+            collectives.broadcast(values)
+    parameters = [torch.nn.Parameter(torch.full((3000,), float(rank))), torch.tensor([rank])]
+    gathered = collectives.gather(parameters)
+    gathered[0].add_(1)
+    assert not gathered[0].is_inference()
+    assert gathered[0].unique().tolist() == [1, 2]
+    collectives.broadcast(parameters, 1)
+    assert parameters[0].unique().tolist() == [1]
+    assert parameters[0].requires_grad
+
+
+def test_collectives_in_inference_mode_do_not_affect_later_ones() -> None:
+    run_ranks(evaluate_then_train)
 
 
 def no_such_rank() -> None:
