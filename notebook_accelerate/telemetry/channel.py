@@ -50,8 +50,8 @@ def encode(messages: Iterable[Stamped]) -> bytes:
 
     for stamp, event in messages:
         rows.append([type(event).__name__, stamp, *[getattr(event, name) for name in event.field_names]])
-        if hasattr(event, "payload"):
-            close_frame(event.payload)
+        if event.has_payload:
+            close_frame(event.payload)  # type: ignore[attr-defined]
         elif len(rows) >= MAX_ROWS:
             close_frame(b"")
     if rows:
@@ -79,51 +79,59 @@ class Decoder:
         Raises:
             ChannelClosedError: The bytes are not frames of this protocol.
         """
-        buffer = self._buffer
-        buffer += data
         found: list[Stamped] = []
-        start, size = 0, len(buffer)
-        while size - start >= _HEADER.size:
-            json_length, payload_length = _HEADER.unpack_from(buffer, start)
-            if json_length > MAX_JSON_BYTES:
-                raise ChannelClosedError(
-                    f"received a frame with {json_length} bytes of JSON; at most {MAX_JSON_BYTES} are allowed"
-                )
-            body = start + _HEADER.size
-            end = body + json_length + payload_length
-            if end > size:
-                break
-            try:
-                found += _decode_frame(buffer[body : body + json_length], bytes(buffer[body + json_length : end]))
-            except (ValueError, TypeError) as error:
-                raise ChannelClosedError(f"received a frame that is not of this protocol: {error}") from error
-            start = end
-        if start:
-            del buffer[:start]
+        if self._buffer:
+            self._buffer += data
+            del self._buffer[: _decode_frames(self._buffer, found)]
+        elif (end := _decode_frames(data, found)) < len(data):  # most data is whole frames, which need no buffer
+            self._buffer += data[end:]
         return found
+
+
+def _decode_frames(data: bytes | bytearray, found: list[Stamped]) -> int:
+    """Append the events of the complete frames in ``data`` to ``found``; return the end of the last of these frames.
+
+    Raises:
+        ChannelClosedError: See ``Decoder.feed``.
+    """
+    start, size = 0, len(data)
+    while size - start >= _HEADER.size:
+        json_length, payload_length = _HEADER.unpack_from(data, start)
+        if json_length > MAX_JSON_BYTES:
+            raise ChannelClosedError(
+                f"received a frame with {json_length} bytes of JSON; at most {MAX_JSON_BYTES} are allowed"
+            )
+        body = start + _HEADER.size
+        end = body + json_length + payload_length
+        if end > size:
+            break
+        try:
+            _decode_frame(data[body : body + json_length], data[body + json_length : end], found)
+        except (ValueError, TypeError) as error:
+            raise ChannelClosedError(f"received a frame that is not of this protocol: {error}") from error
+        start = end
+    return start
 
 
 _parse = json.JSONDecoder().raw_decode
 """Does not detect the encoding or skip white space: frames are UTF-8 without white space."""
 
 
-def _decode_frame(text: bytes | bytearray, payload: bytes) -> list[Stamped]:
+def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: list[Stamped]) -> None:
     document = text.decode()
     rows, end = _parse(document)
     if end != len(document):
         raise ValueError("there is text after its JSON")
-    found: list[Stamped] = []
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
         if kind is None:  # an event of a newer peer is skipped
             continue
         names = kind.field_names
-        if "payload" in kind.__dataclass_fields__:
-            arguments = {**dict(zip(names, values, strict=False)), "payload": payload}
+        if kind.has_payload:
+            arguments = {**dict(zip(names, values, strict=False)), "payload": bytes(payload)}
             found.append(Stamped(stamp, kind(**arguments)))
         else:  # so are additional fields of a newer peer
             found.append(Stamped(stamp, kind(*values[: len(names)])))
-    return found
 
 
 class Sender(Protocol):

@@ -21,6 +21,8 @@ class Event:
     """Whether it marks the boundary between two training steps."""
     field_names: ClassVar[tuple[str, ...]] = ()
     """The names of the fields in the JSON, in order."""
+    has_payload: ClassVar[bool] = False
+    """Whether it has the field ``payload``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # dataclass(slots=True) creates the class again, and the later class replaces the earlier one in the registry.
@@ -28,7 +30,9 @@ class Event:
         super(Event, cls).__init_subclass__(**kwargs)
         Event.registry[cls.__name__] = cls
         if "__dataclass_fields__" in cls.__dict__:
-            cls.field_names = tuple(f.name for f in fields(cls) if f.name != "payload")
+            names = tuple(each.name for each in fields(cls))
+            cls.field_names = tuple(name for name in names if name != "payload")
+            cls.has_payload = "payload" in names
 
     def shift(self, seconds: float) -> None:
         """Add ``seconds`` to the times in the event, to convert them from another machine's clock."""

@@ -258,12 +258,14 @@ class Store:
     def add(self, records: Sequence[Record]) -> None:
         """Store ``records`` and call the subscribers."""
         with self._lock:
+            handlers, last_activity = self._handlers, self.last_activity
             for record in records:
-                if not isinstance(record.event, ResourceEvent):
-                    self.last_activity[record.rank] = record.time
-                handler = self._handlers.get(type(record.event))
-                if handler is not None:
-                    handler(record, record.event)
+                rank, time, event = record
+                kind = type(event)
+                if kind is not ResourceEvent:
+                    last_activity[rank] = time
+                if (handler := handlers.get(kind)) is not None:
+                    handler(record, event)
             subscribers = list(self._subscribers)
         for subscriber in subscribers:
             self._notify(subscriber, records)
@@ -293,30 +295,33 @@ class Store:
     # ---- one handler per kind of event, called with the lock held
 
     def _add_metric(self, record: Record, event: MetricEvent) -> None:
-        step = self.last_step.get(record.rank, -1) if event.step is None else _int64(event.step)
+        rank, time, _ = record
+        step = self.last_step.get(rank, -1) if event.step is None else _int64(event.step)
         if step is not None:
-            self.last_step[record.rank] = step
-        limit = self._most_points
+            self.last_step[rank] = step
         for name, value in event.values.items():
             number = value if type(value) is float else _float(value)
             ranks = self._metrics.get(name)
             if step is None or number is None or (ranks is None and len(self._metrics) >= self._max_series):
-                self.dropped[record.rank] += 1
+                self.dropped[rank] += 1
                 continue
-            if ranks is None:
-                ranks = self._metrics[name] = {}
-            points = ranks.get(record.rank)
+            points = None if ranks is None else ranks.get(rank)
             if points is None:
-                points = ranks[record.rank] = _Points()
-                self._series_count += 1
-                limit = self._most_points = self._limit()
-                if len(ranks) == FEW_RANKS + 1:
-                    self._envelopes[name] = _envelope(ranks)
-            self._points_count += points.append(step, record.time, number, limit)
+                points = self._add_series(name, rank)
+            self._points_count += points.append(step, time, number, self._most_points)
             if (envelope := self._envelopes.get(name)) is not None:
-                envelope.add(step, record.time, number)
+                envelope.add(step, time, number)
         if self._points_count > MAX_TOTAL_POINTS and self._points_count > MIN_POINTS * self._series_count:
             self._thin_all()
+
+    def _add_series(self, name: str, rank: int) -> _Points:
+        ranks = self._metrics.setdefault(name, {})
+        points = ranks[rank] = _Points()
+        self._series_count += 1
+        self._most_points = self._limit()
+        if len(ranks) == FEW_RANKS + 1:
+            self._envelopes[name] = _envelope(ranks)
+        return points
 
     def _limit(self) -> int:
         """Return the current limit of points per series."""

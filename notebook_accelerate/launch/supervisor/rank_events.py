@@ -111,6 +111,7 @@ class RankEventHandler:
         self._all = ranks.all  # read for every event
         self._label = functools.partial(line_label, context.config.log_line_prefix_template)
         self._comparison_due = 0.0
+        self._unrecorded: list[Record] = []
         self._checks = sanity_checks.SanityChecks(len(context.state.ranks))
         self.last_activity = self._clock.now()
         self.stall = StallDetector(context)
@@ -141,7 +142,12 @@ class RankEventHandler:
             self._publisher.line("stderr", f"⚠ {text}")
 
     def _keep_lines(self, rank: int, stream: str, text: str) -> None:
-        self._journal.add([Record(rank, time.time(), LogEvent(stream, text))])
+        self._unrecorded.append(Record(rank, time.time(), LogEvent(stream, text)))
+
+    def record(self) -> None:
+        """Append what has arrived since the last call to the journal: once for all ranks that have sent something."""
+        records, self._unrecorded = self._unrecorded, []
+        self._journal.add(records)
 
     # ---- output and events
 
@@ -169,16 +175,18 @@ class RankEventHandler:
         self._handle(self._all[rank], Decoder().feed(data))
 
     def _handle(self, supervised: SupervisedRank, messages: list[Stamped]) -> None:
-        if not messages:
-            return
-        rank, messages = supervised.process.rank, supervised.process.in_local_time(messages)
-        if any(type(event) is not HeartbeatEvent for _, event in messages):
+        process, active, handled = supervised.process, False, []
+        for stamp, event in process.in_local_time(messages):
+            self._unrecorded.append(Record(process.rank, stamp, event))
+            if (kind := type(event)) in _HANDLERS:
+                handled.append(event)
+            active = active or kind is not HeartbeatEvent
+        if active:
             self.last_activity = self._clock.now()
-        self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
-        for _, event in messages:
-            handler = _HANDLERS.get(type(event))
-            if handler is not None:
-                handler(self, supervised, event)
+        for event in handled:
+            if type(event) is not HeartbeatEvent:
+                self.record()  # what a handler appends to the journal comes after what the ranks sent before
+            _HANDLERS[type(event)](self, supervised, event)
 
     def _on_status(self, supervised: SupervisedRank, event: StatusEvent) -> None:
         if event.state == "running" and self._state_of(supervised) == "starting":
@@ -230,6 +238,7 @@ class RankEventHandler:
             self.last_activity = self._clock.now()
         if time.monotonic() >= self._comparison_due:
             self._comparison_due = time.monotonic() + STEP_COMPARISON_SECONDS
+            self.record()
             last, state = self._journal.store.last_step, self._journal.state
             running = [rank for rank in self._ranks.living if state.rank(rank).state == "running"]
             self.warn(self._checks.beat({rank: last[rank] for rank in running if rank in last}))
@@ -276,6 +285,7 @@ class RankEventHandler:
             return
         supervised.process.drain(self, channel=True)
         self._forget(supervised)
+        self.record()
         if self.observer is not None:
             self.observer.ended(rank, end)
         self._stops.rank_exited(supervised, end)

@@ -16,7 +16,7 @@ from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.hardware import torch_build
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, rank_environment
-from notebook_accelerate.launch.processes.selecting import HasFileno, call_ready, dispatch
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
 from notebook_accelerate.launch.state import failure_causes, failures
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import RankExited
@@ -40,8 +40,9 @@ LONGEST_WAIT = 1.0
 """Maximum seconds that the event loop sleeps, so that it soon detects that it did not run."""
 GAP_SECONDS = 1.0
 """If the loop wakes up later than this, it did not run: the machine slept, or the kernel was stopped."""
-MANY_RANKS, TURN_SECONDS = 32, 0.005
-"""From this many ranks on, events are handled in batches: a wake-up for every event costs more than its handling."""
+MANY_RANKS, SECONDS_PER_RANK = 32, 40e-6
+"""From this many ranks on, the loop pauses after each turn, 20 ms for 512 ranks: a wake-up for every event costs more
+than its handling."""
 
 
 class RankGroup:
@@ -59,7 +60,7 @@ class RankGroup:
 
     def __init__(self, context: RunContext, plan: LaunchPlan) -> None:
         self._context, self._plan = context, plan
-        self._selector = selectors.DefaultSelector()
+        self._selector = DispatchSelector()
         self._selector.register(context.commands.wake, selectors.EVENT_READ, self._carry_out)
         self._ranks = SupervisedRanks()
         self.on_step: Callable[[], None] | None = None
@@ -130,9 +131,10 @@ class RankGroup:
         while living:
             self._wait(self._patience())
             self._take_steps()
+            self.events.record()
             self._context.publisher.flush()
             if len(living) >= MANY_RANKS:
-                time.sleep(TURN_SECONDS)
+                time.sleep(len(living) * SECONDS_PER_RANK)
         self.events.finish()
         self._selector.close()
 
@@ -143,6 +145,7 @@ class RankGroup:
         if late > GAP_SECONDS:
             self.clock.leave_out(late)
         call_ready(self._selector, ready)
+        self.events.record()
 
     def _patience(self) -> float:
         """Return how many seconds the loop may sleep before its next deadline."""
@@ -210,6 +213,7 @@ class RankGroup:
         """Kill and reap all ranks, in whatever state they are."""
         for rank in list(self._ranks.living.values()):
             self._kill(rank)
+        self.events.record()
         self._selector.close()
 
     def _kill(self, rank: SupervisedRank) -> None:

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import os
-import selectors
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from selectors import EVENT_READ
 
-from notebook_accelerate.launch.processes.rank_process import PIPE_BYTES, READ_BYTES, Ends, OwnChild
-from notebook_accelerate.launch.supervisor.rank_group import dispatch
+import pytest
+
+from notebook_accelerate.launch.processes.rank_process import (
+    PIPE_BYTES,
+    READ_BYTES,
+    Ends,
+    OwnChild,
+    ProcessBackend,
+    RankProcess,
+)
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
+from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.state.run_events import AttemptStarted
+from notebook_accelerate.launch.supervisor.rank_group import RankGroup
+from notebook_accelerate.telemetry import Channel, MetricEvent, StatusEvent, inherited_state
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from tests.support.runs import context_of, plan_run
+from tests.support.simulated import SimulatedRank
 
 
 def test_what_an_earlier_call_of_the_batch_closed_is_not_called() -> None:
     pipes = [os.pipe() for _ in range(2)]
     called: list[int] = []
-    with selectors.DefaultSelector() as selector:
+    with DispatchSelector() as selector:
 
         def end_both(number: int) -> None:
             called.append(number)
@@ -24,7 +42,7 @@ def test_what_an_earlier_call_of_the_batch_closed_is_not_called() -> None:
                 os.close(reader)
 
         for number, (reader, writer) in enumerate(pipes):
-            selector.register(reader, selectors.EVENT_READ, lambda n=number: end_both(n))
+            selector.register(reader, EVENT_READ, lambda n=number: end_both(n))
             os.write(writer, b"!")
         dispatch(selector, 5.0)
     for _, writer in pipes:
@@ -67,3 +85,63 @@ def test_what_a_rank_leaves_running_may_write_without_end() -> None:
             ends.close_rank_side()
             process.close()  # ends what the rank left running
     assert hearing.heard
+
+
+class _Backend(ProcessBackend):
+    """Starts ranks without processes; the test writes to their channels."""
+
+    def __init__(self) -> None:
+        super().__init__(print, ())
+        self.channels: list[Channel] = []
+        self.outputs: list[int] = []
+        self.lives: list[socket.socket] = []
+
+    def start_rank(self, order: WorkerOrder) -> RankProcess:
+        ends, (life, theirs) = Ends(), socket.socketpair()
+        self.channels.append(Channel(ends.rank_channel))
+        self.outputs += [ends.rank_stdout, ends.rank_stderr]
+        self.lives.append(theirs)
+        return SimulatedRank(order.rank, os.getpid(), ends, life)
+
+    def end(self) -> None:
+        for end in (*self.channels, *self.lives):
+            end.close()
+        for descriptor in self.outputs:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
+    """Return a run of two ranks, its group, and the ranks' ends."""
+    run, backend = plan_run(2, method="spawn"), _Backend()
+    context = context_of(run)
+    assert run.plan is not None
+    run.journal.append(AttemptStarted(0))
+    group = RankGroup(context, run.plan)
+    group.start(backend, 0, inherited_state.capture())
+    yield run, group, backend
+    backend.end()
+    group.abandon()
+    context.commands.close()
+
+
+def test_what_ranks_send_in_one_turn_is_appended_at_once(started: tuple[Run, RankGroup, _Backend]) -> None:
+    run, group, backend = started
+    batches: list[list[int]] = []
+    run.journal.subscribe(lambda records: batches.append([record.rank for record in records]))
+    backend.channels[0].send(MetricEvent({"loss": 1.0}, 1), MetricEvent({"loss": 2.0}, 2))
+    backend.channels[1].send(MetricEvent({"loss": 3.0}, 1))
+    group._wait(5.0)
+    assert batches == [[0, 0, 1]]
+    assert run.metrics["loss"].rank(0).values.tolist() == [1.0, 2.0]
+
+
+def test_changes_of_the_run_come_after_what_ranks_sent_before(started: tuple[Run, RankGroup, _Backend]) -> None:
+    run, group, backend = started
+    names: list[str] = []
+    run.journal.subscribe(lambda records: names.extend(type(record.event).__name__ for record in records))
+    backend.channels[0].send(MetricEvent({"loss": 1.0}, 1))
+    backend.channels[1].send(StatusEvent("running"), MetricEvent({"loss": 3.0}, 1))
+    os.write(backend.outputs[2], b"a line\n")
+    group._wait(5.0)
+    assert names == ["MetricEvent", "StatusEvent", "MetricEvent", "RankRunning", "LogEvent"]

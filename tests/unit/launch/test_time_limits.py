@@ -40,6 +40,8 @@ def group(context: RunContext) -> Iterator[RankGroup]:
 class _Asleep:
     """A selector that wakes up much later than it was asked to, as on a machine that slept."""
 
+    removals = 0
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.hosts.remote.host_protocol import DumpOrder, LeaveEvent
 from notebook_accelerate.launch.hosts.remote.relay import Relay
-from notebook_accelerate.launch.processes.selecting import dispatch
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.telemetry import Channel, Event
 from notebook_accelerate.telemetry.sampler import Sampler
 
@@ -36,7 +36,7 @@ class Host(Relay):
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
         self._wake, self._waker = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
+        self._selector = DispatchSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, lambda: self._wake.recv(4096))
         # A separate thread receives orders: the main thread may be blocked until the kernel reads what it sends.
         self._listener = threading.Thread(target=self._listen, name="notebook-accelerate-host", daemon=True)

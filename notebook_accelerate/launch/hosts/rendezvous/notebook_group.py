@@ -28,7 +28,7 @@ from notebook_accelerate.launch.hosts.rendezvous.rank_mirror import RankMirror
 from notebook_accelerate.launch.hosts.rendezvous.rendezvous_client import RendezvousClient, shared_secret
 from notebook_accelerate.launch.hosts.rendezvous.wait_for_peers import PeerWait
 from notebook_accelerate.launch.plan.planner import joined
-from notebook_accelerate.launch.processes.selecting import dispatch
+from notebook_accelerate.launch.processes.selecting import DispatchSelector, dispatch
 from notebook_accelerate.launch.state import error_messages, failures
 from notebook_accelerate.launch.state.run_events import FailuresRecorded, NoteAdded, RunEnded, RunPlanned, StopAdvanced
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
@@ -360,7 +360,7 @@ class NotebookGroup:
     ) -> _Event | None:
         """Return the next event of a kind; None when the run is stopped or the time is over before it arrives."""
         since, shown = time.monotonic(), waiting_text is None
-        with selectors.DefaultSelector() as selector:
+        with DispatchSelector() as selector:
             selector.register(
                 self._client.channel, selectors.EVENT_READ, lambda: self._received.extend(self._receive())
             )
