@@ -108,11 +108,6 @@ def zygote_times() -> Iterator[Figure]:
     env: dict[str, str | None] = {"OMP_NUM_THREADS": "2"}
     with Launcher(HERE, env) as here:
         here.kernel.check(WARM_POOL)
-        begin = time.monotonic()
-        here.time("stamp_two_threads", 2, "start_method='zygote'")
-        yield Figure(
-            what="the very first launch, 2 ranks, right after the import", unit="s", ours=time.monotonic() - begin
-        )
         for method in ("zygote", "auto"):
             for ranks in (2, 16):
                 pairs = [here.time("stamp_two_threads", ranks, f"start_method={method!r}") for _ in range(REPEATS + 1)]
@@ -122,6 +117,26 @@ def zygote_times() -> Iterator[Figure]:
                 limit = 0.15 if method == "zygote" else None
                 yield compared(f"{label}: call to return", totals, unit="s", limit=limit)
     yield _peer_with_warm_pool(env)
+
+
+@row("launch", "first zygote")
+def first_zygote() -> Iterator[Figure]:
+    """The first launch of a kernel, right after the import, while its server imports torch."""
+
+    def first_launch() -> float:
+        with Launcher(HERE) as here:
+            begin = time.monotonic()
+            here.time("stamp", 2, "start_method='zygote'")
+            return time.monotonic() - begin
+
+    def import_torch() -> float:
+        begin = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import torch, os; os._exit(0)"], check=True, timeout=300)
+        return time.monotonic() - begin
+
+    ours, theirs = alternate(REPEATS, first_launch, import_torch)
+    note = "the peer is `import torch` in a new interpreter"
+    yield compared("2 ranks: first cell to return", ours, theirs, unit="s", ratio=1.2, note=note)
 
 
 def _peer_with_warm_pool(env: dict[str, str | None], limit: float = 20.0) -> Figure:

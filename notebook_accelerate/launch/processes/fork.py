@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes import huge_pages
+from notebook_accelerate.launch.processes.openmp_spin import brief_spins
 from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
 from notebook_accelerate.launch.processes.zygote import running_zygote
 from notebook_accelerate.worker import entry
@@ -52,7 +53,8 @@ class ForkBackend(ProcessBackend):
         """See ``ProcessBackend.start_ranks``."""
         if len(orders) >= MANY_RANKS:
             _collapse()
-        super().start_ranks(orders, started)
+        with brief_spins(orders):
+            super().start_ranks(orders, started)
 
     def prepare_next(self) -> None:
         """See ``ProcessBackend.prepare_next``."""

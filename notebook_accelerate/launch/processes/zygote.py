@@ -13,11 +13,12 @@ import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
+from notebook_accelerate.launch.processes.openmp_spin import is_crowded
 from notebook_accelerate.launch.processes.pickled_start import (
     PickledBackend,
     log_tail,
@@ -38,6 +39,8 @@ GUARD = 1 << 31
 """Set in a request's length: the other bits are a process group to end, or no longer to end, with the kernel."""
 HELPER = 1 << 30
 """Set in a request's length: the request names a function for a helper process, in place of a rank."""
+CROWDED = 1 << 29
+"""Set in a request's length: the ranks have more threads than there are processors."""
 READY = b"\1"
 """Written by the server once, when it has imported what ranks need first."""
 START_SECONDS = 120.0
@@ -81,7 +84,8 @@ class Zygote:
         Args:
             order: The rank's order, pickled; or with `HELPER` "module:function", called with the first descriptor.
             descriptors: Channel, standard output and error, payload, and the pipe for the status.
-            kind: `HELPER` for a process that outlives the server, to act for a kernel that has died.
+            kind: `HELPER` for a process that outlives the server, to act for a kernel that has died; `CROWDED` for a
+                rank of a launch with more threads than processors; else 0.
 
         Raises:
             LaunchError: The server has ended.
@@ -181,11 +185,18 @@ class ZygoteRank(LocalRank):
 class ZygoteBackend(PickledBackend):
     """Requests each rank from the server."""
 
+    _kind = 0
+
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         """See ``ProcessBackend.configure``."""
         with suppress(OSError):  # starting the first rank reports it
             if not ensure_zygote().ready():
                 note("waiting for the process that ranks are forked from to import torch, once per kernel")
+
+    def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
+        """See ``ProcessBackend.start_ranks``."""
+        self._kind = CROWDED if is_crowded(orders) else 0
+        super().start_ranks(orders, started)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
@@ -194,7 +205,7 @@ class ZygoteBackend(PickledBackend):
         os.set_blocking(status_reader, False)
         wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
         try:
-            pid = ensure_zygote().fork(pickle.dumps(self.complete(order)), wires)
+            pid = ensure_zygote().fork(pickle.dumps(self.complete(order)), wires, self._kind)
         except LaunchError:
             ends.close_kernel_side()
             os.close(status_reader)

@@ -17,7 +17,8 @@ from typing import NoReturn
 
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes import huge_pages
-from notebook_accelerate.launch.processes.zygote import GUARD, HELPER, LENGTH, READY, STATUS
+from notebook_accelerate.launch.processes.openmp_spin import BriefSpins
+from notebook_accelerate.launch.processes.zygote import CROWDED, GUARD, HELPER, LENGTH, READY, STATUS
 from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.worker import entry
 
@@ -55,6 +56,7 @@ class _Server:
         self._children: dict[int, _Child] = {}
         self._guarded: set[int] = set()
         self._preloaded = self._collapsed = False
+        self._spins = BriefSpins()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         for descriptor in (self._wake_reader, self._wake_writer):
@@ -91,6 +93,7 @@ class _Server:
 
     def _use_idle_time(self) -> None:
         """Make the next forks fast: those before have split huge pages. Then import what ranks need later."""
+        self._spins.release()
         if self._collapsed:
             preload(PRELOADED_WHEN_IDLE)
             self._preloaded = True
@@ -107,9 +110,14 @@ class _Server:
             if length & GUARD:
                 self._guarded ^= {length - GUARD}
                 return True
-            body = self._receive(length & ~HELPER)
-            if len(body) < length & ~HELPER:
+            size = length & ~(HELPER | CROWDED)
+            body = self._receive(size)
+            if len(body) < size:
                 return False
+            if length & CROWDED:
+                self._spins.hold()
+            else:
+                self._spins.release()
             self._control.sendall(LENGTH.pack(self._fork(body, descriptors, helper=bool(length & HELPER))))
         except ConnectionError:  # the kernel has died, before it read the last reply or this one
             return False
@@ -192,11 +200,12 @@ def run_helper(target: str, channel: int, stdout: int, stderr: int) -> NoReturn:
 
 def preload(names: Sequence[str]) -> None:
     """Import modules that all ranks share."""
+    gc.disable()  # collections take a tenth of the time of these imports
     for name in names:
         with suppress(ImportError):  # IPython may be missing outside notebooks
             importlib.import_module(name)
-    gc.collect()
     gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
+    gc.enable()
 
 
 def serve(descriptor: int) -> None:

@@ -16,7 +16,10 @@ import pytest
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.processes import zygote
-from notebook_accelerate.launch.processes.zygote import HELPER, LENGTH, Zygote
+from notebook_accelerate.launch.processes.openmp_spin import is_crowded
+from notebook_accelerate.launch.processes.zygote import CROWDED, HELPER, LENGTH, Zygote
+from notebook_accelerate.telemetry.inherited_state import InheritedState
+from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
 SOON = 60.0
@@ -151,3 +154,25 @@ def test_an_interrupt_while_the_server_ends_does_not_leave_it_to_the_next_launch
         ending._process.kill()
         ending.close()
         zygote.close_zygote()
+
+
+def test_forks_of_a_crowded_launch_find_a_team_of_threads_that_ends_when_the_server_is_idle(server: Zygote) -> None:
+    """libgomp lets threads spin briefly where it counts more of them than processors."""
+    threads = psutil.Process(server.pid).num_threads
+    before = threads()
+    with _Wires() as wires:
+        server.fork(CALL, wires.theirs, HELPER | CROWDED)
+        assert threads() == before + len(os.sched_getaffinity(0))
+        assert wires.printed()
+    deadline = time.monotonic() + SOON
+    while threads() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "expected"), [(1, 1, False), (1, None, False), (8192, 1, False), (8192, 2, True)]
+)
+def test_launches_are_crowded_by_ranks_of_several_threads(ranks: int, threads: int | None, expected: bool) -> None:
+    orders = [WorkerOrder(rank, {}, threads, InheritedState()) for rank in range(ranks)]
+    assert is_crowded(orders) is expected
