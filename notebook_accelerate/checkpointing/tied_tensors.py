@@ -18,9 +18,12 @@ def tied_names(state: Mapping[str, Any]) -> list[list[str]]:
     names: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and _has_address(tensor) and tensor.numel():
-            view = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            names[view].append(name)
-    return _groups(names)
+            names[tensor.data_ptr()].append(name)
+    views: dict[Any, list[str]] = defaultdict(list)
+    for name in (name for group in _groups(names) for name in group):  # few: a view takes longer to describe
+        tensor = state[name]
+        views[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)
+    return _groups(views)
 
 
 def _groups(names: Mapping[Any, list[str]]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from notebook_accelerate import Accelerator, checkpointing
-from notebook_accelerate.checkpointing import sharded_state_dict
+from notebook_accelerate.checkpointing import sharded_state_dict, tensor_files
 from notebook_accelerate.checkpointing.tied_tensors import tied_names
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from tests.support.trainings import Net
@@ -33,6 +33,28 @@ def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
     assert tied_names(state) == [["a", "b"]]
     pointers = [tensor.untyped_storage().data_ptr() for tensor in clean.values() if tensor.numel()]
     assert len(set(pointers)) == 3
+
+
+def test_a_safetensors_file_equals_that_of_the_library(tmp_path: Path) -> None:
+    state = {
+        f'{"ab"[place % 2]}.{place} é"\\\n\x01 {shape}': torch.ones(shape).to(dtype)
+        for place, dtype in enumerate(tensor_files._DTYPES)
+        for shape in ((3, 5), (), (0, 4), (7,))
+    }
+    state |= {"large": torch.randn(400, 400), "larger": torch.randn(700, 500), "trained": nn.Parameter(torch.randn(3))}
+    state |= {f"small {place}": torch.randn(300) for place in range(2 * tensor_files._JOINED // 1200)}
+    tensor_files.write_safetensors(state, tmp_path / "here")
+    safetensors.torch.save_file(state, tmp_path / "library", metadata=tensor_files.METADATA)
+    assert (tmp_path / "here").read_bytes() == (tmp_path / "library").read_bytes()
+
+
+def test_safetensors_takes_dtypes_and_views_that_need_another_form(tmp_path: Path) -> None:
+    numbers = torch.randn(4, 4, dtype=torch.complex64)
+    state = {"conjugate": numbers.conj(), "negative": numbers.conj().imag, "fp8": torch.ones(3).to(torch.float8_e5m2)}
+    for names in (["fp8"], ["conjugate", "negative"]):
+        tensor_files.write_safetensors({name: state[name] for name in names}, path := tmp_path / "x.safetensors")
+        found = load_file(path)
+        assert all(torch.equal(found[name].to(torch.complex64), state[name].to(torch.complex64)) for name in names)
 
 
 class Interrupting:
