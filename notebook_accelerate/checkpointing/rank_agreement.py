@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -59,14 +59,41 @@ def raise_on_all_ranks(error: BaseException | None, call: str) -> None:
     Raises:
         CheckpointError: This rank's error, or a copy of the first failed rank's.
     """
-    found = gather_values(None if error is None else (type(error), str(error)), call)
+    _gather_or_raise(error, None, call)
+
+
+def gather_results(function: Callable[[], T], call: str, *kinds: type[Exception]) -> list[T]:
+    """Call a function on every rank; return the results by rank, or raise on every rank when it failed on one.
+
+    Every rank must call this. The ranks wait for each other once, for results and failures together.
+
+    Args:
+        function: Returns this rank's result, picklable.
+        call: Name of the user's call.
+        kinds: The exceptions that the other ranks receive too.
+
+    Raises:
+        CheckpointError: This rank's exception, or a copy of the first failed rank's.
+    """
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = function()
+    except kinds as error:
+        failure = error
+    return _gather_or_raise(failure, result, call)
+
+
+def _gather_or_raise(error: BaseException | None, value: T, call: str) -> list[T]:
+    found = gather_values((None if error is None else (type(error), str(error)), value), call)
     if error is not None:
         raise error
-    for rank, failure in enumerate(found):
+    for rank, (failure, _) in enumerate(found):
         if failure is not None:
             kind, text = failure
             kind = kind if issubclass(kind, NotebookAccelerateError) else CheckpointError
             raise kind(f"Rank {rank}: {text}")
+    return [value for _, value in found]
 
 
 @contextmanager

@@ -109,9 +109,8 @@ class SnapshotBuffers:
             The same structures with CPU tensors.
         """
         now = {_storage_key(tensor): tensor for tensor in tensors_in(list(values), {id(part) for part in deferred})}
-        later = {
-            _storage_key(tensor): tensor for tensor in tensors_in(list(deferred)) if _storage_key(tensor) not in now
-        }
+        found = {_storage_key(tensor): tensor for tensor in tensors_in(list(deferred))}
+        later = {key: tensor for key, tensor in found.items() if key not in now}
         jobs = self._plan_copies({**now, **later})
         for key in now:
             jobs[key].run()
@@ -132,14 +131,15 @@ class SnapshotBuffers:
         for key, tensor in tensors.items():
             pinned = tensor.device.type == "cuda"
             offsets[key] = sizes[pinned]
-            sizes[pinned] += _align(tensor.untyped_storage().nbytes())
+            sizes[pinned] += _align(_size_of(key))
         for pinned, size in sizes.items():
             self._reserve(pinned, size)
         jobs = {}
         for key, tensor in tensors.items():
-            buffer, count = self._buffers[tensor.device.type == "cuda"], tensor.untyped_storage().nbytes()
+            count = _size_of(key)
             target = torch.empty(0, dtype=torch.uint8)
             if count:
+                buffer = self._buffers[tensor.device.type == "cuda"]
                 target = torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=offsets[key])
             jobs[key] = _CopyJob(tensor, target, _version(tensor))
         return jobs
@@ -162,8 +162,13 @@ def _align(size: int) -> int:
     return -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _storage_key(tensor: torch.Tensor) -> Any:
-    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+def _storage_key(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def _size_of(key: tuple[torch.device, int, int]) -> int:
+    return key[2]
 
 
 def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -15,7 +15,7 @@ from notebook_accelerate.checkpointing.checkpoint_stores import store_for
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.manifest import Manifest
 from notebook_accelerate.checkpointing.process_liveness import ProcessIdentity, this_process
-from notebook_accelerate.checkpointing.rank_agreement import gather_values, raise_on_all_ranks, raising_on_all_ranks
+from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.sharded_protocol import returns_state_parts, saves_own_state
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import StateFile
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
 
 _CALL = "save_state"
+_View = tuple[bool, bool, ProcessIdentity]
+"""Whether a rank sees the main rank's folder, whether it is its machine's first, and its process."""
 _buffers = SnapshotBuffers()
 _pending: list[PendingSave] = []
 
@@ -155,26 +157,33 @@ def _path_for_user(accelerator: PreparedObjects, output_dir: Any, target: SaveTa
 def _open_target(accelerator: PreparedObjects, folder: AnyPath) -> SaveTarget:
     """Open the checkpoint's place, and find out which ranks share it with the main one."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
-    store, token = store_for(folder), f".{uuid.uuid4().hex}"
-    with raising_on_all_ranks(_CALL, CheckpointError, OSError):
+    store = store_for(folder)
+
+    def open_on_main() -> str:
+        token = f".{uuid.uuid4().hex}"
         if main:
             store.open(token)
-    token = gather_values(token, _CALL)[0]
-    with raising_on_all_ranks(_CALL, CheckpointError, OSError):
+        return token
+
+    token = gather_results(open_on_main, _CALL, CheckpointError, OSError)[0]
+
+    def open_own_disk() -> _View:
         visible = store.can_see(token)
-        opens = main or (local_main and not visible)
-        if opens and not main:
+        if local_main and not (main or visible):
             store.open(token)
-    views = gather_values((visible, local_main, this_process()), _CALL)
-    return SaveTarget(folder=folder, store=store, rank=rank, commits=opens, peers=_peers_of(rank, views))
+        return visible, local_main, this_process()
+
+    views = gather_results(open_own_disk, _CALL, CheckpointError, OSError)
+    commits = main or (local_main and not views[rank][0])
+    return SaveTarget(folder=folder, store=store, rank=rank, commits=commits, peers=_peers_of(rank, views))
 
 
-def _peers_of(rank: int, views: list[tuple[bool, bool, ProcessIdentity]]) -> dict[int, ProcessIdentity]:
+def _peers_of(rank: int, views: list[_View]) -> dict[int, ProcessIdentity]:
     """Return the ranks that write to the same place: all that see the main rank's folder, or those of one machine.
 
     Args:
         rank: This rank.
-        views: Per rank: whether it sees the main rank's folder, whether it is its machine's first, and its process.
+        views: The views by rank.
     """
     nodes = list(itertools.accumulate(first for _, first, _ in views))  # the ranks of a machine are consecutive
     together = [sees for sees, _, _ in views] if views[rank][0] else [node == nodes[rank] for node in nodes]

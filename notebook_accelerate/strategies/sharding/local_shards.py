@@ -87,6 +87,8 @@ def _unwrapped(value: Any, wrappers: dict[KeyPath, Wrapper], path: KeyPath) -> A
     if isinstance(value, ShardedTensor):
         wrappers[path] = _sharded_tensor_wrapper(value)
         return [shard.tensor.detach() for shard in value.local_shards()]
+    if isinstance(value, torch.nn.Parameter):
+        return value.detach()
     if isinstance(value, dict):
         return {key: _unwrapped(item, wrappers, (*path, key)) for key, item in value.items()}
     if type(value) in {list, tuple}:

@@ -27,6 +27,7 @@ from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.strategies.sharding.local_shards import StatePart, make_part
 from notebook_accelerate.strategies.sharding.shard_reader import read_shards
+from notebook_accelerate.strategies.sharding.sharded_states import sharded_model_state, sharded_optimizer_state
 
 
 def _rank() -> int:
@@ -100,7 +101,8 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
     """
     keep = keep or _keep_all
     if kind == "SHARDED_STATE_DICT":
-        return [make_part(f"{constants.FSDP_MODEL_NAME}_{index}", {"model": keep(get_model_state_dict(model))})]
+        state = {"model": keep(sharded_model_state(model, keep_vars=True))}
+        return [make_part(f"{constants.FSDP_MODEL_NAME}_{index}", state)]
     if kind == "LOCAL_STATE_DICT":
         local = {name: tensor.detach() for name, tensor in _local_tensors(model).items()}
         return [StatePart(_file_name(constants.FSDP_MODEL_NAME, index, _rank()), local)]
@@ -134,7 +136,7 @@ def load_model(
     shards = folder / f"{constants.FSDP_MODEL_NAME}_{index}"
     whole = folder / _file_name(constants.FSDP_MODEL_NAME, index)
     if shards.is_dir() or (folder / ".metadata").is_file():
-        state = {"model": (keep or _keep_all)(get_model_state_dict(model))}
+        state = {"model": (keep or _keep_all)(sharded_model_state(model))}
         read_shards(state, shards if shards.is_dir() else folder)
         return set_model_state_dict(model, state["model"], options=StateDictOptions(strict=strict))
     if whole.is_file():
@@ -195,7 +197,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: i
         One part, or none on a rank that writes nothing.
     """
     if kind == "SHARDED_STATE_DICT":
-        state = get_optimizer_state_dict(model, optimizer)
+        state = sharded_optimizer_state(model, optimizer)
         return [make_part(f"{constants.OPTIMIZER_NAME}_{index}", {"optimizer": state}, optimizer)]
     whole = get_optimizer_state_dict(model, optimizer, options=_full_state_options(model))
     return [StatePart(_file_name(constants.OPTIMIZER_NAME, index), whole)] if _rank() == 0 else []
@@ -219,7 +221,7 @@ def load_optimizer(
     shards = folder / f"{constants.OPTIMIZER_NAME}_{index}"
     whole = folder / _file_name(constants.OPTIMIZER_NAME, index)
     if shards.is_dir():
-        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        state = {"optimizer": sharded_optimizer_state(model, optimizer)}
         read_shards(state, shards)
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     elif whole.is_file():
