@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import uuid
@@ -68,7 +69,8 @@ def save_state(
             files (TMPDIR) and upload from there. Ignored with automatic naming; None is allowed only then.
         safe_serialization: Write models as safetensors rather than in torch's format.
         blocking: Return when the checkpoint is complete. Otherwise copy the state and write it in a thread; the next
-            save, load or `wait_for_saves` waits for the thread and raises its error.
+            save, load or `wait_for_saves` waits for the thread and raises its error. The copy takes as much main
+            memory as the files that this rank writes; it stays allocated for the next save, until `end_training`.
         save_model_func_kwargs: Arguments for strategies that write models themselves.
 
     Returns:
@@ -234,13 +236,18 @@ def _prepare_save(
 
 
 def _manifest_of(accelerator: PreparedObjects) -> Manifest:
-    version = installed_version("notebook-accelerate") or "(not installed)"  # None: imported from a folder
     return Manifest(
         world_size=accelerator.num_processes,
         layout=accelerator.strategy.checkpoint_layout,
         strategy=accelerator.strategy.name,
-        producer=f"notebook_accelerate {version}",
+        producer=_producer(),
     )
+
+
+@functools.cache  # reading the version takes 2 ms
+def _producer() -> str:
+    version = installed_version("notebook-accelerate") or "(not installed)"  # None: imported from a folder
+    return f"notebook_accelerate {version}"
 
 
 def _after_commit(accelerator: PreparedObjects, target: SaveTarget) -> Callable[[], None]:
