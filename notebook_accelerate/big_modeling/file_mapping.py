@@ -7,9 +7,17 @@ same peak memory (305 MB). Copying into an arena took 1.6 and 2.6 times as long 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +39,41 @@ def can_read_ahead() -> bool:
     return True
 
 
+@functools.cache
+def _madvise() -> Any:
+    # Not `mmap.madvise`, which keeps the interpreter's lock while the file is read.
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+@functools.cache
+def _has_large_folios() -> bool:
+    """Return whether the system reads mappings marked as huge in folios of 2 MB, where the file system supports them.
+
+    Reading 1 GB from disk in such folios took 20 ms of processor time instead of 285 ms after MADV_WILLNEED, mapping it
+    again 1 ms instead of 70 ms, and ending the mapping 1 ms instead of 30 ms (Linux 6.18, ext4).
+    """
+    version = re.match(r"(\d+)\.(\d+)", platform.release()) if sys.platform == "linux" else None
+    return version is not None and (int(version[1]), int(version[2])) >= (5, 18)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a file for reading and yield its descriptor.
+
+    Files are opened for each read: an open descriptor would outlive the model, and keep a file that was replaced.
+
+    Args:
+        path: The file.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) -> torch.Tensor:
     """Map a part of a file into memory. The mapping is private: writes to it do not reach the file.
 
@@ -38,7 +81,8 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
         path: The file.
         offset: First byte of the part.
         nbytes: Size of the part; at least 1.
-        read_ahead: Read the part now, instead of page by page on first access; needs `can_read_ahead`.
+        read_ahead: Read the part now, instead of page by page on first access; needs `can_read_ahead`. Other threads
+            run meanwhile.
 
     Returns:
         The bytes; the mapping ends with the last tensor that uses it.
@@ -48,16 +92,21 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
         OSError: The file is missing, or cannot be read.
     """
     shift = offset % mmap.ALLOCATIONGRANULARITY
-    # Opened each time: an open descriptor would outlive the model, and keep a file that was replaced.
-    with path.open("rb", buffering=0) as file:
+    with opened(path) as descriptor:
         try:
-            memory = mmap.mmap(file.fileno(), shift + nbytes, access=mmap.ACCESS_COPY, offset=offset - shift)
+            memory = mmap.mmap(descriptor, shift + nbytes, access=mmap.ACCESS_COPY, offset=offset - shift)
         except ValueError as error:
             raise too_short(path) from error
-    if read_ahead:
-        memory.madvise(mmap.MADV_WILLNEED)  # starts reading all of it; populating alone reads a little at a time
-        memory.madvise(_POPULATE_READ)
-    return torch.frombuffer(memory, dtype=torch.uint8, offset=shift, count=nbytes)
+    data = torch.frombuffer(memory, dtype=torch.uint8, offset=shift, count=nbytes)
+    begin, size = data.data_ptr() - shift, shift + nbytes
+    if size >= MIN_BYTES and _has_large_folios():
+        _madvise()(begin, size, mmap.MADV_HUGEPAGE)
+    elif read_ahead:
+        _madvise()(begin, size, mmap.MADV_WILLNEED)  # reads all of it; populating alone reads a little at a time
+    if read_ahead and _madvise()(begin, size, _POPULATE_READ):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
+    return data
 
 
 def too_short(path: Path) -> BrokenCheckpointError:

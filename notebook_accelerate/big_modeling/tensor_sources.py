@@ -119,10 +119,9 @@ class FileSource(Source):
         flat: Any = tensor.data.reshape(-1).view(torch.uint8).numpy()
         view = memoryview(flat)
         done = 0
-        # Opened each time: an open descriptor would outlive the model, and keep a file that was replaced.
-        with self.path.open("rb", buffering=0) as file:
+        with file_mapping.opened(self.path) as descriptor:
             while done < self.nbytes:
-                count = os.preadv(file.fileno(), [view[done:]], self.offset + done)
+                count = os.preadv(descriptor, [view[done:]], self.offset + done)
                 if not count:
                     raise file_mapping.too_short(self.path)
                 done += count
