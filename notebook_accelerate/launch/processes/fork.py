@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.launch.plan.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes import huge_pages
-from notebook_accelerate.launch.processes.openmp_spin import brief_spins
+from notebook_accelerate.launch.processes.openmp_spin import BriefSpins, is_crowded
 from notebook_accelerate.launch.processes.rank_process import Ends, OwnChild, ProcessBackend, RankProcess, pidfd_of
 from notebook_accelerate.launch.processes.zygote import running_zygote
 from notebook_accelerate.worker import entry
@@ -53,8 +53,16 @@ class ForkBackend(ProcessBackend):
         """See ``ProcessBackend.start_ranks``."""
         if len(orders) >= MANY_RANKS:
             _collapse()
-        with brief_spins(orders):
-            super().start_ranks(orders, started)
+        spins = BriefSpins()
+        processes: list[RankProcess] = []
+        if is_crowded(orders):
+            spins.hold()
+        try:
+            super().start_ranks(orders, processes.append)
+        finally:
+            spins.release()
+            for process in processes:  # not between two forks, each of which makes this process copy what it writes to
+                started(process)
 
     def prepare_next(self) -> None:
         """See ``ProcessBackend.prepare_next``."""

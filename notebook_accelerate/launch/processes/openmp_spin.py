@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from notebook_accelerate.hardware.detection import cpu_count
 
 if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
@@ -40,7 +42,7 @@ class BriefSpins:
     def _keep_team(self, path: str, ready: threading.Event) -> None:
         try:
             no_work = ctypes.CDLL(None).free  # called with NULL by every thread
-            ctypes.CDLL(path).GOMP_parallel(no_work, None, _processors(), 0)
+            ctypes.CDLL(path).GOMP_parallel(no_work, None, len(os.sched_getaffinity(0)), 0)
         finally:
             ready.set()
         self._over.wait()  # the team ends with this thread
@@ -57,29 +59,12 @@ class BriefSpins:
 def is_crowded(orders: Sequence[WorkerOrder]) -> bool:
     """Return whether ranks with several threads each have more of them than there are processors."""
     threads = [order.threads or 1 for order in orders]
-    return max(threads, default=1) > 1 and sum(threads) > _processors()
-
-
-@contextmanager
-def brief_spins(orders: Sequence[WorkerOrder]) -> Iterator[None]:
-    """Hold `BriefSpins` while these ranks are forked, if they are crowded."""
-    spins = BriefSpins()
-    if is_crowded(orders):
-        spins.hold()
-    try:
-        yield
-    finally:
-        spins.release()
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(threads, default=1) > 1 and sum(threads) > cpu_count()
 
 
 def _loaded_libgomp() -> str:
     """Return the path of this process's libgomp; "" where none is loaded, or the system does not list it."""
-    try:
+    with suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return next((line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/libgomp" in line), "")
+        return next((line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/libgomp" in line), "")
+    return ""
