@@ -19,11 +19,19 @@ QUEUE_LIMIT = 50_000
 
 
 class Sink:
-    """A queue in front of a channel; the rank's agent flushes it 20 times a second."""
+    """A queue in front of a channel, which the rank's agent flushes.
+
+    Attributes:
+        urgent: Whether the queue has events that the user waits for. The numbers of steps may wait for the next
+            repainting of the panel.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._queue: deque[Stamped] = deque()
+        self.urgent = False
+        # Pairs instead of `Stamped`: after a step of training no code is in the processor's caches, and each function
+        # that is called costs microseconds.
+        self._queue: deque[tuple[float, Event]] = deque()
         self._dropped = 0
         self._flush_lock = threading.Lock()
         self.on_step: Callable[[], None] | None = None
@@ -34,9 +42,12 @@ class Sink:
         if len(self._queue) >= QUEUE_LIMIT and event.droppable:
             self._dropped += 1
             return
-        self._queue.append(Stamped(time.time(), event))
+        self._queue.append((time.time(), event))
+        if not event.boundary:
+            self.urgent = True
+            return
         on_step = self.on_step  # read once: a signal handler may remove it
-        if on_step is not None and event.boundary:
+        if on_step is not None:
             on_step()
 
     def flush(self) -> None:
@@ -46,7 +57,8 @@ class Sink:
             ChannelClosedError: The kernel has ended.
         """
         with self._flush_lock:
-            batch = [self._queue.popleft() for _ in range(len(self._queue))]
+            self.urgent = False
+            batch = [Stamped(*self._queue.popleft()) for _ in range(len(self._queue))]
             if self._dropped:
                 batch.append(Stamped(time.time(), DroppedEvent(self._dropped)))
                 self._dropped = 0
@@ -55,7 +67,7 @@ class Sink:
 
     def send(self, event: Event) -> None:
         """Queue ``event`` and send everything now."""
-        self._queue.append(Stamped(time.time(), event))
+        self._queue.append((time.time(), event))
         self.flush()
 
 

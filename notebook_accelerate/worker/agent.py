@@ -15,11 +15,13 @@ from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.telemetry import AnsweredEvent, Event, InputReply, InputRequest, Sink
 
 PERIOD = 0.05
-"""Seconds between two flushes of the event queue."""
+"""Seconds between two flushes of the event queue while it has urgent events."""
+_PERIODS_PER_FLUSH = 4
+"""Number of periods between two flushes of other events: panels repaint every 0.2 s, and a flush takes 0.2 ms."""
 
 
 class Agent:
-    """Flushes ``sink`` 20 times a second, and calls the registered handlers with what the kernel sends."""
+    """Flushes ``sink``, and calls the registered handlers with what the kernel sends."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -76,12 +78,15 @@ class Agent:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
+            for turn in itertools.count():
+                if self._stopping.is_set():
+                    return
                 for _, event in self.sink.channel.receive(PERIOD):
                     self._handle(event)
                 for tick in self._ticks:
                     tick()
-                self.sink.flush()
+                if self.sink.urgent or turn % _PERIODS_PER_FLUSH == 0:
+                    self.sink.flush()
         except ChannelClosedError:
             if not self._stopping.is_set():
                 # The kernel has ended, and with it the run: end this rank and the processes that it started.

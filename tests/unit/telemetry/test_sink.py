@@ -12,6 +12,7 @@ from notebook_accelerate.telemetry import (
     Channel,
     DroppedEvent,
     Event,
+    LogEvent,
     MetricEvent,
     Sink,
     StatusEvent,
@@ -88,3 +89,13 @@ def test_emit_costs_microseconds(pair: tuple[Channel, Sink]) -> None:
     for step in range(10_000):
         telemetry.emit(MetricEvent({"loss": 0.5}, step))
     assert (time.thread_time() - begin) / 10_000 < 20e-6  # 1 % of a 2 ms step
+
+
+def test_numbers_of_steps_are_not_urgent_and_lines_are(pair: tuple[Channel, Sink]) -> None:
+    _, sink = pair
+    sink.emit(MetricEvent({"loss": 0.5}, 1))
+    assert not sink.urgent
+    sink.emit(LogEvent("stdout", "a line"))
+    assert sink.urgent
+    sink.flush()
+    assert not sink.urgent
