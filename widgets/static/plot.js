@@ -9,7 +9,8 @@
  */
 const MAX_CHARTS = 60;
 const MAX_POINTS = 6000;
-const DRAWING_MS = 5;  // of a frame's 16.7 ms; layout and painting follow
+const DRAWING_MS = 3;  // of a frame's 16.7 ms: layout and painting follow, which take several times as long without a GPU
+const REST = 9;  // after drawing new points, no more are drawn for this many times as long
 const PALETTE = {
   light: ["#2563c9", "#c9541a", "#1c8558", "#8f47bd", "#9a6a06", "#0f7f8d", "#c23a73", "#5f6672"],
   dark: ["#6aa5f8", "#f29560", "#5cc795", "#c796ea", "#dbb04f", "#52c3d1", "#f083ad", "#a7aebb"],
@@ -185,6 +186,7 @@ class Chart {
     this.node.addEventListener("keydown", (event) => this.moveByKey(event));
     this.node.addEventListener("blur", () => this.u && this.u.setCursor({ left: -10, top: -10 }));
     this.parts = [];
+    this.drawn = 0;
     this.visible = false;
     this.stale = true;
     this.zoomed = false;
@@ -217,6 +219,7 @@ class Chart {
     }
     return { tables, labels };
   }
+  /* Returns whether only the points are new. */
   draw() {
     this.stale = false;
     const { tables, labels } = this.columns(), { panel } = this;
@@ -229,9 +232,13 @@ class Chart {
     this.starts = [];
     tables.reduce((at, table) => { this.starts.push(at); return at + table.length - 1; }, 1);
     this.isEnvelope = tables.map((table) => table.length === 4);
-    if (this.u && shape === this.shape) this.u.setData(joined, !this.zoomed);
+    const updates = Boolean(this.u) && shape === this.shape;
+    // In a batch uPlot draws at once; otherwise it draws after the frame's last script, where no time is taken.
+    if (updates) this.u.batch((u) => u.setData(joined, !this.zoomed));
     else this.build(shape, labels, joined, width);
     this.describe();
+    this.drawn = performance.now();
+    return updates;
   }
   build(shape, labels, joined, width) {
     const { panel } = this;
@@ -344,6 +351,7 @@ class Panel {
     this.log = false;
     this.smoothing = 0;
     this.filter = "";
+    this.resting = 0;
     this.schedule = oncePerFrame(() => this.paint());
     this.root = make("div", { class: "na-plots" });
     el.append(this.root);
@@ -404,6 +412,7 @@ class Panel {
     const hidden = () => this.layout();
     this.model.on("change:hidden_metrics", hidden);
     this.stop = () => {
+      clearTimeout(this.waiting);
       themes.disconnect(); this.sizes.disconnect(); this.seen.disconnect();
       media.removeEventListener("change", theme);
       this.feed.stop();
@@ -483,18 +492,28 @@ class Panel {
     if (focused != null) [...this.chips.children].find((chip) => chip.dataset.label === focused)?.focus();
   }
   zoomChanged() { this.resetZoom.hidden = ![...this.charts.values()].some((chart) => chart.zoomed); }
-  redraw() { this.charts.forEach((chart) => { chart.stale = true; }); this.schedule(); }
+  /* Draws all again, at once: the user has changed how. */
+  redraw() { this.charts.forEach((chart) => { chart.stale = true; }); this.resting = 0; this.schedule(); }
   /* Draws what is stale and visible, for as long as a frame allows; the rest follows in the next one. */
   paint() {
     if (!this.root.isConnected) return;
     this.dark ??= isDark(this.root);
     this.paintChips();
     const begin = performance.now();
-    for (const chart of this.charts.values()) {
-      if (!chart.visible || !chart.stale) continue;
-      if (performance.now() - begin > DRAWING_MS) { this.schedule(); return; }
-      chart.draw();
+    if (begin < this.resting) { this.scheduleLater(this.resting - begin); return; }
+    const stale = [...this.charts.values()].filter((chart) => chart.visible && chart.stale).sort((a, b) => a.drawn - b.drawn);
+    let now = begin, updating = 0;
+    while (stale.length && now - begin < DRAWING_MS) {
+      const updated = stale.shift().draw(), before = now;
+      now = performance.now();
+      if (updated) updating += now - before;
     }
+    this.resting = now + REST * updating;
+    if (stale.length) this.scheduleLater(this.resting - now);
+  }
+  scheduleLater(milliseconds) {
+    clearTimeout(this.waiting);
+    this.waiting = setTimeout(this.schedule, milliseconds);
   }
   announce(text) { this.live.textContent = text; }
 }
