@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.attach import (
         attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
     )
+    from notebook_accelerate.big_modeling.dispatching import (
+        check_device_map as check_device_map,
+    )
     from notebook_accelerate.big_modeling.checkpoint_loading import (
         load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     )

@@ -15,12 +15,12 @@ from notebook_accelerate.big_modeling.module_tensors import TiedParams
 from notebook_accelerate.big_modeling.module_tree import full_name
 from notebook_accelerate.big_modeling.offload_folder import PrefixedDataset
 
-_CAST = (
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d,
     torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
-    torch.nn.Linear, torch.nn.Embedding,
+    torch.nn.Linear,
 )  # fmt: skip
-"""Layers to cast: normalizations are small and need their precision."""
+"""Layers that `attach_layerwise_casting_hooks` casts; normalizations are small and need their precision."""
 
 
 def attach_execution_device_hook(
@@ -167,7 +167,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[torch.nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep linear, convolution and embedding weights in one dtype and compute in another.
+    """Keep the weights of linear layers and convolutions in one dtype and compute in another.
 
     Args:
         module: The model.
@@ -184,7 +184,7 @@ def attach_layerwise_casting_hooks(
 def _cast(module: torch.nn.Module, name: str, patterns: Any, classes: Any, dtypes: tuple[Any, ...]) -> None:
     if isinstance(module, tuple(classes)) or any(re.search(pattern, name) for pattern in patterns):
         return
-    if isinstance(module, _CAST):
+    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
         add_hook_to_module(module, LayerwiseCastingHook(*dtypes), append=True)
         return
     for key, child in module.named_children():

@@ -21,7 +21,7 @@ _KINDS = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")
 _NAMED = ("mps", "cpu", "disk")
 
 
-def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[Any, int]:
+def get_max_memory(max_memory: Mapping[Any, float | str] | None = None) -> dict[Any, int]:
     """Return the bytes that a model may use on each device, accelerators first, then the CPU, then the disk.
 
     Args:

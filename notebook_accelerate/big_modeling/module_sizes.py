@@ -59,17 +59,17 @@ def dtype_of(dtype: Any) -> torch.dtype:
     return found
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Convert a size to bytes.
 
     Args:
         size: Bytes, or a number with a unit: "10GB" (powers of 1000), "5MiB" (powers of 1024), "8Gb" (bits).
 
     Raises:
-        ValueError: `size` is not a size.
+        ValueError: `size` is not a size, or negative.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size
+    if isinstance(size, (int, float)) and 0 <= size < math.inf:
+        return int(size)
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is None:
         raise ValueError(

@@ -22,9 +22,9 @@ def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str
         kwargs: Ignored; Accelerate accepts them.
 
     Returns:
-        One sorted list of names per tied parameter.
+        One sorted list of names per tied parameter, in the order of the first names.
     """
-    return [sorted(group) for group in tied_names(model)]
+    return sorted(sorted(group) for group in tied_names(model))
 
 
 def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]]) -> None:

@@ -227,20 +227,18 @@ def listify(data: Any) -> Any:
     return recursively_apply(numbers, data)
 
 
-def find_batch_size(data: Any) -> int | None:
+def find_batch_size(data: Any) -> int:
     """Return the first dimension of the first tensor in a nested structure.
 
     Args:
         data: Nested containers of tensors.
 
     Returns:
-        The size; None for an empty structure.
+        The size.
 
     Raises:
         ValueError: It contains no tensor with at least one dimension.
     """
-    if isinstance(data, (list, tuple, Mapping)) and len(data) == 0:
-        return None
     size = ignorant_find_batch_size(data)
     if size is None:
         raise ValueError(

@@ -89,11 +89,13 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
         One structure of that form.
 
     Raises:
-        TypeError: A leaf is not a tensor.
+        TypeError: There are several structures, and a leaf is not a tensor.
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
+    if not is_container(first) and len(data) == 1:
+        return first
     if not is_container(first):
         raise TypeError(f"only tensors can be concatenated; got {type(first).__name__}")
     return map_children(first, lambda key, _: concatenate([_child(part, key) for part in data], dim=dim))

@@ -14,7 +14,6 @@ from notebook_accelerate.collectives import (
     broadcast,
     broadcast_object_list,
     concatenate,
-    find_batch_size,
     get_data_structure,
     ignorant_find_batch_size,
     initialize_tensors,
@@ -233,7 +232,7 @@ def _description(batch: Any) -> bytes:
 
 def _size(batch: Any) -> int:
     """Count the samples of a batch."""
-    size = find_batch_size(batch)
+    size = ignorant_find_batch_size(batch)
     if size is None:
         raise ValueError(
             "a batch contains no tensors, and dispatch_batches=True splits batches along the first dimension of their "

@@ -166,5 +166,5 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    check_whole_number("starting_batch_size", starting_batch_size)
+    check_whole_number("starting_batch_size", starting_batch_size, least=0)
     return _search(function, starting_batch_size, reduce_batch_size_fn)

@@ -23,10 +23,9 @@ def device_row(*, cpu: bool, world: World | None = None) -> Row:
     Returns:
         The row of ACCELERATE_TORCH_DEVICE's type if it is set, otherwise of this machine's accelerator or its CPU.
     """
-    requested = environ.text("ACCELERATE_TORCH_DEVICE")
-    row = device_table.row(
-        "cpu" if cpu else requested.partition(":")[0] if requested else hardware.detect().accelerator
-    )
+    requested = _requested_device()
+    kind = hardware.detect().accelerator if requested is None else requested.type
+    row = device_table.row("cpu" if cpu or kind == "meta" else kind)
     if world is not None and world.size > 1 and row.communicator == "none":
         warn_once(f"{row.type} devices cannot be connected: the {world.size} ranks train on the CPU")
         return device_table.row("cpu")
@@ -46,9 +45,11 @@ def select_device(row: Row, world: World) -> torch.device:
     Raises:
         ValueError: The machine has fewer devices than ranks.
     """
-    requested = environ.text("ACCELERATE_TORCH_DEVICE") or ""
-    if requested.startswith(f"{row.type}:"):
-        return row.select(int(requested.partition(":")[2]))
+    requested = _requested_device()
+    if requested is not None and requested.type in {row.type, "meta"} and not row.is_accelerator:
+        return requested
+    if requested is not None and requested.type == row.type and requested.index is not None:
+        return row.select(requested.index)
     count = hardware.detect().count if row.is_accelerator else 0
     if count and world.local_rank >= count:
         raise ValueError(
@@ -56,6 +57,22 @@ def select_device(row: Row, world: World) -> torch.device:
             f"(numbered from 0); pass num_processes={count}, or use the CPU: Accelerator(cpu=True)"
         )
     return row.select(world.local_rank)
+
+
+def _requested_device() -> torch.device | None:
+    """Return the device of ACCELERATE_TORCH_DEVICE, for example "cuda:1"; None if it is not set.
+
+    Raises:
+        ValueError: It is not a device.
+    """
+    text = environ.text("ACCELERATE_TORCH_DEVICE")
+    if not text:
+        return None
+    device_table.row(text.partition(":")[0]) if text != "meta" else None
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(f"ACCELERATE_TORCH_DEVICE={text!r} is not a device; set for instance cuda:0 or cpu") from error
 
 
 def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> str:

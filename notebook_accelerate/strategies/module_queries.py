@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -84,12 +85,18 @@ def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = Fa
     Returns:
         Modules, or pairs; a module that is shared appears once.
     """
-    named = sorted(model.named_modules(), key=_depth, reverse=True)
+    named = list(_bottom_up(model, "", set()))
     return named if return_fqns else [module for _, module in named]
 
 
-def _depth(named: tuple[str, torch.nn.Module]) -> int:
-    return named[0].count(".") + 1 if named[0] else 0
+def _bottom_up(module: torch.nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield a module's descendants in the order of registration, then the module; each one once."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name, seen)
+    yield name, module
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
+    from notebook_accelerate.big_modeling.attach import (
+        SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
+    )
     from notebook_accelerate.config.constants import *
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -10,8 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.served import serve
-
+from notebook_accelerate.integrations.accelerate_alias import STARTUP_FOLDER
 from tests.parity.behaviour.description import differences
 from tests.parity.behaviour.program_table import Program, programs
 
@@ -29,7 +28,7 @@ def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str,
     Returns:
         The outcomes on Accelerate and on this package, by the names of programs.
     """
-    paths = {"theirs": str(ROOT), "ours": f"{serve(folder / 'served')}{os.pathsep}{ROOT}"}
+    paths = {"theirs": str(ROOT), "ours": f"{STARTUP_FOLDER}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "tests.parity.behaviour.side"]
     sides = {
         name: subprocess.Popen([*command, str(folder / name), pattern], env=_environment(path), cwd=ROOT)

@@ -1,20 +1,61 @@
-"""Programs whose results differ on purpose, with the reason; the tests assert that they still do."""
+"""Programs whose results differ on purpose, by the reason; the tests assert that they still do."""
 
 from __future__ import annotations
 
-KNOWN_DIFFERENCES: dict[str, str] = {
-    "preparing: Accelerator().prepare()": "Accelerate fails with IndexError; no objects give an empty tuple here",
-    "preparing.join_uneven_inputs_sets_even_batches": (
-        "Accelerate joins ranks on GPUs only; CPU ranks are joined here, too"
-    ),
-    "preparing.reset_states_have_no_values": (
-        "Accelerate refuses AcceleratorState() before an Accelerator; here it reads the environment"
-    ),
-    "protocols.forward_replaced_by_the_user": (
-        "Accelerate calls a forward that is a plain function with the model as an additional argument and fails"
-    ),
-    "protocols.loader_set_attribute": (
-        "Accelerate takes a new dataset, sampler or batch size of a prepared loader and ignores it; torch's error here"
-    ),
-    "protocols.optimizer_closure": "Accelerate drops the loss that the optimizer's step returns",
+_BY_REASON: dict[str, list[str]] = {
+    "Accelerate fails with IndexError; no objects give an empty tuple here": [
+        "preparing: Accelerator().prepare()",
+    ],
+    "Accelerate joins ranks on GPUs only; CPU ranks are joined here, too": [
+        "preparing.join_uneven_inputs_sets_even_batches",
+    ],
+    "Accelerate refuses AcceleratorState() before an Accelerator; here it reads the environment": [
+        "preparing.reset_states_have_no_values",
+    ],
+    "Accelerate calls a forward that is a plain function with the model as an additional argument and fails": [
+        "protocols.forward_replaced_by_the_user",
+    ],
+    "Accelerate takes a new dataset, sampler or batch size of a prepared loader and ignores it; torch's error here": [
+        "protocols.loader_set_attribute",
+    ],
+    "Accelerate drops the loss that the optimizer's step returns": [
+        "protocols.optimizer_closure",
+    ],
+    "Accelerate drops a tensor that is a part of another one, and its values are lost": [
+        "utilities: _cleaned(lambda t: {'b': t, 'a': t[:1], 'c': t.clone()})",
+    ],
+    "Accelerate takes floats in get_max_memory only": [
+        "utilities: utils.convert_file_size_to_int(1.5)",
+        "utilities: utils.convert_file_size_to_int(2.0e9)",
+    ],
+    "Accelerate looks at the first item only, and fails where that is no tensor": [
+        "utilities: utils.find_batch_size([1, ones(2, 2)])",
+    ],
+    "an empty variable is a variable that is not set": [
+        "utilities: _with({'FLAG': ''}, lambda: utils.parse_flag_from_env('FLAG'))",
+    ],
+    "Accelerate fails with TypeError on values that are not text": [
+        "utilities: utils.convert_dict_to_env_variables({'A': 1, 'B': 'x y'})",
+    ],
+    "Accelerate fails with FileNotFoundError on a machine without nvidia-smi": [
+        "utilities: utils.get_gpu_info()",
+    ],
+    "Accelerate fails with an assertion of torch on a machine without GPUs": [
+        "utilities: utils.check_cuda_fp8_capability()",
+    ],
+    "Accelerate reports CUDA on a machine without devices": [
+        "utilities: utils.get_current_device_type()",
+    ],
+    "Accelerate calls a function that huggingface_hub has removed": [
+        "utilities: utils.shard_checkpoint(STATES, max_shard_size=50)",
+        "utilities: utils.shard_checkpoint(STATES)",
+        "utilities: utils.shard_checkpoint(STATES, max_shard_size=1, weights_name='w.bin')",
+    ],
+    "Accelerate does not load the arrays of NumPy 2.4, whose names it does not allow": [
+        "utilities: _loaded()",
+    ],
+    "Accelerate returns None without an index; here a new index": [
+        "utilities: utils.offload_weight(ones(2, 2), 'w', '.'), files()",
+    ],
 }
+KNOWN_DIFFERENCES = {name: reason for reason, names in _BY_REASON.items() for name in names}

@@ -27,6 +27,7 @@ class Program:
         ranks: Number of processes that run it at the same time; 0: one process without a launcher's variables.
         needs: Packages that it imports beside accelerate and torch.
         tolerance: Relative tolerance of floats; 0: bit for bit.
+        is_expression: Whether it is a single expression on one rank, which may share a process with others.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Program:
     ranks: int = 0
     needs: tuple[str, ...] = ()
     tolerance: float = 0.0
+    is_expression: bool = False
 
     @property
     def missing(self) -> list[str]:
@@ -73,7 +75,7 @@ def _programs_of(module: ModuleType, name: str) -> Iterator[Program]:
         if isinstance(value, FunctionType) and value.__module__ == module.__name__ and not key.startswith("_"):
             yield Program(f"{name}.{key}", value, **getattr(value, "settings", {}))
     for expression in getattr(module, "CALLS", ()):
-        yield Program(f"{name}: {expression}", _evaluation(expression, module))
+        yield Program(f"{name}: {expression}", _evaluation(expression, module), is_expression=True)
     for expression in getattr(module, "CALLS_ON_TWO_RANKS", ()):
         yield Program(f"{name}, 2 ranks: {expression}", _evaluation(expression, module), ranks=2)
 

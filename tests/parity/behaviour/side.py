@@ -1,4 +1,4 @@
-"""Runs programs in one package, each in processes of its own: `python -m tests.parity.behaviour.side OUT [TEXT]`.
+"""Runs programs in one package, in forked processes: `python -m tests.parity.behaviour.side OUT [TEXT]`.
 
 `accelerate` is what the caller's PYTHONPATH says. The results go to a file: the outcomes by name.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -16,107 +17,137 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from notebook_accelerate.launch.processes import ports
 from tests.parity.behaviour.description import describe
 from tests.parity.behaviour.program_table import Program, programs
 
 SECONDS = 60
-"""For one program; after that its ranks print their stacks and end."""
+"""For the programs of one process; after that its ranks print their stacks and end."""
+EXPRESSIONS = 25
+"""How many expressions share a process, one after the other: a fork takes longer than most of them."""
 
 
 def main(out: str, pattern: str = "") -> None:
     """Run the programs whose name contains a text and write their outcomes."""
     importlib.import_module("torch._dynamo")  # every optimizer imports it, which takes a second
     importlib.import_module("accelerate.utils")
+    found = programs(pattern)
+    gc.collect()
+    gc.freeze()  # else collections in the children copy the parent's pages
     outcomes: dict[str, Any] = {}
-    for each in programs(pattern):
+    for group in _groups(found):
         begin = time.perf_counter()
-        outcomes[each.name] = run(each)
-        outcomes[each.name]["seconds"] = time.perf_counter() - begin
+        results = run(group)
+        for each, result in zip(group, results, strict=True):
+            outcomes[each.name] = {**result, "seconds": (time.perf_counter() - begin) / len(group)}
     Path(out).write_bytes(pickle.dumps(outcomes))
 
 
-def run(program: Program) -> dict[str, Any]:
-    """Run a program in processes of its own, in an empty folder.
+def _groups(found: Sequence[Program]) -> Iterator[Sequence[Program]]:
+    """Yield the programs that share a process."""
+    expressions = [each for each in found if each.is_expression]
+    for first in range(0, len(expressions), EXPRESSIONS):
+        yield expressions[first : first + EXPRESSIONS]
+    for each in found:
+        if not each.is_expression:
+            yield [each]
+
+
+def run(group: Sequence[Program]) -> list[dict[str, Any]]:
+    """Run programs one after the other in processes of their own, each in an empty folder.
 
     Returns:
-        skipped: why; or ranks: for each rank its returned value or exception, described, and its output.
+        For each program: skipped: why; or ranks: for each rank its value or exception, described, and its output.
     """
-    if program.missing:
-        return {"skipped": f"not installed: {', '.join(program.missing)}"}
+    if group[0].missing:
+        return [{"skipped": f"not installed: {', '.join(group[0].missing)}"}]
     folder = Path(tempfile.mkdtemp(prefix="behaviour-"))
+    ranks = max(group[0].ranks, 1)
+    key = id(folder) | 1 << 60
     try:
-        (folder / "work").mkdir()
-        port = _free_port() if program.ranks else 0
-        pids = [_start(program, rank, port, folder) for rank in range(max(program.ranks, 1))]
-        for pid in pids:
+        port = ports.reserve(key, 0, fixed=False)[0] if group[0].ranks else 0
+        for pid in [_start(group, rank, port, folder) for rank in range(ranks)]:
             os.waitpid(pid, 0)
-        return {"ranks": [_outcome(folder, rank) for rank in range(len(pids))]}
+        return [{"ranks": [_outcome(folder, rank, at) for rank in range(ranks)]} for at in range(len(group))]
     finally:
+        ports.release(key)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-        return number
-
-
-def _outcome(folder: Path, rank: int) -> dict[str, Any]:
+def _outcome(folder: Path, rank: int, at: int) -> dict[str, Any]:
     output = (folder / f"output-{rank}").read_text(errors="replace")
     try:
-        result = pickle.loads((folder / f"result-{rank}").read_bytes())
+        results = pickle.loads((folder / f"results-{rank}").read_bytes())
     except FileNotFoundError:
-        result = {"died": True}
-    return {"result": result, "output": output[-6000:]}
+        results = {}
+    return {"result": results.get(at, {"died": True}), "output": output[-6000:]}
 
 
-def _start(program: Program, rank: int, port: int, folder: Path) -> int:
+def _start(group: Sequence[Program], rank: int, port: int, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
-        _child(program, rank, port, folder)
+        _child(group, rank, port, folder)
     finally:
         os._exit(0)
 
 
-def _child(program: Program, rank: int, port: int, folder: Path) -> None:
+def _child(group: Sequence[Program], rank: int, port: int, folder: Path) -> None:
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
-    os.chdir(folder / "work")
-    _set_environment(program, rank, port)
+    _set_environment(group[0], rank, port)
+    environment = dict(os.environ)
+    results = {}
+    for at, program in enumerate(group):
+        if at:
+            _reset(environment)
+        (folder / f"work-{at}").mkdir(exist_ok=True)
+        os.chdir(folder / f"work-{at}")
+        results[at] = _result(program)
+    partial = folder / f"partial-{rank}"
+    partial.write_bytes(pickle.dumps(results))
+    partial.rename(folder / f"results-{rank}")
+    sys.stdout.flush()
+    _wait_for_others(max(group[0].ranks, 1), folder)
+
+
+def _result(program: Program) -> dict[str, Any]:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the generator that Accelerate saves
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     try:
-        result = {"returned": describe(program.run())}
+        return {"returned": describe(program.run())}
     except BaseException as error:  # noqa: BLE001 - what a program raises is its result
         traceback.print_exc()
-        result = {"raised": describe(error)}
-    partial = folder / f"partial-{rank}"
-    partial.write_bytes(pickle.dumps(result))
-    partial.rename(folder / f"result-{rank}")
-    sys.stdout.flush()
-    _wait_for_others(program, folder)
+        return {"raised": describe(error)}
 
 
-def _wait_for_others(program: Program, folder: Path) -> None:
+def _reset(environment: dict[str, str]) -> None:
+    """Undo what an expression changed in its process."""
+    state: Any = importlib.import_module("accelerate.state")
+    state.AcceleratorState._reset_state(True)
+    state.GradientState._reset_state()
+    torch.use_deterministic_algorithms(False)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _wait_for_others(ranks: int, folder: Path) -> None:
     """Stay until all ranks have finished: rank 0 holds the store that the others may still need."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        if all((folder / f"result-{rank}").exists() for rank in range(max(program.ranks, 1))):
+        if all((folder / f"results-{rank}").exists() for rank in range(ranks)):
             return
         time.sleep(0.005)
 

@@ -85,9 +85,8 @@ def test_listify() -> None:
 def test_batch_sizes() -> None:
     assert collectives.find_batch_size({"a": [torch.ones(3, 2)]}) == 3
     assert collectives.find_batch_size(Batch(torch.ones(5))) == 5
-    assert collectives.find_batch_size([]) is None
     assert collectives.ignorant_find_batch_size({"a": "text"}) is None
-    for nothing in ({"a": "text"}, torch.tensor(1.0), 3):
+    for nothing in ({"a": "text"}, torch.tensor(1.0), 3, []):
         with pytest.raises(ValueError, match="no batch size"):
             collectives.find_batch_size(nothing)
 

@@ -195,7 +195,7 @@ def test_skipping_starts_a_stateful_loader_in_the_middle() -> None:
 
 def test_a_loader_without_a_position_raises() -> None:
     made: Any = prepare_data_loader(DataLoader(range(4)), num_processes=1, process_index=0)
-    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
+    with pytest.raises(AttributeError, match="use_stateful_dataloader=True"):
         made.state_dict()
-    with pytest.raises(ValueError, match="use_stateful_dataloader=True"):
+    with pytest.raises(AttributeError, match="use_stateful_dataloader=True"):
         made.load_state_dict({})

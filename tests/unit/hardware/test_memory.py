@@ -78,8 +78,8 @@ def test_a_batch_size_in_the_call_is_refused_with_the_line_to_write() -> None:
 
     with pytest.raises(TypeError, match=r"write `train\(model='m'\)`"):
         train(4, "m")
-    with pytest.raises(ValueError, match="starting_batch_size=0"):
-        find_executable_batch_size(starting_batch_size=0)(lambda batch_size: batch_size)
+    with pytest.raises(ValueError, match="starting_batch_size=-1"):
+        find_executable_batch_size(starting_batch_size=-1)(lambda batch_size: batch_size)
 
 
 def test_memory_of_a_failed_attempt_is_freed_before_the_next() -> None:
