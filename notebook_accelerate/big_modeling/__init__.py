@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.big_modeling.attach import (
         attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
     )
-    from notebook_accelerate.big_modeling.dispatching import (
+    from notebook_accelerate.big_modeling.device_map import (
         check_device_map as check_device_map,
     )
     from notebook_accelerate.big_modeling.checkpoint_loading import (
