@@ -5,32 +5,35 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from typing import Any
 
-from tests.benchmarks.bench import REPEATS, Figure, alternate, compared, row
+from tests.benchmarks.bench import REPEATS, Figure, compared, row
 from tests.support.kernel import Kernel
 
-STEPS, BLOCKS = 10, 25
+STEPS, BLOCKS = 10, 60
 SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
 """Width of the input, of the hidden layer, and samples in a batch, by about how long a step takes on one core."""
 
 
 @row("debugging", "unused")
 def unused() -> Iterator[Figure]:
-    """A step of a launched run with flight recorder, agent and checks, against the same with all of them off."""
+    """A step of a launched run with agent and checks on and off, in turns; and with and without flight recorder."""
     for name, size in SIZES.items():
-        on, off = alternate(REPEATS // 2, partial(launched, size, quiet=False), partial(launched, size, quiet=True))
-        yield compared(
-            f"a step of {name}, 2 ranks, DDP: recorder, agent and checks on",
-            on,
-            off,
-            unit="µs",
-            scale=1e6,
-            ratio=1.02 if name == "10 ms" else None,
-            note="peer: the same run with all three off",
-        )
+        found, without = launched(size, recorder=True), launched(size, recorder=False)
+        for clock, what in enumerate(("wall clock", "processor time")):
+            on, off = ([pair[side][clock] for pair in found] for side in (0, 1))
+            yield compared(
+                f"a step of {name}, 2 ranks, DDP: agent and checks on, {what}",
+                on,
+                off,
+                unit="µs",
+                scale=1e6,
+                ratio=1.02 if name == "10 ms" else None,
+                note="peer: the blocks of steps in between, with both off",
+            )
+        on, off = ([pair[1][1] for pair in pairs] for pairs in (found, without))
+        yield compared(f"a step of {name}: flight recorder on, processor time", on, off, unit="µs", scale=1e6)
     alone = [checks() for _ in range(5)]
     yield compared("checks of a step: the loss, and the optimizer's hooks", alone, unit="µs", scale=1e6, limit=5)
 
@@ -70,8 +73,8 @@ def diagnose() -> Iterator[Figure]:
         yield compared(f"run.diagnose() of 2 ranks, {what}", took, unit="s", limit=2)
 
 
-def launched(size: tuple[int, int, int], *, quiet: bool) -> float:
-    """Return the seconds per step of rank 0 in a run of two ranks."""
+def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[float]]]:
+    """Return what rank 0 of a run of two ranks measured. See `train`."""
     import_module("torch._dynamo")  # an optimizer's first step would import it in each rank
 
     from notebook_accelerate import notebook_launcher
@@ -80,41 +83,48 @@ def launched(size: tuple[int, int, int], *, quiet: bool) -> float:
     off = dict.fromkeys(torch_build.flight_recorder_variables(), "0")
     run: Any = notebook_launcher(
         train,
-        (size, quiet),
+        (size,),
         num_processes=2,
         use_port=0,
         start_method="fork",
         panel=False,
-        env={"ACCELERATE_USE_CPU": "1", **(off if quiet else {})},
+        env={"ACCELERATE_USE_CPU": "1", **({} if recorder else off)},
     )
-    return float(run.results[0])
+    found: list[list[list[float]]] = run.results[0]
+    return found
 
 
-def train(size: tuple[int, int, int], quiet: bool) -> float:
-    """In a rank: train a model; return the seconds per step of the fastest tenth of the blocks of steps."""
+def train(size: tuple[int, int, int]) -> list[list[list[float]]]:
+    """In a rank: train a model; return pairs of blocks, on and off: seconds per step by the wall, and of processor."""
     import torch
 
     from notebook_accelerate import Accelerator
 
     torch.manual_seed(0)
     accelerator = Accelerator()
-    if quiet:
-        accelerator._checks.active = False
-        agent: Any = next(thread for thread in threading.enumerate() if thread.name == "notebook-accelerate-agent")
-        agent._target.__self__._ticks.clear()
+    thread: Any = next(thread for thread in threading.enumerate() if thread.name == "notebook-accelerate-agent")
+    agent = thread._target.__self__
+    ticks = list(agent._ticks)
     width, hidden, samples = size
     model = torch.nn.Sequential(torch.nn.Linear(width, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 8))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     batch, target = torch.randn(samples, width), torch.randn(samples, 8)
-    found = []
-    for _ in range(BLOCKS):
-        begin = time.perf_counter()
+
+    def block(active: bool) -> list[float]:
+        accelerator._checks.active = active
+        agent._ticks[:] = ticks if active else []
+        wall, processor = time.perf_counter(), time.process_time()
         for _ in range(STEPS):
             accelerator.backward(torch.nn.functional.mse_loss(model(batch), target))
             optimizer.step()
             optimizer.zero_grad()
-        found.append((time.perf_counter() - begin) / STEPS)
-    return sorted(found)[BLOCKS // 10]
+        return [(time.perf_counter() - wall) / STEPS, (time.process_time() - processor) / STEPS]
+
+    block(active=True)
+    # Neighbours share what happens on the machine; neither side is always the first.
+    turns = [(True, False), (False, True)] * (BLOCKS // 2)
+    pairs = [{active: block(active) for active in turn} for turn in turns]
+    return [[pair[True], pair[False]] for pair in pairs]
 
 
 def checks() -> float:
