@@ -34,7 +34,7 @@ XLA_READY := $(XLA_VENV)/.ready
 KERNELS := 6.31.0 7.3.0 7.4.0
 KERNELS_BUILD := .build/kernels
 
-.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly lint bench bench-quick bench-record lab clean
+.PHONY: help setup demo test test-integrations test-notebook test-colab test-kernels test-browser test-gpu client-names test-clients test-parity test-deepspeed test-megatron test-ray test-s3 test-trackers test-xla test-nightly lint bench bench-quick bench-record lab clean
 
 help:
 	@echo "make demo           execute the examples in real Jupyter kernels; the first trains in two worker processes"
@@ -48,6 +48,7 @@ help:
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
 	@echo "make test-parity    behaviour, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
 	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate; in DeepSpeed's environment"
+	@echo "make client-names   download the libraries that import accelerate; write the table of the names that they use"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
 	@echo "make test-s3        checkpoints in an S3 server on this machine; in an environment of its own"
@@ -198,6 +199,12 @@ test-gpu: $(SETUP)
 
 test-clients: $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
+
+client-names: $(SETUP)
+	rm -rf .build/clients
+	$(PY) -m pip download -qq --disable-pip-version-check --no-deps --only-binary :all: --dest .build/clients \
+		axolotl diffusers peft sentence-transformers transformers trl
+	$(PY) -m tests.parity.surface.client_names .build/clients
 
 test-deepspeed: $(DEEPSPEED_READY)
 	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-deepspeed -m "not benchmark" \

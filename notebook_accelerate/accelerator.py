@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
@@ -17,6 +18,7 @@ from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
 from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, KwargsHandler
 from notebook_accelerate.config.launch_arguments import takes_launch_arguments
+from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.config.profile_kwargs import ProfileKwargs
 from notebook_accelerate.config.training_config import (
     DataLoaderConfiguration,
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
     from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
     from notebook_accelerate.config.megatron_plugin import MegatronLMPlugin
-    from notebook_accelerate.config.parallelism_config import ParallelismConfig
     from notebook_accelerate.config.parallelism_plugins import TorchTensorParallelPlugin
     from notebook_accelerate.tracking import GeneralTracker
 
@@ -805,3 +806,13 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return a public name of `utils`: Accelerate's module imports many, and libraries take or patch them there."""
+        utils = import_module("notebook_accelerate.utils")
+        if name not in utils.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(utils, name)

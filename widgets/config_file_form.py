@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.config.config_file import ClusterConfig, load_config_from_file
+from notebook_accelerate.config.config_file import ClusterConfig, load_cluster_config
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.launch_config import LaunchConfig
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 _IN_FILE = {
     "num_processes", "mixed_precision", "use_port", "master_addr", "node_rank", "num_nodes", "rdzv_backend", "cpu",
 }  # fmt: skip
-# Variables of settings that the forms contain, or that the launch passes to the ranks in another way.
-_OTHERWISE_SET = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_")
-_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def load(
@@ -45,39 +42,17 @@ def load(
         FileNotFoundError: The file does not exist.
         ValueError: It contains unknown keys or values, or is for SageMaker.
     """
-    found = load_config_from_file(path)
-    if not isinstance(found, ClusterConfig):
-        raise ValueError(
-            f"{path} configures Amazon SageMaker, which is not launched from a notebook; load a file with "
-            "compute_environment: LOCAL_MACHINE"
-        )
-    machines = max(found.num_machines, 1)
-    if found.num_processes > 0 and found.num_processes % machines:
-        raise ValueError(
-            f"num_processes={found.num_processes} in {path} is not a multiple of num_machines={machines}; write the "
-            f"number of all processes, such as num_processes: {machines * (found.num_processes // machines + 1)}"
-        )
+    found = load_cluster_config(path)
+    arguments = found.to_launch_arguments()
     defaults = LaunchConfig()
-    values: dict[str, Any] = {
-        "num_processes": found.num_processes // machines if found.num_processes > 0 else None,
-        "mixed_precision": found.mixed_precision,
-        "use_port": str(found.main_process_port) if found.main_process_port else defaults.use_port,
-        "master_addr": found.main_process_ip or defaults.master_addr,
-        "node_rank": found.machine_rank,
-        "num_nodes": machines,
-        "rdzv_backend": found.rdzv_backend or defaults.rdzv_backend,
-        "cpu": found.use_cpu,
-        "env": {**_without(base.env or {}, before), **_variables(found)} or None,
-    }
+    values = {name: arguments.get(name, getattr(defaults, name)) for name in _IN_FILE}
+    values["env"] = {**_without(base.env or {}, before), **_variables(found)} or None
     return found, base.changed(**values)
 
 
 def _variables(found: ClusterConfig) -> dict[str, str]:
     """Return the environment variables of the settings that the forms do not contain."""
-    variables = {name: value for name, value in found.to_environment().items() if not name.startswith(_OTHERWISE_SET)}
-    if found.gpu_ids not in {None, "all"}:
-        variables[_VISIBLE_DEVICES] = str(found.gpu_ids)
-    return variables
+    return {name: value for name, value in found.rank_variables().items() if not name.startswith("ACCELERATE_DYNAMO_")}
 
 
 def _without(env: Mapping[str, str], before: ClusterConfig | None) -> dict[str, str]:

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from notebook_accelerate.big_modeling.align_hook import AlignDevicesHook
 from notebook_accelerate.big_modeling.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from notebook_accelerate.big_modeling.device_capacity import bytes_to_move, check_free_memory
-from notebook_accelerate.big_modeling.device_map import check_device_map
 from notebook_accelerate.big_modeling.gradients import align_hooks
 from notebook_accelerate.big_modeling.module_hooks import add_hook_to_module
 from notebook_accelerate.big_modeling.module_sizes import named_module_tensors
@@ -172,7 +172,8 @@ def dispatch_model(
             `offload_dir`.
         CheckpointError: The disk is full, or the folder's files are broken.
     """
-    check_device_map(model, device_map)
+    # By its public name, which transformers replaces where some parameters are left out of the map on purpose.
+    import_module("notebook_accelerate.big_modeling").check_device_map(model, device_map)
     check_free_memory(bytes_to_move(model, device_map))
     devices = set(device_map.values())
     if len(devices) > 1 or devices == {"disk"} or force_hooks:

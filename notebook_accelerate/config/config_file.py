@@ -192,6 +192,40 @@ class ClusterConfig(BaseConfig):
         # YAML reads a bare `no` as False here too.
         self.downcast_bf16 = self.downcast_bf16 not in {False, None, "no", "false"}
 
+    def to_launch_arguments(self) -> dict[str, Any]:
+        """Return these settings as arguments of ``LaunchConfig``, without those that keep its default.
+
+        Raises:
+            ValueError: The number of processes is not a multiple of the number of machines.
+        """
+        machines = max(self.num_machines, 1)
+        if self.num_processes > 0 and self.num_processes % machines:
+            raise ValueError(
+                f"num_processes={self.num_processes} is not a multiple of num_machines={machines}; write the number of "
+                f"all processes, such as num_processes: {machines * (self.num_processes // machines + 1)}"
+            )
+        given: dict[str, Any] = {
+            "num_processes": self.num_processes // machines if self.num_processes > 0 else None,
+            "mixed_precision": self.mixed_precision,
+            "use_port": str(self.main_process_port) if self.main_process_port else None,
+            "master_addr": self.main_process_ip,
+            "node_rank": self.machine_rank,
+            "num_nodes": machines,
+            "rdzv_backend": self.rdzv_backend,
+            "cpu": self.use_cpu,
+            "env": self.rank_variables() or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def rank_variables(self) -> dict[str, str]:
+        """Return the environment variables of the settings that ``LaunchConfig`` has no field for."""
+        variables = self.to_environment()
+        for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
+            variables.pop(name, None)
+        if self.gpu_ids not in {None, "all"}:
+            variables["CUDA_VISIBLE_DEVICES"] = str(self.gpu_ids)
+        return variables
+
     def to_environment(self) -> dict[str, str]:
         """Return these settings as environment variables of a rank."""
         values: dict[str, Any] = {
@@ -250,12 +284,32 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
     path = Path(default_config_file if config_file is None else config_file)
     if not path.is_file():
         raise FileNotFoundError(
-            f"the configuration file {path} does not exist; write_basic_config(save_location=...) creates one"
+            f"the configuration file {path} does not exist; write one with `notebook-accelerate config`, or "
+            "write_basic_config(save_location=...)"
         )
     values = _contents(path)
     sagemaker = values.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     loaded: ClusterConfig | SageMakerConfig = (SageMakerConfig if sagemaker else ClusterConfig).from_dict(values, path)
     return loaded
+
+
+def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterConfig:
+    """Read a configuration file of machines.
+
+    Args:
+        config_file: Path of a YAML or JSON file; None: the default file.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file has unknown keys or values, or is for SageMaker.
+    """
+    found = load_config_from_file(config_file)
+    if not isinstance(found, ClusterConfig):
+        raise ValueError(
+            f"{config_file or default_config_file} configures Amazon SageMaker, which is not launched from a notebook; "
+            "load a file with compute_environment: LOCAL_MACHINE"
+        )
+    return found
 
 
 def _contents(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,28 @@ class LaunchConfig:
     def rendezvous_address(self) -> tuple[str, int]:
         """Address and port of the rendezvous: ``rdzv_endpoint``, or ``master_addr`` and ``use_port``."""
         return _endpoint(self.rdzv_endpoint) if self.rdzv_endpoint else (self.master_addr, int(self.use_port))
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str] | None = None, **values: Any) -> Self:
+        """Read a configuration file of Accelerate.
+
+        Args:
+            path: A YAML or JSON file, as ``notebook-accelerate config`` writes it; None: the default file.
+            values: Fields that the file does not contain, or that replace the file's; variables of ``env`` are added.
+
+        Returns:
+            The settings; those of plugins are environment variables of the ranks.
+
+        Raises:
+            FileNotFoundError: The file does not exist.
+            ValueError: The file has unknown keys or values, or is for SageMaker.
+        """
+        from notebook_accelerate.config.config_file import load_cluster_config
+
+        found = load_cluster_config(path).to_launch_arguments()
+        if found.get("env") or values.get("env"):
+            values["env"] = {**found.get("env", {}), **(values.get("env") or {})}
+        return cls(**{**found, **values})
 
     def changed(self, **values: Any) -> Self:
         """Return a copy with other ``values``, which are checked too."""

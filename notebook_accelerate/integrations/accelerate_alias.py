@@ -131,9 +131,9 @@ class _AliasFinder:
         """Yield the distribution ``accelerate``, if the context names it or none."""
         name = getattr(context, "name", None)
         if name is None or name.lower() == ALIAS:
-            from notebook_accelerate.integrations.accelerate_metadata import AccelerateDistribution
+            from notebook_accelerate.integrations.accelerate_metadata import AliasDistribution
 
-            yield AccelerateDistribution()
+            yield AliasDistribution(ALIAS, VERSION)
 
     def invalidate_caches(self) -> None:
         """Do nothing: there are no caches."""

@@ -1,4 +1,4 @@
-"""The metadata of the distribution ``accelerate`` that this package stands for; imported on first use."""
+"""The metadata of a distribution that this package stands for; imported on first use, as importlib.metadata is."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.integrations.accelerate_alias import ALIAS, VERSION
 
-_FILES = {
-    "METADATA": f"Metadata-Version: 2.1\nName: {ALIAS}\nVersion: {VERSION}\nSummary: notebook_accelerate\n",
-    "top_level.txt": f"{ALIAS}\n",
-    "INSTALLER": "notebook_accelerate\n",
-}
+class AliasDistribution(Distribution):
+    """A distribution without files of its own.
 
+    Args:
+        name: Its name, and that of its only module.
+        version: Its version.
+    """
 
-class AccelerateDistribution(Distribution):
-    """A distribution without files of its own."""
+    def __init__(self, name: str, version: str) -> None:
+        self._files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: notebook_accelerate\n",
+            "top_level.txt": f"{name}\n",
+            "INSTALLER": "notebook_accelerate\n",
+        }
 
     def read_text(self, filename: str | PathLike[str]) -> str | None:
         """Return a metadata file; None if there is no such file."""
-        return _FILES.get(str(filename))
+        return self._files.get(str(filename))
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
         """Return a path relative to the folder with this package."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -57,7 +58,9 @@ class AOPrecision(Bf16Precision):
             emulate=recipe.config.emulate or self.device_type == "cpu",
         )
         if not has_ao_layers(model):
-            convert_model_to_fp8_ao(model, config, recipe.module_filter_func)
+            # By the name that axolotl replaces to keep the routers of mixtures of experts in high precision.
+            convert = import_module("notebook_accelerate.accelerator").convert_model_to_fp8_ao
+            convert(model, config, recipe.module_filter_func)
 
     def after_step(self, model: nn.Module) -> None:
         """Compute the scales of all weights that FSDP 2 gathers in fp8, in one reduction; every rank must call this.

@@ -14,7 +14,9 @@ from notebook_accelerate.telemetry.cell_sources import NAMED_CELL, is_cell
 
 MAX_FRAMES = 60
 """Frames kept of one exception: the first and the last half of a deeper one."""
-_OWN = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "worker", "debug", "telemetry"))
+_OWN = tuple(
+    str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "worker", "debug", "telemetry", "commands")
+)
 
 _LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string>", "notebook_accelerate/")
 

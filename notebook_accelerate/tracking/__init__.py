@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         on_main_process as on_main_process,
     )
     from notebook_accelerate.tracking.tracker_table import (
+        LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
         TRACKERS as TRACKERS,
         filter_trackers as filter_trackers,
         get_available_trackers as get_available_trackers,

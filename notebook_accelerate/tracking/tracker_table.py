@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -50,6 +50,32 @@ TRACKERS: dict[str, TrackerRow] = {
     "trackio": TrackerRow(TrackioTracker, feature_checks.is_trackio_available, "trackio"),
 }
 """Built-in and registered trackers, by name."""
+
+
+class _TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
+    """The classes of `TRACKERS`; setting one registers it."""
+
+    def __getitem__(self, name: str) -> type[GeneralTracker]:
+        return TRACKERS[str(name)].tracker_class
+
+    def __setitem__(self, name: str, tracker_class: type[GeneralTracker]) -> None:
+        TRACKERS[str(name)] = TrackerRow(tracker_class)
+
+    def __delitem__(self, name: str) -> None:
+        del TRACKERS[str(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(TRACKERS)
+
+    def __len__(self) -> int:
+        return len(TRACKERS)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+LOGGER_TYPE_TO_CLASS = _TrackerClasses()
+"""Tracker classes by name, as Accelerate has them."""
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.plan.command_lines import (
+    from notebook_accelerate.commands.launch_environments import (
         PrepareForLaunch as PrepareForLaunch,
         prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
         prepare_multi_gpu_env as prepare_multi_gpu_env,

@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from notebook_accelerate._lazy import attach
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.plan.command_lines import install_xla as install_xla
+    from notebook_accelerate.commands.launch_environments import install_xla as install_xla
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

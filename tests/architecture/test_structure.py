@@ -170,8 +170,8 @@ def p95(values: list[int]) -> int:
 
 GRAPH = {name: imported(name) for name in MODULES}
 FIGURES: dict[str, tuple[Callable[[], int], int]] = {
-    "files": (lambda: len(MODULES), 430),
-    "lines of code": (lines_of_code, 36_200),
+    "files": (lambda: len(MODULES), 445),
+    "lines of code": (lines_of_code, 37_500),
     "function length, 95th percentile": (
         lambda: p95([length.lines for path in MODULES.values() for length in functions_of(path)]),
         17,

@@ -1,6 +1,6 @@
 """Accelerate's functions that turn the options of ``accelerate launch`` into command lines and environments.
 
-Nothing in this project runs these command lines; tools that build on Accelerate's launch options do. The functions read
+``launch`` does not run these command lines; tools that build on Accelerate's launch options do. The functions read
 options from a parsed ``argparse.Namespace``, where a missing option counts as not given.
 """
 
@@ -16,34 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.commands.launch_options import SECTIONS
+from notebook_accelerate.commands.launch_settings import given_options, option
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.enums import PrecisionType
 from notebook_accelerate.config.environ import as_text
 from notebook_accelerate.config.field_checks import check_one_of
 from notebook_accelerate.config.plain_values import merge_dicts
 from notebook_accelerate.errors import LaunchError
-
-_STRATEGIES = ("fsdp", "megatron_lm", "parallelism_config")
-"""Strategies with a flag ``use_...``; their options reach the workers as variables of the same name in capitals."""
-_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-_DEEPSPEED = {
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-    "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-    "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-}
-
-
-def _option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
-    value = getattr(args, name, None)
-    return default if value is None else value
 
 
 def _variables(args: argparse.Namespace, prefix: str) -> dict[str, str]:
@@ -58,12 +39,12 @@ def _training_variables(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ValueError: The mixed precision is unknown.
     """
-    precision = str(_option(args, "mixed_precision", "no")).lower()
+    precision = str(option(args, "mixed_precision", "no")).lower()
     check_one_of("mixed_precision", precision, PrecisionType.list())
     found = _variables(args, "dynamo_")
     if precision == "fp8":
         found |= _variables(args, "fp8_")
-        if (formats := _option(args, "fp8_override_linear_precision")) is not None:
+        if (formats := option(args, "fp8_override_linear_precision")) is not None:
             del found["FP8_OVERRIDE_LINEAR_PRECISION"]
             names = ("FP8_OVERRIDE_FPROP", "FP8_OVERRIDE_DGRAD", "FP8_OVERRIDE_WGRAD")
             found |= {name: str(value) for name, value in zip(names, formats, strict=True)}
@@ -73,19 +54,27 @@ def _training_variables(args: argparse.Namespace) -> dict[str, str]:
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     """Return this process's environment with the variables of a launch."""
     env = {**os.environ, **_training_variables(args)}
-    if _option(args, "debug", False):
+    if option(args, "debug", False):
         env["ACCELERATE_DEBUG_MODE"] = "true"
-    if _option(args, "enable_cpu_affinity", False):
+    if option(args, "enable_cpu_affinity", False):
         env["ACCELERATE_CPU_AFFINITY"] = "1"
-    if (gpu_ids := _option(args, "gpu_ids", "all")) != "all":
+    if (gpu_ids := option(args, "gpu_ids", "all")) != "all":
         env[_visible_devices()] = str(gpu_ids)
-    if (threads := _option(args, "num_cpu_threads_per_process")) is not None:
+    if (threads := option(args, "num_cpu_threads_per_process")) is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    for strategy in _STRATEGIES:
-        if _option(args, f"use_{strategy}", False):
-            env[f"ACCELERATE_USE_{strategy.upper()}"] = "true"
-            env |= {_RENAMED.get(name, name): value for name, value in _variables(args, f"{strategy}_").items()}
+    for strategy in ("fsdp", "megatron_lm", "parallelism_config"):
+        if option(args, f"use_{strategy}", False):
+            env |= _strategy_variables(args, strategy)
     return env
+
+
+def _strategy_variables(args: argparse.Namespace, strategy: str) -> dict[str, str]:
+    """Return the variables that select a strategy and pass its options on."""
+    section = f"{strategy.removesuffix('_config')}_config"
+    given = given_options(args, SECTIONS[section])
+    variables = ClusterConfig.from_dict({section: given}).to_environment()
+    del variables["ACCELERATE_MIXED_PRECISION"]
+    return {f"ACCELERATE_USE_{strategy.upper()}": "true", **variables}
 
 
 def _visible_devices() -> str:
@@ -96,12 +85,12 @@ def _visible_devices() -> str:
 
 
 def _script(args: argparse.Namespace) -> list[str]:
-    return [args.training_script, *_option(args, "training_script_args", [])]
+    return [args.training_script, *option(args, "training_script_args", [])]
 
 
 def _interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
     """Return whether the script is a module, and whether it runs without Python."""
-    module, no_python = bool(_option(args, "module", False)), bool(_option(args, "no_python", False))
+    module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
     if module and no_python:
         raise ValueError("module and no_python exclude each other; pass one of them")
     return module, no_python
@@ -118,13 +107,13 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     """
     module, no_python = _interpreter_options(args)
     env = _environment(args)
-    on_cpu = bool(_option(args, "cpu", False) or _option(args, "use_cpu", False))
+    on_cpu = bool(option(args, "cpu", False) or option(args, "use_cpu", False))
     env["ACCELERATE_USE_CPU"] = str(on_cpu)
     if on_cpu:
         env |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
-    if _option(args, "num_machines", 1) > 1 or _option(args, "num_processes", 1) > 1:
-        env["MASTER_ADDR"] = str(_option(args, "main_process_ip", "127.0.0.1"))
-        env["MASTER_PORT"] = str(_option(args, "main_process_port", 29500))
+    if option(args, "num_machines", 1) > 1 or option(args, "num_processes", 1) > 1:
+        env["MASTER_ADDR"] = str(option(args, "main_process_ip", "127.0.0.1"))
+        env["MASTER_PORT"] = str(option(args, "main_process_port", 29500))
     interpreter = [] if no_python else [sys.executable, *(["-m"] if module else [])]
     return [*interpreter, *_script(args)], env
 
@@ -139,13 +128,13 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ValueError: The number of processes is not a multiple of the number of machines.
     """
-    machines, processes = int(_option(args, "num_machines", 1)), int(_option(args, "num_processes", 1))
+    machines, processes = int(option(args, "num_machines", 1)), int(option(args, "num_processes", 1))
     if processes % machines:
         raise ValueError(f"num_processes={processes} does not divide over num_machines={machines}; pass a multiple")
-    address, port = _option(args, "main_process_ip"), _option(args, "main_process_port", 29500)
+    address, port = option(args, "main_process_ip"), option(args, "main_process_port", 29500)
     args.nnodes, args.nproc_per_node = str(machines), str(processes // machines)
-    args.node_rank = int(_option(args, "machine_rank", 0))
-    if machines > 1 and _option(args, "rdzv_backend", "static") != "static":
+    args.node_rank = int(option(args, "machine_rank", 0))
+    if machines > 1 and option(args, "rdzv_backend", "static") != "static":
         args.rdzv_endpoint = f"{address}:{port}"
     else:
         args.master_port = str(port)
@@ -161,23 +150,22 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         args: Options of ``accelerate launch`` and of its DeepSpeed section.
     """
     env = prepare_multi_gpu_env(args)
-    env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-    env |= {_DEEPSPEED[name]: as_text(value) for name in _DEEPSPEED if (value := _option(args, name)) is not None}
-    launcher = _option(args, "deepspeed_multinode_launcher", "standard")
-    if int(_option(args, "num_machines", 1)) < 2 or launcher == "standard":
+    env |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", **_strategy_variables(args, "deepspeed")}
+    launcher = option(args, "deepspeed_multinode_launcher", "standard")
+    if int(option(args, "num_machines", 1)) < 2 or launcher == "standard":
         return None, env
-    command = ["deepspeed", "--hostfile", str(_option(args, "deepspeed_hostfile"))]
+    command = ["deepspeed", "--hostfile", str(option(args, "deepspeed_hostfile"))]
     if launcher == "nossh":
         command += ["--node_rank", str(args.node_rank), "--no_ssh"]
     else:
         command += ["--no_local_rank", "--launcher", launcher]
     filters = {"--exclude": "deepspeed_exclusion_filter", "--include": "deepspeed_inclusion_filter"}
-    chosen = [(flag, str(value)) for flag, name in filters.items() if (value := _option(args, name)) is not None]
+    chosen = [(flag, str(value)) for flag, name in filters.items() if (value := option(args, name)) is not None]
     # DeepSpeed refuses a number of devices beside a choice of devices.
     command += chosen[0] if chosen else ("--num_gpus", args.nproc_per_node)
-    if address := _option(args, "main_process_ip"):
+    if address := option(args, "main_process_ip"):
         command += ["--master_addr", address]
-    command += ["--master_port", str(_option(args, "main_process_port", 29500))]
+    command += ["--master_port", str(option(args, "main_process_port", 29500))]
     module, no_python = _interpreter_options(args)
     command += ["--module"] * module + ["--no_python"] * no_python
     return [*command, *_script(args)], env
@@ -193,13 +181,13 @@ def prepare_tpu(
         current_env: The environment to extend.
         pod: Whether the launch is for a pod of several hosts; sets ``args.vm`` and ``args.tpu``.
     """
-    if str(_option(args, "mixed_precision", "no")) == "bf16":
-        downcast = bool(_option(args, "downcast_bf16", False))
+    if str(option(args, "mixed_precision", "no")) == "bf16":
+        downcast = bool(option(args, "downcast_bf16", False))
         current_env["XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16"] = "1"
-    if _option(args, "debug", False):
+    if option(args, "debug", False):
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
     if pod:
-        args.vm, args.tpu = _option(args, "tpu_vm"), _option(args, "tpu_name")
+        args.vm, args.tpu = option(args, "tpu_vm"), option(args, "tpu_name")
     return args, current_env
 
 
@@ -239,7 +227,7 @@ def prepare_sagemager_args_inputs(
         "instance_type": sagemaker_config.ec2_instance_type,
         "debugger_hook_config": False,
         "distribution": parallel,
-        "hyperparameters": _hyperparameters(list(_option(args, "training_script_args", []))),
+        "hyperparameters": _hyperparameters(list(option(args, "training_script_args", []))),
         "environment": {
             "ACCELERATE_USE_SAGEMAKER": "true",
             **_training_variables(args),
@@ -370,4 +358,4 @@ def _installed(name: str) -> str:
 
 
 def _print(*lines: str) -> None:
-    print(*lines, sep="\n")  # noqa: T201 - the output of a command that a user calls in a cell
+    print(*lines, sep="\n")

@@ -1,0 +1,85 @@
+"""The program ``notebook-accelerate``: one parser for all commands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from notebook_accelerate.commands.parsers import PROGRAM, HelpFormatter
+from notebook_accelerate.errors import NotebookAccelerateError
+
+_COMMANDS = {
+    "launch": "launch:launch_command_parser",
+    "config": "config.config:config_command_parser",
+    "env": "env:env_command_parser",
+    "test": "test:test_command_parser",
+    "estimate-memory": "estimate:estimate_command_parser",
+    "merge-weights": "merge:merge_command_parser",
+    "to-fsdp2": "to_fsdp2:to_fsdp2_command_parser",
+}
+"""The modules and functions that create the parsers: only what a command line names is imported."""
+
+
+def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Create the parser of a command line: of its command only, or of all.
+
+    Args:
+        arguments: The command line.
+    """
+    parser = argparse.ArgumentParser(
+        PROGRAM,
+        description="Launch trainings, write their configuration, and inspect models and checkpoints.",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    named = [name for name in arguments[:1] if name in _COMMANDS]
+    for name in named or _COMMANDS:
+        module, _, function = _COMMANDS[name].partition(":")
+        getattr(importlib.import_module(f"notebook_accelerate.commands.{module}"), function)(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Args:
+        arguments: The command line without the program's name; None: this process's.
+
+    Returns:
+        The exit code: 0; 1 where a command failed; 2 where its options are wrong.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = parser_for(given)
+    _complete(parser)
+    options = parser.parse_args(given)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        options.func(options)
+    except (ValueError, OSError) as error:
+        print(f"{PROGRAM} {options.command}: {error}", file=sys.stderr)
+        return 2
+    except (NotebookAccelerateError, ImportError) as error:
+        print(f"{PROGRAM} {options.command}: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, EOFError):
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Complete a command line for the shell, where argcomplete is installed."""
+    try:
+        argcomplete = importlib.import_module("argcomplete")
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""``launch``: runs a script in several processes, with Accelerate's options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate import launch
+from notebook_accelerate.commands import script_runner
+from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
+from notebook_accelerate.commands.launch_settings import launch_config, option
+from notebook_accelerate.commands.parsers import Subparsers, command_parser
+from notebook_accelerate.config.environ import parse_flag
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.errors import WorkerError
+
+INTERRUPTED = 130
+"""The exit code of a program that SIGINT has ended, as shells report it."""
+
+
+def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``launch``.
+
+    Args:
+        subparsers: Those of the program; None: the parser stands alone.
+    """
+    parser = command_parser(
+        subparsers,
+        "launch",
+        "Run a script in several processes.",
+        "Run a script in several processes, on this machine or as one of several machines. Their output has labels; "
+        "the first failure is shown at its line. Options can be written with underscores or hyphens.",
+    )
+    for each in GENERAL:
+        each.add_to(parser)
+    parser.add_argument(
+        "--as_accelerate", "--as-accelerate", type=parse_flag, metavar="BOOL",
+        help="Serve this package to the script as accelerate (default: where Accelerate is not installed).",
+    )  # fmt: skip
+    for title, options in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for each in options:
+            each.add_to(group)
+    parser.add_argument("training_script", help="Path of the script; with -m, the name of a module.")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Its arguments.", metavar="...")
+    parser.set_defaults(func=launch_command)
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run the script of a command line.
+
+    Args:
+        args: What ``launch_command_parser`` has parsed.
+
+    Raises:
+        SystemExit: The script failed in some process: with the exit code of the first one that failed.
+        FileNotFoundError: The configuration file does not exist.
+        ValueError: An option is not supported, or a value is not allowed.
+    """
+    runner = _runner(args)
+    if runner is script_runner.run_script and not Path(args.training_script).is_file():
+        raise FileNotFoundError(f"the script {args.training_script} does not exist; with -m, pass the name of a module")
+    run_in_ranks(
+        launch_config(args),
+        runner,
+        args.training_script,
+        list(option(args, "training_script_args", [])),
+        quiet=bool(option(args, "quiet", False)),
+    )
+
+
+def _runner(args: argparse.Namespace) -> Callable[..., None]:
+    module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
+    if module and no_python:
+        raise ValueError("--module and --no_python exclude each other; pass one of them")
+    if no_python:
+        return script_runner.run_program
+    return script_runner.run_module if module else script_runner.run_script
+
+
+def run_in_ranks(config: LaunchConfig, function: Callable[..., Any], *arguments: Any, quiet: bool = False) -> None:
+    """Run a function as a command's only work; show a failure, and end with its exit code.
+
+    Args:
+        config: The launch.
+        function: What every rank runs.
+        arguments: Its arguments.
+        quiet: Whether to show the first failed rank only.
+
+    Raises:
+        SystemExit: The function failed.
+    """
+    if config.num_processes != 1 and function is not script_runner.run_program:
+        importlib.import_module("torch")  # once, not once in each forked rank
+    try:
+        launch.start(config, function, arguments)
+    except WorkerError as error:
+        lines = [str(error)] if error.run is None else error.run.report().error_lines(error)
+        print(lines[-1] if quiet else "\n".join(lines), file=sys.stderr)
+        raise SystemExit(_exit_code(error)) from None
+    except KeyboardInterrupt:
+        print("interrupted: every process has ended", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _exit_code(error: WorkerError) -> int:
+    """Return the exit code of the first failed rank, as a shell would report it."""
+    first = next(iter(error.failures), None)
+    if first is not None and first.signal is not None:
+        return 128 + first.signal
+    code = getattr(first.exception, "code", 1) if first is not None else 1
+    return code if isinstance(code, int) and code else 1
+
+
+def main() -> None:
+    """Run ``launch`` with this process's command line."""
+    launch_command(launch_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

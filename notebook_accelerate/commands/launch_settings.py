@@ -1,0 +1,142 @@
+"""Turns the options of ``launch`` and a configuration file into one configuration."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from notebook_accelerate.commands.launch_options import DYNAMO, FP8, GROUPS, SECTIONS, Option
+from notebook_accelerate.config import config_file
+from notebook_accelerate.config.config_file import ClusterConfig
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.integrations import accelerate_alias
+
+_FIELDS = {
+    "cpu": "use_cpu",
+    **{
+        name: name
+        for name in (
+            "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
+            "mixed_precision", "debug", "enable_cpu_affinity", "gpu_ids", "same_network", "downcast_bf16",
+            "main_training_function",
+        )
+    },
+}  # fmt: skip
+"""Fields of the configuration file by option."""
+_FP8_SECTION = "fp8_config"
+
+
+def option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
+    """Return the value of an option; ``default`` where it is missing or not given."""
+    value = getattr(args, name, None)
+    return default if value is None else value
+
+
+def cluster_config(args: argparse.Namespace) -> ClusterConfig:
+    """Return the configuration file of a launch with the options over it.
+
+    Args:
+        args: Options of ``launch``; missing ones count as not given.
+
+    Raises:
+        FileNotFoundError: The configuration file does not exist.
+        ValueError: The file has unknown keys or values.
+    """
+    path = option(args, "config_file")
+    if path is None and not Path(config_file.default_config_file).is_file():
+        found: ClusterConfig = ClusterConfig.from_dict({})
+    else:
+        found = config_file.load_cluster_config(path)
+    for name, field in _FIELDS.items():
+        if (value := option(args, name)) is not None:
+            setattr(found, field, value)
+    for section in SECTIONS:
+        contents = getattr(found, section) if section in _sections_in_use(args, found) else None
+        setattr(found, section, {} if contents is None else _section(args, SECTIONS[section], contents))
+    found.dynamo_config = _dynamo(args, found.dynamo_config or {})
+    found.fp8_config = _fp8(args, found.fp8_config or {}) if found.mixed_precision == "fp8" else {}
+    return found
+
+
+def _sections_in_use(args: argparse.Namespace, found: ClusterConfig) -> set[str]:
+    """Return the sections that the options select; if they select none, those of the file."""
+    asked = {section for section in SECTIONS if option(args, f"use_{section.removesuffix('_config')}", False)}
+    if option(args, "use_parallelism_config", False):
+        asked.add("parallelism_config")
+    if asked:
+        return asked
+    kind = getattr(found.distributed_type, "value", found.distributed_type)
+    in_file = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
+    sections = {in_file[kind]} if kind in in_file else set()
+    return sections | ({"parallelism_config"} if found.parallelism_config else set())
+
+
+def _section(args: argparse.Namespace, options: Iterable[Option], contents: dict[str, Any]) -> dict[str, Any]:
+    defaults = {each.name: each.default for each in options if each.default is not None}
+    return {**defaults, **contents, **given_options(args, options)}
+
+
+def given_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
+    """Return the values of those options that are given, by name."""
+    return {each.name: value for each in options if (value := option(args, each.name)) is not None}
+
+
+def _dynamo(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
+    merged = {**contents, **given_options(args, DYNAMO)}
+    return merged if merged.get("dynamo_backend") else {}
+
+
+def _fp8(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
+    """Return the section, whose keys have no prefix."""
+    named = {f"fp8_{name.removeprefix('fp8_')}": value for name, value in contents.items()}
+    return {name.removeprefix("fp8_"): value for name, value in _section(args, FP8, named).items()}
+
+
+def launch_config(args: argparse.Namespace) -> LaunchConfig:
+    """Return the launch that the options and the configuration file describe.
+
+    Args:
+        args: Options of ``launch``.
+
+    Raises:
+        FileNotFoundError: The configuration file does not exist.
+        ValueError: An option is not supported, or a value is not allowed.
+    """
+    _check_supported(args)
+    arguments = cluster_config(args).to_launch_arguments()
+    arguments["env"] = {**arguments.get("env", {}), **_threads(args)} or None
+    for name in ("max_restarts", "monitor_interval"):
+        if (value := option(args, name)) is not None:
+            arguments[name] = value
+    if conf := option(args, "rdzv_conf"):
+        arguments["rdzv_conf"] = dict(part.split("=", 1) for part in conf.split(",") if "=" in part)
+    if arguments.get("num_processes") == 1 and arguments["num_nodes"] == 1:
+        arguments["log_line_prefix_template"] = ""  # one process needs no label
+    return LaunchConfig(**arguments, as_accelerate=_as_accelerate(args), panel=False)
+
+
+def _threads(args: argparse.Namespace) -> dict[str, str]:
+    threads = option(args, "num_cpu_threads_per_process")
+    return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+
+
+def _as_accelerate(args: argparse.Namespace) -> bool:
+    asked = option(args, "as_accelerate")
+    if asked is None:
+        return accelerate_alias.is_installed() or importlib.util.find_spec("accelerate") is None
+    return bool(asked)
+
+
+def _check_supported(args: argparse.Namespace) -> None:
+    refused = [each.name for group in GROUPS.values() for each in group if not each.supported]
+    if given := [name for name in refused if option(args, name)]:
+        raise ValueError(f"--{given[0]} is not supported; leave it out, or use Accelerate's own launcher")
+    launcher = option(args, "deepspeed_multinode_launcher", "standard")
+    if launcher != "standard":
+        raise ValueError(
+            f"--deepspeed_multinode_launcher {launcher} is not supported; start this command on each machine, with "
+            "--machine_rank and --main_process_ip"
+        )

@@ -1,0 +1,40 @@
+"""``merge-weights``: sharded weights of FSDP become whole files."""
+
+from __future__ import annotations
+
+import argparse
+
+from notebook_accelerate.commands.parsers import Subparsers, command_parser
+
+
+def merge_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``merge-weights``; see ``launch_command_parser``."""
+    parser = command_parser(
+        subparsers,
+        "merge-weights",
+        "Merge the sharded weights of a checkpoint into whole files.",
+        "Merge the sharded weights of an FSDP checkpoint (SHARDED_STATE_DICT) into whole files. The whole model must "
+        "fit into memory.",
+    )
+    parser.add_argument("checkpoint_directory", help="Folder of pytorch_model_fsdp_0, or the checkpoint with it.")
+    parser.add_argument("output_path", help="Folder for the files.")
+    parser.add_argument(
+        "--unsafe_serialization", "--unsafe-serialization", action="store_true",
+        help="Write pytorch_model.bin in place of model.safetensors.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--remove_checkpoint_dir", "--remove-checkpoint-dir", action="store_true",
+        help="Remove the sharded weights afterwards.",
+    )  # fmt: skip
+    parser.set_defaults(func=merge_command)
+    return parser
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Merge weights; see ``merge_fsdp_weights``."""
+    from notebook_accelerate.checkpointing.merging import merge_fsdp_weights
+
+    merge_fsdp_weights(
+        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+    )
+    print(f"the merged weights are in {args.output_path}")

@@ -1,0 +1,70 @@
+"""Creates the parser of a command, on its own or as one of several."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+PROGRAM = "notebook-accelerate"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows an option once, with underscores, where hyphens are accepted, too."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"max_help_position": 36, "width": 110, **options})
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """Return the names of an option, each once."""
+        names = list(action.option_strings)
+        underscored = {name for name in names if "_" in name}
+        shown = [name for name in names if f"--{name[2:].replace('-', '_')}" not in underscored - {name}]
+        if not names:
+            return super()._format_action_invocation(action)
+        value = f" {self._format_args(action, action.dest.upper())}" if action.nargs != 0 else ""
+        return ", ".join(shown) + value
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None = None,
+    ) -> None:
+        """Add the usage, without the options where there are many."""
+        if usage is None and len(list(actions)) > 20:
+            positional = [action.metavar or action.dest for action in actions if not action.option_strings]
+            usage = " ".join(["%(prog)s [options]", *(str(name) for name in positional)])
+        super().add_usage(usage, actions, groups, prefix)
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What ``add_subparsers`` returns."""
+
+
+def command_parser(
+    subparsers: Subparsers | None, name: str, help: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """Create the parser of a command.
+
+    Args:
+        subparsers: Those of the program; None: the parser stands alone.
+        name: The command.
+        help: One sentence.
+        description: More, for ``--help``; "": the same.
+    """
+    options: dict[str, Any] = {
+        "description": description or help,
+        "formatter_class": HelpFormatter,
+        "allow_abbrev": False,
+    }
+    if subparsers is None:
+        return argparse.ArgumentParser(f"{PROGRAM} {name}", **options)
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=help, **options)
+    return parser
+
+
+def add_config_file(parser: argparse.ArgumentParser, help: str, **options: Any) -> None:
+    """Add the option ``--config_file``."""
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help=help, **options)

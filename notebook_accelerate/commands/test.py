@@ -1,0 +1,89 @@
+"""``test``: a short training that checks a configuration, with one line for each result."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from notebook_accelerate.commands.launch import run_in_ranks
+from notebook_accelerate.commands.launch_settings import launch_config
+from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
+
+if TYPE_CHECKING:
+    from notebook_accelerate.accelerator import Accelerator
+
+
+def test_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``test``; see ``launch_command_parser``."""
+    parser = command_parser(
+        subparsers, "test", "Check that training works with a configuration.",
+        "Train a tiny model in the processes that a configuration asks for, and check collectives, data, gradients and "
+        "weights.",
+    )  # fmt: skip
+    add_config_file(parser, "The configuration file; without it, the default one, or all devices.")
+    parser.add_argument("--num_processes", "--num-processes", type=int, metavar="N", help="Number of processes.")
+    parser.add_argument("--cpu", action="store_true", default=None, help="Train on the CPU.")
+    parser.set_defaults(func=test_command)
+    return parser
+
+
+def test_command(args: argparse.Namespace) -> None:
+    """Run the checks.
+
+    Raises:
+        SystemExit: One failed.
+    """
+    run_in_ranks(launch_config(args), check_training)
+    print("training works with this configuration")
+
+
+def check_training() -> None:
+    """Check collectives, the data loader, and a training; every rank must call this.
+
+    Raises:
+        RuntimeError: A check failed.
+    """
+    import torch
+
+    from notebook_accelerate.accelerator import Accelerator
+    from notebook_accelerate.collectives import gather_object
+
+    accelerator = Accelerator()
+    ranks = gather_object([accelerator.process_index])
+    _check(accelerator, "every process takes part in a collective", ranks == list(range(accelerator.num_processes)))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    samples = torch.randn(32, 4)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(samples, samples.sum(1, keepdim=True)), 4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    losses = []
+    for _ in range(5):
+        seen = []
+        for inputs, targets in loader:
+            loss = torch.nn.functional.mse_loss(model(inputs).float(), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
+            seen.append(accelerator.gather_for_metrics(inputs))
+        found = torch.cat(seen)
+        _check(accelerator, "an epoch has every sample once", sorted(found.sum(1).tolist()), samples.sum(1))
+    _check(accelerator, f"the loss falls, from {losses[0]:.3f} to {losses[-1]:.3f}", losses[-1] < losses[0])
+    digests = gather_object([sum(value.double().sum().item() for value in accelerator.get_state_dict(model).values())])
+    _check(accelerator, "every process has the same weights", len(set(digests)) == 1)
+
+
+_passed: set[str] = set()
+
+
+def _check(accelerator: Accelerator, what: str, found: Any, expected: Any = None) -> None:
+    import torch
+
+    passed = bool(found)
+    if expected is not None:
+        passed = len(found) == len(expected) and torch.allclose(torch.tensor(found), expected.sort().values, atol=1e-2)
+    if not passed:
+        raise RuntimeError(f"process {accelerator.process_index}: this does not hold: {what}")
+    if accelerator.is_main_process and what not in _passed:
+        _passed.add(what)
+        print(f"ok: {what}", flush=True)

@@ -1,0 +1,88 @@
+"""``to-fsdp2``: a configuration file for FSDP 1 becomes one for FSDP 2."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
+
+_REMOVED = {
+    "fsdp_backward_prefetch": "FSDP 2 prefetches by itself",
+    "fsdp_forward_prefetch": "FSDP 2 has no such setting yet",
+    "fsdp_sync_module_states": "FSDP 2 always sends the first rank's weights",
+    "fsdp_use_orig_params": "FSDP 2 always keeps the model's own parameters",
+}
+_STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
+_RESHARDS = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+
+
+def to_fsdp2_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``to-fsdp2``; see ``launch_command_parser``."""
+    parser = command_parser(subparsers, "to-fsdp2", "Convert a configuration file from FSDP 1 to FSDP 2.")
+    add_config_file(parser, "The file to convert.", required=True)
+    parser.add_argument("--overwrite", action="store_true", help="Replace a file that exists.")
+    parser.add_argument(
+        "--output_file", "--output-file", metavar="FILE", help="The new file; without it, --config_file is replaced."
+    )
+    parser.set_defaults(func=to_fsdp2_command)
+    return parser
+
+
+def to_fsdp2_command(args: argparse.Namespace) -> None:
+    """Convert a configuration file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FileExistsError: The new file exists, and ``--overwrite`` is not given.
+        ValueError: The new file is not named, or the file is not for FSDP.
+    """
+    source = Path(args.config_file)
+    if not source.is_file():
+        raise FileNotFoundError(f"the configuration file {source} does not exist")
+    if not args.overwrite and args.output_file is None:
+        raise ValueError("the converted file has no name; pass --output_file FILE, or --overwrite to replace the file")
+    target = Path(args.output_file) if args.output_file else source
+    if not args.overwrite and target.exists():
+        raise FileExistsError(f"{target} exists; pass --overwrite to replace it")
+    contents = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+    if (contents.get("fsdp_config") or {}).get("fsdp_version") == 2:
+        print(f"{source} is for FSDP 2 already; nothing was written")
+        return
+    target.write_text(yaml.safe_dump(convert_config_to_fsdp2(contents)), encoding="utf-8")
+    print(f"{target} is for FSDP 2")
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a file for FSDP 2; prints what has no equivalent.
+
+    Args:
+        config: The contents of a file for FSDP 1.
+
+    Raises:
+        ValueError: There are no settings of FSDP.
+    """
+    section = dict(config.get("fsdp_config") or {})
+    if not section:
+        raise ValueError("the file has no fsdp_config; write one with `notebook-accelerate config`")
+    for name in [name for name in section if name in _REMOVED]:
+        print(f"{name} is left out: {_REMOVED[name]}")
+        del section[name]
+    if "fsdp_sharding_strategy" in section:
+        strategy = section.pop("fsdp_sharding_strategy")
+        strategy = _STRATEGIES[int(strategy)] if str(strategy).isdigit() else str(strategy).upper()
+        section["fsdp_reshard_after_forward"] = _RESHARDS[strategy]
+        if strategy == "NO_SHARD":
+            print("FSDP 2 cannot leave parameters whole: the file shards them; for plain data parallelism, use DDP")
+        if strategy.startswith("HYBRID"):
+            print("FSDP 2 shards within groups by a ParallelismConfig: set dp_replicate_size and dp_shard_size")
+    return {**config, "fsdp_config": {**section, "fsdp_version": 2}}

@@ -1,0 +1,354 @@
+"""The program `notebook-accelerate`, as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from notebook_accelerate import LaunchConfig
+from notebook_accelerate.commands.launch import launch_command_parser
+from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
+from notebook_accelerate.commands.launch_settings import launch_config
+from notebook_accelerate.config import config_file
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "home"), "COLUMNS": "110"}
+
+
+def command(folder: Path, *arguments: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the program in a folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "notebook_accelerate", *arguments],
+        cwd=folder, env=environment(folder), input=answers, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+def script(folder: Path, code: str, name: str = "train.py") -> str:
+    (folder / name).write_text(code)
+    return name
+
+
+SHOW = """
+import json, os, sys
+from helper import VALUE
+names = ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "MINE")
+print(json.dumps([__name__, sys.argv, VALUE, {name: os.environ.get(name) for name in names}]))
+"""
+
+
+def test_a_script_runs_as_main_in_labelled_processes(tmp_path: Path) -> None:
+    script(tmp_path, "VALUE = 3\n", "helper.py")
+    (tmp_path / "inner").mkdir()
+    script(tmp_path / "inner", SHOW)
+    script(tmp_path / "inner", "VALUE = 4\n", "helper.py")
+    done = command(
+        tmp_path, "launch", "--cpu", "--num_processes", "2", "--mixed-precision", "bf16", "inner/train.py", "--lr", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        line = re.search(rf"^\[rank {rank}\] (.*)$", done.stdout, re.MULTILINE)
+        assert line is not None, done.stdout
+        name, argv, value, variables = json.loads(line[1])
+        assert (name, argv, value) == ("__main__", ["inner/train.py", "--lr", "1"], 4)
+        assert variables == {
+            "RANK": str(rank), "WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true",
+            "MINE": None,
+        }  # fmt: skip
+
+
+def test_one_process_has_no_label(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint('only', sys.argv[1:])\n")
+    for options in ([], ["--max_restarts", "1"]):
+        done = command(tmp_path, "launch", "--cpu", "--num_processes", "1", *options, name, "x")
+        assert (done.returncode, done.stdout) == (0, "only ['x']\n"), done.stderr
+
+
+FAIL = """
+import os, sys
+def inner():
+    raise ValueError("of this rank")
+if os.environ["RANK"] == "1":
+    inner()
+print("other")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "exit_code", "shown"),
+    [
+        (FAIL, ["--num_processes", "2"], 1, "train.py, line 4, in inner\n    raise ValueError"),
+        ("import sys\nsys.exit(7)\n", ["--num_processes", "2"], 7, "train.py, line 2"),
+        ("import sys\nsys.exit(7)\n", ["--num_processes", "1"], 7, "train.py, line 2"),
+        ("import os\nos.kill(os.getpid(), 9)\n", ["--num_processes", "2"], 137, "SIGKILL"),
+        ("x = (\n", ["--num_processes", "2"], 1, "SyntaxError"),
+    ],
+    ids=["exception", "exit", "exit of one process", "signal", "syntax"],
+)
+def test_a_failure_is_shown_at_its_line(
+    code: str, options: list[str], exit_code: int, shown: str, tmp_path: Path
+) -> None:
+    done = command(tmp_path, "launch", "--cpu", *options, script(tmp_path, code))
+    assert done.returncode == exit_code, done.stderr
+    assert shown in done.stderr
+    for own in ("script_runner", "launch.py", "entry.py"):
+        assert own not in done.stderr
+
+
+def test_quiet_shows_one_line(tmp_path: Path) -> None:
+    done = command(tmp_path, "launch", "--quiet", "--cpu", "--num_processes", "2", script(tmp_path, FAIL))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "ValueError: of this rank" in done.stderr
+
+
+def test_modules_and_programs(tmp_path: Path) -> None:
+    script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])\n", "mine.py")
+    done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "-m", "mine", "--flag")
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] __main__ ['--flag']" for rank in range(2)], done.stderr
+    done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "--no_python", "sh", "-c", "echo $RANK")
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0", "[rank 1] 1"], done.stderr
+    done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "--no_python", "sh", "-c", "exit 5")
+    assert done.returncode == 5
+
+
+def test_a_script_written_for_accelerate_trains(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import torch\nfrom accelerate import Accelerator\nfrom accelerate.utils import gather_object\n"
+        "accelerator = Accelerator()\nmodel = accelerator.prepare(torch.nn.Linear(2, 1))\n"
+        "accelerator.print(gather_object([accelerator.process_index]), type(model).__name__)\n",
+    )
+    done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "--as_accelerate", "true", name)
+    assert done.stdout == "[rank 0] [0, 1] DistributedDataParallel\n", done.stderr
+
+
+def test_workers_started_by_spawn_import_the_script(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import multiprocessing, os\ndef square(x):\n    return x * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(square, [3]))\n",
+    )
+    done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", name)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] [9]", "[rank 1] [9]"], done.stderr
+
+
+def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    program = [sys.executable, "-m", "notebook_accelerate", "launch", "--cpu", "--num_processes", "2", name]
+    process = subprocess.Popen(
+        program, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+# ---- settings
+
+
+def settings(*arguments: str) -> LaunchConfig:
+    return launch_config(launch_command_parser().parse_args([*arguments, "train.py"]))
+
+
+@pytest.fixture(autouse=True)
+def no_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "default_config.yaml"
+    monkeypatch.setattr(config_file, "default_config_file", str(path))
+    return path
+
+
+def test_options_are_those_of_a_launch() -> None:
+    found = settings(
+        "--num_processes", "8", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
+        "--main_process_port", "2000", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=5", "--max_restarts", "2",
+        "--num_cpu_threads_per_process", "3", "--gpu_ids", "0,1", "--debug", "--as_accelerate", "no",
+    )  # fmt: skip
+    assert found.non_default() == {
+        "num_processes": 4, "num_nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "use_port": "2000",
+        "rdzv_backend": "c10d", "rdzv_conf": {"join_timeout": "5"}, "max_restarts": 2, "panel": False,
+        "env": {"ACCELERATE_DEBUG_MODE": "true", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "3"},
+    }  # fmt: skip
+
+
+# Observed with Accelerate 1.15: the environment that its command gives to the processes.
+OBSERVED: dict[str, dict[str, str]] = {
+    "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+    " --fsdp_transformer_layer_cls_to_wrap A,B": {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "false",
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_FORWARD_PREFETCH": "false", "FSDP_MIN_NUM_PARAMS": "100000000",
+        "FSDP_OFFLOAD_PARAMS": "false", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_SYNC_MODULE_STATES": "true", "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B", "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_VERSION": "2",
+    },
+    "--dynamo_backend inductor": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+    "--enable_cpu_affinity": {"ACCELERATE_CPU_AFFINITY": "true"},
+    "--use_deepspeed --zero_stage 3 --gradient_clipping 0.5": {
+        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5", "ACCELERATE_DEEPSPEED_DEEPSPEED_MULTINODE_LAUNCHER": "standard",
+    },
+    "--zero_stage 3 --fsdp_version 2": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OBSERVED)
+def test_options_of_a_strategy_reach_the_ranks_as_variables(options: str) -> None:
+    assert dict(settings(*options.split()).env or {}) == OBSERVED[options]
+
+
+def test_fp8_options_have_accelerates_defaults() -> None:
+    env = settings("--mixed_precision", "fp8", "--fp8_backend", "te", "--fp8-override-linear-precision", "1,0,1").env
+    assert env is not None
+    assert env["ACCELERATE_FP8_BACKEND"] == "te"
+    assert env["ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION"] == "True,False,True"
+    assert (env["ACCELERATE_FP8_AMAX_HISTORY_LEN"], env["ACCELERATE_FP8_FORMAT"]) == ("1024", "HYBRID")
+
+
+def test_options_win_over_the_file(no_default_file: Path) -> None:
+    contents = {
+        "num_processes": 4, "mixed_precision": "bf16", "distributed_type": "FSDP", "use_cpu": True,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True},
+    }  # fmt: skip
+    no_default_file.write_text(yaml.safe_dump(contents))
+    found = settings("--num_processes", "2", "--fsdp_offload_params", "false")
+    assert (found.num_processes, found.mixed_precision, found.cpu) == (2, "bf16", True)
+    assert found.env is not None
+    assert (found.env["FSDP_VERSION"], found.env["FSDP_OFFLOAD_PARAMS"]) == ("2", "false")
+    other = settings("--use_deepspeed", "--zero_stage", "2")
+    assert not [name for name in other.env or {} if name.startswith("FSDP")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vm", "a"], "--vm is not supported"),
+        (["--deepspeed_multinode_launcher", "pdsh"], "start this command on each machine"),
+        (["--num_processes", "3", "--num_machines", "2"], "num_processes=3 is not a multiple of num_machines=2"),
+        (["--config_file", "absent.yaml"], "absent.yaml does not exist"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options: list[str], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+        settings(*options)
+
+
+def test_every_option_is_accepted_in_both_spellings() -> None:
+    parser = launch_command_parser()
+    known = {name for action in parser._actions for name in action.option_strings}
+    for each in [*GENERAL, *(each for group in GROUPS.values() for each in group)]:
+        assert {f"--{each.name}", f"--{each.name.replace('_', '-')}"} <= known
+
+
+def test_a_file_is_read_as_a_launch(tmp_path: Path) -> None:
+    path = tmp_path / "launch.yaml"
+    contents = {"num_processes": 2, "use_cpu": True, "gpu_ids": "all", "debug": True, "main_process_port": 3000}
+    path.write_text(yaml.safe_dump(contents))
+    found = LaunchConfig.from_file(path, env={"MINE": "1"}, timeout=5)
+    assert found.non_default() == {
+        "num_processes": 2, "cpu": True, "use_port": "3000", "timeout": 5,
+        "env": {"ACCELERATE_DEBUG_MODE": "true", "MINE": "1"},
+    }  # fmt: skip
+    path.write_text("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: a\niam_role_name: b\n")
+    with pytest.raises(ValueError, match="Amazon SageMaker"):
+        LaunchConfig.from_file(path)
+
+
+# ---- the other commands
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    done = command(tmp_path)
+    assert done.returncode == 0
+    for name in ("launch", "config", "env", "test", "estimate-memory", "merge-weights", "to-fsdp2"):
+        assert name in done.stdout
+        shown = command(tmp_path, name, "--help")
+        assert shown.returncode == 0
+        assert max(map(len, shown.stdout.splitlines())) <= 110
+    assert command(tmp_path, "launch", "--absent", "x.py").returncode == 2
+    missing = command(tmp_path, "launch", "absent.py")
+    assert (missing.returncode, missing.stderr) == (
+        2, "notebook-accelerate launch: the script absent.py does not exist; with -m, pass the name of a module\n",
+    )  # fmt: skip
+
+
+def test_env_prints_versions_and_the_default_file(tmp_path: Path) -> None:
+    import torch
+
+    assert command(tmp_path, "config", "default", "--mixed_precision", "bf16").returncode == 0
+    done = command(tmp_path, "env")
+    assert done.returncode == 0, done.stderr
+    for part in (f"- torch: {torch.__version__}", "- platform: ", "    mixed_precision: bf16", "- accelerators: "):
+        assert part in done.stdout
+
+
+def test_questions_are_asked_until_answered(tmp_path: Path) -> None:
+    answers = ["1", "y", "2", "fp32", "bf16", "fsdp", "3", "2", "", "", "Block,Other", "", "y", "", ""]
+    done = command(tmp_path, "config", "--config_file", "mine.yaml", answers="\n".join([*answers, ""]))
+    assert done.returncode == 0, done.stderr
+    assert "'3' is not allowed; type one of 1, 2" in done.stdout
+    found = LaunchConfig.from_file(tmp_path / "mine.yaml")
+    assert (found.num_processes, found.mixed_precision, found.cpu) == (2, "bf16", True)
+    assert found.env is not None
+    assert found.env["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block,Other"
+    assert found.env["FSDP_ACTIVATION_CHECKPOINTING"] == "true"
+    assert "ACCELERATE_DYNAMO_BACKEND" not in found.env
+    cut = command(tmp_path, "config", "--config_file", "other.yaml", answers="1\n")
+    assert cut.returncode == 130
+    assert not (tmp_path / "other.yaml").exists()
+
+
+def test_a_file_is_updated(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text("fp16: true\ndynamo_backend: INDUCTOR\nnum_processes: 2\n")
+    assert command(tmp_path, "config", "update", "--config_file", "old.yaml").returncode == 0
+    contents = yaml.safe_load(path.read_text())
+    assert (contents["mixed_precision"], contents["dynamo_config"]) == ("fp16", {"dynamo_backend": "INDUCTOR"})
+
+
+def _fsdp1(**given: Any) -> dict[str, Any]:
+    section = {"fsdp_version": 1, "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    return {"distributed_type": "FSDP", "fsdp_config": {**section, **given}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshards"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), (1, True), (2, False)]
+)
+def test_a_configuration_becomes_one_of_fsdp2(strategy: object, reshards: bool, tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(_fsdp1(fsdp_sharding_strategy=strategy)))
+    convert = ("to-fsdp2", "--config_file", "one.yaml")
+    assert command(tmp_path, *convert).returncode == 2
+    done = command(tmp_path, *convert, "--output_file", "two.yaml")
+    assert "fsdp_backward_prefetch is left out" in done.stdout
+    expected = {"fsdp_version": 2, "fsdp_reshard_after_forward": reshards, "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    assert yaml.safe_load((tmp_path / "two.yaml").read_text()) == {"distributed_type": "FSDP", "fsdp_config": expected}
+    assert "exists; pass --overwrite" in command(tmp_path, *convert, "--output_file", "two.yaml").stderr
+    again = command(tmp_path, "to-fsdp2", "--config_file", "two.yaml", "--overwrite")
+    assert "is for FSDP 2 already" in again.stdout
+
+
+def test_a_short_training_checks_a_configuration(tmp_path: Path) -> None:
+    done = command(tmp_path, "test", "--cpu", "--num_processes", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ok: ") == 4
+    assert done.stdout.endswith("training works with this configuration\n")
