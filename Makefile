@@ -23,6 +23,8 @@ DEEPSPEED_READY := $(DEEPSPEED_VENV)/.ready
 DEEPSPEED_OPS := .build/torch-extensions/.ready
 # DeepSpeed on the CPU; its optimizer in C++ is compiled once, for this machine, into this checkout.
 DEEPSPEED_ENV := DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(CURDIR)/.build/torch-extensions OMP_NUM_THREADS=1
+CLIENTS_VENV := .venv-clients
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
 S3_VENV := .venv-s3
 S3_READY := $(S3_VENV)/.ready
 RAY_VENV := .venv-ray
@@ -47,7 +49,7 @@ help:
 	@echo "make test-browser   panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)"
 	@echo "make test-gpu       the tests that need a CUDA device (PY=... SETUP= to use an environment of your own)"
 	@echo "make test-parity    behaviour, checkpoints, losses and weights against the real Accelerate; in an environment of its own"
-	@echo "make test-clients   transformers' Trainer on this package, served to it as accelerate; in DeepSpeed's environment"
+	@echo "make test-clients   training libraries in ranks, with this package as their accelerate; in an environment of its own"
 	@echo "make client-names   download the libraries that import accelerate; write the table of the names that they use"
 	@echo "make test-deepspeed  DeepSpeed's ZeRO, all stages, on the CPU; in an environment of its own"
 	@echo "make test-megatron  Megatron-LM's GPT, BERT and T5, split over ranks; in an environment of its own"
@@ -121,6 +123,13 @@ $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 	$(call over_development,$(DEEPSPEED_VENV))
 	$(DEEPSPEED_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/deepspeed.txt -r requirements/clients.txt
+	touch $@
+
+# The libraries that use this package as their accelerate, or report from ranks, over the development environment.
+$(CLIENTS_READY): $(READY) requirements/clients.txt requirements/libraries.txt
+	$(call over_development,$(CLIENTS_VENV))
+	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r requirements/clients.txt -r requirements/libraries.txt
 	touch $@
 
 # Minutes of C++ compilation and 2 GB of memory; without it the test of that optimizer skips.
@@ -197,8 +206,8 @@ test-browser: $(BROWSER_READY)
 test-gpu: $(SETUP)
 	$(PY) -m pytest -m gpu -rs tests
 
-test-clients: $(DEEPSPEED_READY)
-	$(DEEPSPEED_ENV) $(DEEPSPEED_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
+test-clients: $(CLIENTS_READY)
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-clients tests/clients
 
 client-names: $(SETUP)
 	rm -rf .build/clients

@@ -16,7 +16,7 @@ _TRUE = frozenset(("1", "true", "yes", "on", "y", "t"))
 _FALSE = frozenset(("0", "false", "no", "off", "n", "f"))
 _FORBIDDEN = frozenset(";\n<> ")
 
-KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET",)
+KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET", "JPY_PARENT_PID", "JPY_SESSION_NAME")
 """Variables of the kernel alone: the processes that it starts do not have them, nor do their children."""
 
 _T = TypeVar("_T", bound=Callable[..., Any])

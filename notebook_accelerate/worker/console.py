@@ -1,27 +1,20 @@
-"""Standard streams, input, breakpoints and rich display of a rank."""
+"""Standard streams, input and breakpoints of a rank."""
 
 from __future__ import annotations
 
-import base64
 import builtins
 import contextlib
-import functools
 import getpass
 import io
 import sys
 from typing import Any
 
-from notebook_accelerate.hardware.detection import ipython_shell
-from notebook_accelerate.telemetry import DisplayEvent, emit
-from notebook_accelerate.worker import breakpoints
+from notebook_accelerate.worker import breakpoints, plain_process, rich_display
 from notebook_accelerate.worker.agent import Agent
 
 
 def install(agent: Agent) -> None:
-    """Connect this rank's streams, ``input``, ``breakpoint`` and ``display`` to the notebook.
-
-    Replaces those of the interpreter, and of IPython where it is loaded.
-    """
+    """Connect this rank's streams, ``input``, ``breakpoint`` and ``display`` to the kernel."""
 
     def rank_input(prompt: object = "", /) -> str:
         flush()
@@ -39,8 +32,7 @@ def install(agent: Agent) -> None:
     builtins.input = rank_input
     getpass.getpass = rank_getpass
     breakpoints.install(agent)
-    install_display()
-    plain_progress_bars()
+    rich_display.install(plain_process.leave_notebook())
 
 
 def flush() -> None:
@@ -81,90 +73,3 @@ class StandardInput(io.TextIOBase):
             return self._agent.ask("") + "\n"
         except EOFError:
             return ""
-
-
-# ---- rich display
-
-
-def install_display() -> None:
-    """Send the output of ``IPython.display.display`` to the kernel, which owns the front end.
-
-    In a forked rank IPython's publisher would write to a session that refuses messages from a fork; in other ranks
-    there is no shell, and ``display`` would only print.
-    """
-    shell = ipython_shell()
-    if shell is not None:
-        shell.display_pub.publish = publish
-        # Libraries look at this to choose widgets, which only the kernel can own.
-        shell.config.pop("IPKernelApp", None)
-        return
-    # IPython 7, which Colab has, keeps them in the older module.
-    functions: Any = sys.modules.get("IPython.core.display_functions") or sys.modules.get("IPython.core.display")
-    if functions is not None:
-        _install_bare_display(functions)
-
-
-def publish(
-    data: dict[str, Any],
-    metadata: dict[str, Any] | None = None,
-    *_: object,
-    transient: dict[str, Any] | None = None,
-    update: bool = False,
-    **__: object,
-) -> None:
-    """Replace IPython's ``DisplayPublisher.publish``."""
-    clean = {kind: _text(value) for kind, value in data.items()}
-    emit(DisplayEvent(clean, metadata or {}, (transient or {}).get("display_id"), update))
-
-
-def _text(value: object) -> object:
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
-
-
-@functools.cache
-def _bare_formatter() -> Any:
-    """Return the formatter of MIME bundles; created at the first display, because that takes longer than a fork."""
-    from IPython.core.formatters import DisplayFormatter
-
-    formatter: Any = DisplayFormatter()
-    formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", _figure_png)
-    return formatter
-
-
-def _install_bare_display(functions: Any) -> None:
-    def display(*objects: object, display_id: object = None, update: bool = False, **_: object) -> object:
-        identity = _display_identity(functions, display_id)
-        for value in objects:
-            data, metadata = _bare_formatter().format(value)
-            publish(data, metadata, transient={"display_id": identity}, update=update)
-        return functions.DisplayHandle(identity) if identity and not update else None
-
-    functions.display = display
-    functions.publish_display_data = publish
-    public: Any = sys.modules.get("IPython.display")
-    if public is not None:
-        public.display, public.publish_display_data = display, publish
-
-
-def _display_identity(functions: Any, display_id: object) -> str | None:
-    if display_id is True:
-        return str(functions._new_id())
-    return None if display_id is None else str(display_id)
-
-
-def _figure_png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", bbox_inches="tight")
-    return buffer.getvalue()
-
-
-def plain_progress_bars() -> None:
-    """Make an imported ``tqdm.notebook`` write text: a rank has no front end for widgets."""
-    notebook: Any = sys.modules.get("tqdm.notebook")
-    standard: Any = sys.modules.get("tqdm.std")
-    if notebook is None or standard is None:
-        return
-    kind = notebook.tqdm_notebook
-    for name in ("__init__", "__iter__", "display", "update", "close", "clear", "reset", "status_printer", "colour"):
-        if name in vars(kind) and hasattr(standard.tqdm, name):
-            setattr(kind, name, vars(standard.tqdm).get(name) or getattr(standard.tqdm, name))

@@ -257,6 +257,54 @@ def test_captured_output_of_the_cell_is_captured(kernel: Kernel) -> None:
     assert "] caught" not in cell.stdout
 
 
+@METHODS
+def test_a_rank_is_no_notebook(kernel: Kernel, method: str) -> None:
+    code = (
+        "def look():\n    import builtins, sys\n    from IPython import get_ipython\n    from tqdm.auto import tqdm\n"
+        "    from ipywidgets import IntSlider\n    from IPython.display import display\n"
+        "    display(IntSlider(value=7)); list(tqdm(range(3)))\n"
+        "    return [get_ipython() is None, not hasattr(sys, 'ps1'), 'ipykernel' not in sys.modules,"
+        " not hasattr(builtins, 'get_ipython')]\n"
+    )
+    kernel.check(code)
+    cell = kernel.run(f"found = launch(look, start_method={method!r}, panel=False).results")
+    assert kernel.value("found") == [[True] * 4] * 2
+    shown = [data for data in cell.expect_ok().displays if "IntSlider(value=7)" in data["text/plain"]]
+    assert [list(data) for data in shown] == [["text/plain"]] * 2, "a widget of a rank has no model in the kernel"
+
+
+@METHODS
+def test_exit_ends_the_rank(kernel: Kernel, method: str) -> None:
+    kernel.check("def leave():\n    exit()\n    return 'never'")
+    assert kernel.value(f"launch(leave, start_method={method!r}).results") == [None, None]
+
+
+@METHODS
+def test_cleared_displays_are_replaced(kernel: Kernel, method: str) -> None:
+    cell = kernel.check(
+        "def draw():\n    from IPython.display import HTML, clear_output, display\n"
+        "    for step in range(3):\n        clear_output(wait=True)\n"
+        "        display(HTML(f'<b>{rank()}: {step}</b>'))\n        print('line', step)\n"
+        f"launch(draw, start_method={method!r}, panel=False);"
+    )
+    shown = [data["text/html"] for data in cell.displays if "<b>" in data.get("text/html", "")]
+    assert sorted(shown) == ["<b>0: 2</b>", "<b>1: 2</b>"]
+    assert cell.stdout.count("line") == 6
+
+
+@METHODS
+def test_shell_commands_of_a_function(kernel: Kernel, method: str) -> None:
+    kernel.check(
+        "def listing():\n    word = f'from rank {rank()}'\n    !echo said {word}\n    lines = !echo $word; echo again\n"
+        "    return list(lines)"
+    )
+    cell = kernel.check(f"found = launch(listing, start_method={method!r}).results")
+    assert sorted(line for line in cell.stdout.splitlines() if "said" in line) == [
+        "[rank 0] said from rank 0", "[rank 1] said from rank 1",
+    ]  # fmt: skip
+    assert kernel.value("found") == [["from rank 0", "again"], ["from rank 1", "again"]]
+
+
 def test_what_is_shown_after_clear_output(kernel: Kernel) -> None:
     cell = kernel.check(
         "def show():\n    from IPython.display import clear_output\n    print('a')\n    clear_output(wait=True)\n"

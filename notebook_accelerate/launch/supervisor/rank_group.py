@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.hardware import torch_build
+from notebook_accelerate.hardware.detection import in_kernel
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, rank_environment
 from notebook_accelerate.launch.processes.selecting import DispatchSelector, HasFileno, call_ready, dispatch
@@ -238,7 +239,15 @@ def _launch_environment(context: RunContext, attempt: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         **torch_build.flight_recorder_variables(),
+        **_display_variables(),
     }
+
+
+def _display_variables() -> dict[str, str]:
+    """Return what plotly chooses in a kernel: in a rank it finds none, and would open a browser."""
+    if not in_kernel() or "PLOTLY_RENDERER" in os.environ:
+        return {}
+    return {"PLOTLY_RENDERER": "plotly_mimetype+notebook"}
 
 
 __all__ = ["RankGroup"]

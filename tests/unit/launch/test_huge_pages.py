@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,11 @@ def _can_collapse() -> bool:
 
 def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
-    huge_pages.collapse(30)
+    for _ in range(10):  # a busy system has no huge page free at times, and moves none then
+        huge_pages.collapse(30)
+        if in_huge_pages(memory) >= SIZE - 2 * huge_pages.HUGE_PAGE:
+            break
+        time.sleep(0.5)
     assert in_huge_pages(memory) >= SIZE - 2 * huge_pages.HUGE_PAGE
     assert memory[:] == b"x" * SIZE
 

@@ -1,0 +1,77 @@
+"""Calls functions when modules are imported, whoever imports them and whenever."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Callback = Callable[[Any], None]
+
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Call ``callback(module)`` as soon as the module ``name`` has been imported: now, where it is already.
+
+    What the callback raises, the import raises.
+    """
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        callback(module)
+        return
+    _finder.callbacks.setdefault(name, []).append(callback)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds a module as if this finder were not there, and has its loader call the callbacks."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callback]] = {}
+        self._searching = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module with callbacks; None for others."""
+        if fullname not in self.callbacks or getattr(self._searching, "name", None) == fullname:
+            return None
+        self._searching.name = fullname
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.name = None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+
+class _Loader(Loader):
+    """Another loader, whose place in the module it leaves to it."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """See ``importlib.abc.Loader``."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, then call the callbacks, once."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        for callback in self._finder.callbacks.pop(module.__name__, ()):
+            callback(module)
+
+
+_finder = _Finder()

@@ -1,0 +1,178 @@
+"""``IPython.display`` in a rank: rich output travels to the kernel, which owns the front end."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import io
+import itertools
+import os
+from typing import Any
+
+from notebook_accelerate.integrations.import_hooks import when_imported
+from notebook_accelerate.telemetry import DisplayEvent, emit
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_MODULES = ("IPython.core.display_functions", "IPython.core.display")  # IPython 7, which Colab has, has the second only
+
+
+class _Displays:
+    """The displays of a rank without an id of their own, which ``clear_output`` lets later ones replace."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._shown: list[str] = []
+        self._replaceable: list[str] = []
+
+    def clear(self) -> None:
+        """Let the next displays replace those since the last call; what the last call left is emptied."""
+        for identity in self._replaceable:
+            emit(DisplayEvent({"text/plain": ""}, {}, identity, update=True))
+        self._replaceable, self._shown = self._shown, []
+
+    def emit(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Show a bundle, in the place of one that was cleared if there is one."""
+        update = bool(self._replaceable)
+        identity = self._replaceable.pop(0) if update else f"notebook-accelerate-{os.getpid()}-{next(self._numbers)}"
+        self._shown.append(identity)
+        emit(DisplayEvent(data, metadata, identity, update))
+
+
+_displays = _Displays()
+
+
+def install(formatter: Any = None) -> None:
+    """Send what IPython's functions display to the kernel, also where IPython is imported later.
+
+    Args:
+        formatter: The shell's formatter of MIME bundles, with what the user registered; None: a new one.
+    """
+    if formatter is not None:
+        _formatter.chosen = formatter
+    for name in _MODULES:
+        when_imported(name, _redirect)
+
+
+def _redirect(module: Any) -> None:
+    """Change the functions of a module in place, because others have imported them by name, also the user's cells.
+
+    Without a shell they would only print; with the kernel's, its session would refuse messages from a fork.
+    """
+    for name, function in (("display", _display), ("publish_display_data", _publish), ("clear_output", _clear)):
+        original = vars(module).get(name)
+        if original is not None:
+            original.__code__ = function.__code__
+            original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+
+
+# The code of these runs with the globals of IPython's module, so it imports what it calls.
+
+
+def _display(*objects: Any, **options: Any) -> Any:
+    from notebook_accelerate.worker import rich_display  # noqa: PLW0406
+
+    return rich_display.display(*objects, **options)
+
+
+def _publish(data: Any, metadata: Any = None, *others: Any, **options: Any) -> Any:
+    from notebook_accelerate.worker import rich_display  # noqa: PLW0406
+
+    return rich_display.publish(data, metadata, *others, **options)
+
+
+def _clear(wait: bool = False) -> None:  # noqa: ARG001 - IPython's parameter
+    from notebook_accelerate.worker import rich_display  # noqa: PLW0406
+
+    rich_display.clear_output()
+
+
+def display(
+    *objects: Any,
+    include: Any = None,
+    exclude: Any = None,
+    metadata: dict[str, Any] | None = None,
+    transient: dict[str, Any] | None = None,
+    display_id: Any = None,
+    raw: bool = False,
+    clear: bool = False,
+    update: bool = False,
+    **_: Any,
+) -> Any:
+    """Do what ``IPython.display.display`` does."""
+    identity = os.urandom(16).hex() if display_id is True else display_id
+    where = {**(transient or {}), **({} if identity is None else {"display_id": str(identity)})}
+    if clear:
+        clear_output()
+    for value in objects:
+        if raw:
+            data, found = value, {}
+        else:
+            data, found = _formatter().format(value, include=include, exclude=exclude)
+        if data:  # an object with _ipython_display_ has displayed itself
+            publish(data, {**found, **(metadata or {})}, transient=where, update=update)
+    if identity is None or update:
+        return None
+    functions: Any = importlib.import_module("IPython.display")
+    return functions.DisplayHandle(str(identity))
+
+
+def publish(
+    data: dict[str, Any],
+    metadata: dict[str, Any] | None = None,
+    *_: object,
+    transient: dict[str, Any] | None = None,
+    update: bool = False,
+    **__: object,
+) -> None:
+    """Do what ``IPython.display.publish_display_data`` does.
+
+    A widget of this rank has no model in the kernel: its other forms are shown.
+    """
+    clean = {kind: _text(value) for kind, value in data.items() if kind != WIDGET_VIEW}
+    identity = (transient or {}).get("display_id")
+    if identity is None:
+        _displays.emit(clean, metadata or {})
+    else:
+        emit(DisplayEvent(clean, metadata or {}, identity, update))
+
+
+def clear_output() -> None:
+    """Let the next displays replace the earlier ones of this rank; its printed lines stay."""
+    _displays.clear()
+
+
+def _text(value: object) -> object:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+class _Formatter:
+    """The formatter of MIME bundles; created at the first display, because that takes longer than a fork."""
+
+    def __init__(self) -> None:
+        self.chosen: Any = None
+
+    def __call__(self) -> Any:
+        if self.chosen is None:
+            from IPython.core.formatters import DisplayFormatter
+
+            self.chosen = DisplayFormatter()
+        return _with_figures(self.chosen)
+
+
+_formatter = _Formatter()
+
+
+@functools.cache
+def _with_figures(formatter: Any) -> Any:
+    """Add pictures of matplotlib's figures, if the kernel's inline backend has not."""
+    pictures = formatter.formatters["image/png"]
+    if not any(getattr(kind, "__name__", "") == "Figure" for kind in pictures.type_printers):
+        pictures.for_type_by_name("matplotlib.figure", "Figure", _figure_png)
+    return formatter
+
+
+def _figure_png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", bbox_inches="tight")
+    return buffer.getvalue()
