@@ -237,7 +237,7 @@ test-xla: $(XLA_READY)
 
 test-parity: $(PARITY_READY)
 	OMP_NUM_THREADS=1 $(PARITY_VENV)/bin/python -m pytest -o cache_dir=.build/pytest-parity \
-		tests/parity/behaviour tests/parity/checkpoints tests/parity/training/test_accelerate.py
+		tests/parity/behaviour tests/parity/checkpoints tests/parity/commands tests/parity/training/test_accelerate.py
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

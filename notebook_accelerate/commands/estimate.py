@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from notebook_accelerate.big_modeling.empty_init import init_empty_weights
@@ -117,7 +118,7 @@ def create_empty_model(
         return kind.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def create_ascii_table(headers: list[str], rows: Any, title: str) -> str:
+def create_ascii_table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str) -> str:
     """Return a table with lines around its cells.
 
     Args:

@@ -54,8 +54,8 @@ def flags_text(text: str) -> tuple[bool, ...]:
     return tuple(parse_flag(part) for part in text.split(","))
 
 
-def _switches(*names: str) -> tuple[Option, ...]:
-    return tuple(Option(name, type=parse_flag) for name in names)
+def _switches(*names: str, default: bool | None = None) -> tuple[Option, ...]:
+    return tuple(Option(name, type=parse_flag, default=default) for name in names)
 
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", parse_flag: "BOOL", flags_text: "BOOL,BOOL,BOOL"}
@@ -145,10 +145,12 @@ MEGATRON = (
     *_switches(
         "megatron_lm_use_custom_fsdp", "megatron_lm_no_load_optim", "megatron_lm_eod_mask_loss",
         "megatron_lm_overlap_cpu_optimizer_d2h_h2d", "megatron_lm_no_save_optim", "megatron_lm_optimizer_cpu_offload",
-        "megatron_lm_use_precision_aware_optimizer", "megatron_lm_sequence_parallelism",
-        "megatron_lm_recompute_activations", "megatron_lm_use_distributed_optimizer",
-        "megatron_lm_attention_softmax_in_fp32", "megatron_lm_calculate_per_token_loss",
-        "megatron_lm_use_rotary_position_embeddings",
+        "megatron_lm_use_precision_aware_optimizer", default=False,
+    ),
+    *_switches(
+        "megatron_lm_sequence_parallelism", "megatron_lm_recompute_activations",
+        "megatron_lm_use_distributed_optimizer", "megatron_lm_attention_softmax_in_fp32",
+        "megatron_lm_calculate_per_token_loss", "megatron_lm_use_rotary_position_embeddings",
     ),
     Option("megatron_lm_decoder_last_pipeline_num_layers", type=int),
     Option("megatron_lm_recompute_granularity"),
@@ -180,12 +182,12 @@ PARALLELISM = (
     Option("parallelism_config_tp_size", "Ranks that split layers.", int, default=1),
     Option("parallelism_config_cp_size", "Ranks that split sequences, with ring attention.", int, default=1),
     Option("parallelism_config_cp_backend", "torch.", choices=("torch",), default="torch"),
-    Option("parallelism_config_cp_comm_strategy", "allgather or alltoall.", default="allgather"),
+    Option("parallelism_config_cp_comm_strategy", "allgather, as without it, or alltoall."),
     Option("parallelism_config_sp_size", "Ranks that split sequences, with DeepSpeed's Ulysses.", int, default=1),
     Option("parallelism_config_sp_backend", "deepspeed.", choices=("deepspeed",), default="deepspeed"),
     Option("parallelism_config_sp_seq_length", "Length of sequences.", int),
-    Option("parallelism_config_sp_seq_length_is_variable", "Lengths differ.", parse_flag, default=True),
-    Option("parallelism_config_sp_attn_implementation", "Attention of transformers.", default="sdpa"),
+    Option("parallelism_config_sp_seq_length_is_variable", "Lengths differ, as without it.", parse_flag),
+    Option("parallelism_config_sp_attn_implementation", "Attention of transformers; without it, sdpa."),
 )
 OTHER = (
     Option("downcast_bf16", "On a TPU, bfloat16 for float and double.", None),

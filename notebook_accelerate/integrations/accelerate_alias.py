@@ -40,7 +40,7 @@ class _TopLevelModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[PACKAGE], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if _is_dunder(name):
             super().__setattr__(name, value)
         else:
@@ -127,7 +127,7 @@ class _AliasFinder:
         spec.has_location = found.has_location
         return spec
 
-    def find_distributions(self, context: Any = None) -> Iterator[Any]:
+    def find_distributions(self, context: object = None) -> Iterator[Any]:
         """Yield the distribution ``accelerate``, if the context names it or none."""
         name = getattr(context, "name", None)
         if name is None or name.lower() == ALIAS:

@@ -37,7 +37,7 @@ SUITES = {
         "ray": ["ray"],
         "megatron": ["megatron"],
         "s3": ["s3"],
-        "parity": ["parity/behaviour", "parity/checkpoints"],
+        "parity": ["parity/behaviour", "parity/checkpoints", "parity/commands"],
         "clients": ["clients"],
     },
 }

@@ -11,7 +11,7 @@ from notebook_accelerate import hardware
 from notebook_accelerate.commands.config.questions import questions
 from notebook_accelerate.commands.parsers import HelpFormatter, Subparsers, add_config_file, command_parser
 from notebook_accelerate.config import config_file
-from notebook_accelerate.config.config_file import ClusterConfig
+from notebook_accelerate.config.config_file import ClusterConfig, SageMakerConfig
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.basic_config import write_basic_config
@@ -118,7 +118,7 @@ def update_config_command(args: argparse.Namespace) -> None:
     print(f"the configuration is in {_write(config, path)}")
 
 
-def _write(config: Any, path: str | None) -> Path:
+def _write(config: ClusterConfig | SageMakerConfig, path: str | None) -> Path:
     target = Path(path or config_file.default_config_file)
     target.parent.mkdir(parents=True, exist_ok=True)
     (config.to_json_file if target.suffix == ".json" else config.to_yaml_file)(target)

@@ -1,0 +1,172 @@
+"""The command line and the alias beside the real Accelerate's: the same files, numbers and variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from notebook_accelerate import LaunchConfig
+from notebook_accelerate.commands import estimate
+
+pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = {"theirs": "accelerate.commands.accelerate_cli", "ours": "notebook_accelerate"}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+
+
+def command(folder: Path, who: str, *arguments: str) -> str:
+    """Run a command of one of the programs; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", PROGRAMS[who], *arguments],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def python(folder: Path, code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def read_by_accelerate(path: Path) -> dict[str, Any]:
+    """Return a configuration file as Accelerate reads it."""
+    code = (
+        "import json; from accelerate.commands.config import load_config_from_file; "
+        f"print('READ', json.dumps(load_config_from_file({str(path)!r}).to_dict()))"
+    )
+    found: dict[str, Any] = json.loads(python(path.parent, code).rpartition("READ")[2])
+    return found
+
+
+def test_default_files_load_in_both(tmp_path: Path) -> None:
+    for who in PROGRAMS:
+        command(tmp_path, who, "config", "default", "--config_file", f"{who}.yaml", "--mixed_precision", "bf16")
+    assert read_by_accelerate(tmp_path / "ours.yaml") == read_by_accelerate(tmp_path / "theirs.yaml")
+    ours, theirs = (LaunchConfig.from_file(tmp_path / f"{who}.yaml") for who in ("ours", "theirs"))
+    assert ours == theirs
+    assert (ours.num_processes, ours.mixed_precision) == (1, "bf16")
+
+
+FSDP = {
+    "fsdp_activation_checkpointing": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_cpu_ram_efficient_loading": True, "fsdp_forward_prefetch": True,
+    "fsdp_offload_params": False, "fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_sync_module_states": True,
+    "fsdp_use_orig_params": True, "fsdp_min_num_params": 100, "fsdp_transformer_layer_cls_to_wrap": "Block",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_converted_files_are_equal(strategy: str, tmp_path: Path) -> None:
+    section = {**FSDP, "fsdp_sharding_strategy": strategy}
+    contents = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": section, "downcast_bf16": "no"}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(contents))
+    for who in PROGRAMS:
+        command(tmp_path, who, "to-fsdp2", "--config_file", "one.yaml", "--output_file", f"{who}.yaml")
+    assert (tmp_path / "ours.yaml").read_bytes() == (tmp_path / "theirs.yaml").read_bytes()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_merged_weights_are_equal(safe: bool, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2).bfloat16())
+    shards = tmp_path / "checkpoint" / "pytorch_model_fsdp_0"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
+    options = [] if safe else ["--unsafe_serialization"]
+    for who in PROGRAMS:
+        command(tmp_path, who, "merge-weights", *options, str(shards), who)
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    ours, theirs = tmp_path / "ours" / name, tmp_path / "theirs" / name
+    if safe:
+        assert ours.read_bytes() == theirs.read_bytes()
+    found, expected = (torch.load(each) if not safe else _tensors(each) for each in (ours, theirs))
+    assert found.keys() == expected.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[key], expected[key]) and found[key].dtype == expected[key].dtype for key in found)
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def test_estimates_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.commands import estimate as theirs  # noqa: TID251 - the peer
+
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 100))
+    for module in (estimate, theirs):
+        monkeypatch.setattr(module, "create_empty_model", lambda *_, **__: model)
+    dtypes = ["float32", "float16", "int8", "int4"]
+    options = SimpleNamespace(model_name="mine", library_name="transformers", dtypes=dtypes, trust_remote_code=False)
+    expected = [[*row[:3], max(row[3].values()) if row[3] else None] for row in theirs.gather_data(options)]
+    assert [row[:3] for row in estimate.gather_data(options)] == [row[:3] for row in expected]
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert estimate.estimate_training_usage(4000, dtype) == theirs.estimate_training_usage(4000, dtype)
+
+
+SHOW = """
+import json, os
+if os.environ.get("RANK", "0") == "0":
+    prefixes = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+    print("SHOWN", json.dumps({name: value for name, value in os.environ.items() if name.startswith(prefixes)}))
+"""
+FLAGS = (
+    "--use_fsdp",
+    "--use_fsdp --fsdp_version 2 --fsdp_offload_params true --fsdp_state_dict_type SHARDED_STATE_DICT --debug",
+    "--use_megatron_lm --megatron_lm_tp_degree 2 --megatron_lm_recompute_activations true",
+    "--use_fsdp --fsdp_version 2 --use_parallelism_config --parallelism_config_tp_size 2",
+    "--mixed_precision bf16 --dynamo_backend inductor --dynamo_mode max-autotune --dynamo_use_dynamic",
+)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_ranks_have_the_same_variables(flags: str, tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    shown = {}
+    for who in PROGRAMS:
+        text = command(tmp_path, who, "launch", "--num_processes", "2", *flags.split(), "show.py")
+        shown[who] = {name: value.lower() for name, value in json.loads(text.rpartition("SHOWN")[2]).items()}
+    ours, theirs = shown["ours"], shown["theirs"]
+    assert {name: ours[name] for name in theirs.keys() & ours.keys()} == {
+        name: theirs[name] for name in theirs.keys() & ours.keys()
+    }
+    # Set to their defaults by Accelerate, and left out here.
+    unset = {name: theirs[name] for name in theirs.keys() - ours.keys()}
+    assert all(name.startswith("ACCELERATE_DYNAMO_") or name == "ACCELERATE_USE_CPU" for name in unset), unset
+    assert set(unset.values()) <= {"no", "false", "default"}
+    assert ours.keys() <= theirs.keys(), ours.keys() - theirs.keys()
+
+
+def test_the_alias_beside_the_installed_package(tmp_path: Path) -> None:
+    out = python(
+        tmp_path,
+        "import importlib.metadata, notebook_accelerate\n"
+        "notebook_accelerate.as_accelerate()\nimport accelerate\n"
+        "print(accelerate.Accelerator is notebook_accelerate.Accelerator)\n"
+        "print([each.name for each in importlib.metadata.distributions()].count('accelerate') > 1)\n"
+        "notebook_accelerate.as_accelerate(False)\nimport accelerate\n"
+        "print(accelerate.Accelerator.__module__)\n"
+        "try:\n    notebook_accelerate.as_accelerate()\n"
+        "except notebook_accelerate.NotebookAccelerateError as error:\n    print(error)\n",
+    ).splitlines()
+    assert out[:3] == ["True", "True", "accelerate.accelerator"]
+    assert out[3].startswith("the real accelerate (")
