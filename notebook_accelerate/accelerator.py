@@ -498,11 +498,11 @@ class Accelerator(AcceleratorProperties):
         return collectives.gather_for_metrics(input_data, self.gradient_state, use_gather_object)
 
     def reduce(self, tensor: _T, reduction: str = "sum", scale: float = 1.0) -> _T:
-        """Sum or average every tensor of a nested structure over ranks; every rank must call this.
+        """Sum or average every tensor of a nested structure over ranks, or take the maximum; every rank must call this.
 
         Args:
             tensor: Nested containers of tensors with the same shapes on every rank.
-            reduction: "sum", "mean" or "none".
+            reduction: "sum", "mean", "max" or "none".
             scale: Factor applied to the result, on XLA only.
 
         Returns:

@@ -69,7 +69,7 @@ def indexed_files(index: AnyPath, folder: Path) -> dict[str, Path]:
     """Return the file of each name in an index.
 
     Args:
-        index: The index.
+        index: The index: the map of names to files, or an object with the map as its `weight_map`.
         folder: The folder of the files; they need not exist.
 
     Raises:
@@ -77,7 +77,8 @@ def indexed_files(index: AnyPath, folder: Path) -> dict[str, Path]:
         BrokenCheckpointError: It is not an index.
     """
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        content = json.loads(index.read_text(encoding="utf-8"))
+        weight_map = content.get("weight_map", content) or content["weight_map"]
         return {name: inside(folder, file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenCheckpointError(f"{index} is broken: it contains no weight_map ({error}).") from error

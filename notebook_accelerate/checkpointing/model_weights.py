@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
+from notebook_accelerate.big_modeling.module_tensors import get_state_dict_offloaded_model, has_offloaded_params
 from notebook_accelerate.big_modeling.remote_files import weights_on_disk
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.weight_files import read_index, read_torch
@@ -94,7 +95,7 @@ def save_model(
 
     Args:
         accelerator: The Accelerator.
-        model: The model, prepared or not.
+        model: The model, prepared or not; parts of it may be offloaded.
         save_directory: The folder or URL; created if missing.
         max_shard_size: Largest size of a file: bytes, or "10GB".
         safe_serialization: Write safetensors rather than torch's format.
@@ -109,7 +110,8 @@ def save_model(
         raise ValueError(
             f'Provided path ({folder}) should be a directory, not a file: accelerator.save_model(model, "my_model")'
         )
-    state = accelerator.get_state_dict(model)
+    offloaded = any(has_offloaded_params(module) for module in model.modules())
+    state = get_state_dict_offloaded_model(model) if offloaded else accelerator.get_state_dict(model)
     if state is None or not is_writer(folder, accelerator, accelerator.project_configuration.save_on_each_node):
         return
     if missing := [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]:

@@ -17,7 +17,7 @@ from notebook_accelerate.collectives.local_operations import CannotPadNestedTens
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once
 
-REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS = ("mean", "sum", "max", "none")
 
 
 def gather(tensor: Nested) -> Nested:
@@ -49,11 +49,11 @@ def gather(tensor: Nested) -> Nested:
 
 
 def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Nested:
-    """Sum or average every tensor of a nested structure over ranks; every rank must call this.
+    """Sum or average every tensor of a nested structure over ranks, or take the maximum; every rank must call this.
 
     Args:
         tensor: Nested containers of tensors with the same shapes on every rank.
-        reduction: mean, sum or none. The mean of integers is a float.
+        reduction: mean, sum, max or none. The mean of integers is a float.
         scale: Factor applied to the result, on XLA only, as in Accelerate.
 
     Returns:
@@ -65,7 +65,7 @@ def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Neste
         DistributedOperationException: As for `gather`.
     """
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'")
+        raise ValueError(f"reduction={reduction!r} is not known; pass 'mean', 'sum', 'max' or 'none'")
     state = PartialState()
     leaves = _check_leaves(tensor, "reduce", state)
     if state.num_processes == 1 or reduction == "none":
@@ -74,10 +74,10 @@ def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Neste
     call = CollectiveCall("reduce", tensor, _move_to(state.device, leaves))
     views, segments = gather_blocks(state, call), call.layout.segments
     if views is not None:
-        totals = [_sum(rows) for rows in views.by_rank]
+        totals = [_maximum(rows) if reduction == "max" else _sum(rows) for rows in views.by_rank]
     else:
         send = COMMUNICATORS[state.communicator].all_reduce
-        totals = [send(_summable(segment.pack(call.leaves))) for segment in segments]
+        totals = [send(_summable(segment.pack(call.leaves)), maximum=reduction == "max") for segment in segments]
     if reduction == "mean":
         totals = [_divide(total, state.num_processes) for total in totals]
     if factor != 1.0:
@@ -92,6 +92,11 @@ def _sum(rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
     for row in rows[2:]:
         total += _summable(row)
     return total
+
+
+def _maximum(rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the largest of the tensors of the ranks, element by element."""
+    return torch.stack([_summable(row) for row in rows]).amax(0)
 
 
 def _divide(total: torch.Tensor, number: int) -> torch.Tensor:

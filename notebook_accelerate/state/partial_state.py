@@ -64,7 +64,7 @@ class PartialState(RankExecution):
 
     def __repr__(self) -> str:
         return (
-            f"Distributed environment: {self.distributed_type.value}"
+            f"Distributed environment: {self.distributed_type!s}"
             f"{f'  Backend: {self.backend}' if self.backend else ''}\n"
             f"Num processes: {self.num_processes}\n"
             f"Process index: {self.process_index}\n"

@@ -133,12 +133,12 @@ class RankExecution:
 
         Args:
             function: The function; None returns the decorator.
-            process_index: The rank; None means every rank.
+            process_index: The rank; None means every rank. In a world of one, the function runs whatever it is.
 
         Returns:
             The function; on other ranks it does nothing and returns None.
         """
-        return _only_if(lambda: process_index is None or self.process_index == process_index, function)
+        return _only_if(lambda: process_index in {None, self.process_index} or self.num_processes == 1, function)
 
     @overload
     def on_local_process(
@@ -163,7 +163,8 @@ class RankExecution:
 
         Args:
             function: The function; None returns the decorator.
-            local_process_index: The rank's index on its machine; None means every rank.
+            local_process_index: The rank's index on its machine; None means every rank. In a world of one, the function
+                runs whatever it is.
             local_process_idx: Deprecated name of local_process_index.
 
         Returns:
@@ -173,7 +174,7 @@ class RankExecution:
             warn_once("on_local_process(local_process_idx=...) is deprecated: pass local_process_index=...")
             local_process_index = local_process_idx
         wanted = local_process_index
-        return _only_if(lambda: wanted is None or self.local_process_index == wanted, function)
+        return _only_if(lambda: wanted in {None, self.local_process_index} or self.num_processes == 1, function)
 
 
 def _only_if(condition: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -35,11 +35,14 @@ def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: tor
         device: Device of a padded tensor, so that it can be gathered.
 
     Returns:
-        The share, of the same type as `inputs`; without padding it may be empty.
+        The share, of the same type as `inputs`; without padding it may be empty. Text and objects that are no sequences
+        are returned whole, as in Accelerate.
 
     Raises:
         ValueError: The values of a dict differ in length, or `inputs` cannot be split.
     """
+    if isinstance(inputs, (str, bytes)) or not (hasattr(inputs, "__getitem__") or hasattr(inputs, "select")):
+        return inputs
     length = _length(inputs)
     begin, end = share_bounds(length, rank, size)
     pad = -(-length // size) - (end - begin) if padding else 0

@@ -142,7 +142,7 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
                 f"gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={steps}) alone"
             )
         return plugin
-    return GradientAccumulationPlugin(num_steps=environ.integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))
+    return GradientAccumulationPlugin(num_steps=environ.integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", int(steps)))
 
 
 def dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:

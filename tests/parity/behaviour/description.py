@@ -59,7 +59,8 @@ def _dataclass(value: Any, depth: int) -> Any:
 
 def _mapping(value: Mapping[Any, Any], depth: int) -> Any:
     items = [[describe(key, depth), describe(item, depth)] for key, item in value.items()]
-    return {"mapping": type(value).__name__, "items": items}
+    kind = type(value).__name__
+    return {"mapping": "dict" if kind == "OrderedDict" else kind, "items": items}  # dicts are ordered, too
 
 
 def _sequence(value: Any, depth: int) -> Any:
@@ -82,7 +83,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
 
 
 # Accelerate fails with one of these where it does not check an argument; this package raises ValueError then.
-_UNCHECKED = {"AttributeError", "TypeError", "KeyError", "IndexError", "AssertionError", "UnboundLocalError"}
+_UNCHECKED = {"AttributeError", "TypeError", "KeyError", "IndexError", "AssertionError", "NotImplementedError"}
 
 
 def lineage(kind: type) -> list[str]:

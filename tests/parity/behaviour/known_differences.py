@@ -57,5 +57,33 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate returns None without an index; here a new index": [
         "utilities: utils.offload_weight(ones(2, 2), 'w', '.'), files()",
     ],
+    "Accelerate ignores a reduction that it does not know": [
+        "collectives.reduce_with_an_unknown_reduction",
+    ],
+    "names of precisions are taken in any case here": [
+        "collectives: Accelerator(mixed_precision='BF16').mixed_precision",
+    ],
+    "settings that fail in the first step are refused at once here": [
+        "collectives: Accelerator(rng_types=['nonsense'])",
+        "collectives: Accelerator(gradient_accumulation_steps=0)",
+    ],
+    "Accelerate sums with reduction='none'": [
+        "collectives, 2 ranks: _reduced('none')",
+    ],
+    "Accelerate's strict=True accepts a checkpoint that lacks weights": [
+        "bigmodels.missing_keys",
+    ],
+    "Accelerate ignores dtype without a device map, against its documentation": [
+        "bigmodels.checkpoints_in_another_dtype",
+    ],
+    "Accelerate counts the entries of a device map, not its devices": [
+        "bigmodels.prepare_of_a_dispatched_model",
+    ],
+    "Accelerate does not write the files of a model that is offloaded as one module": [
+        "bigmodels: _run(dispatch_model(model(), {'': 'disk'}, offload_dir='off'))",
+    ],
+    "Accelerate's strict=True fails with AttributeError where it should list the unexpected keys": [
+        "bigmodels.unexpected_keys_of_a_dispatched_model",
+    ],
 }
 KNOWN_DIFFERENCES = {name: reason for reason, names in _BY_REASON.items() for name in names}

@@ -27,7 +27,7 @@ class Program:
         ranks: Number of processes that run it at the same time; 0: one process without a launcher's variables.
         needs: Packages that it imports beside accelerate and torch.
         tolerance: Relative tolerance of floats; 0: bit for bit.
-        is_expression: Whether it is a single expression on one rank, which may share a process with others.
+        is_expression: Whether it is a single expression, which may share its processes with others.
     """
 
     name: str
@@ -77,7 +77,7 @@ def _programs_of(module: ModuleType, name: str) -> Iterator[Program]:
     for expression in getattr(module, "CALLS", ()):
         yield Program(f"{name}: {expression}", _evaluation(expression, module), is_expression=True)
     for expression in getattr(module, "CALLS_ON_TWO_RANKS", ()):
-        yield Program(f"{name}, 2 ranks: {expression}", _evaluation(expression, module), ranks=2)
+        yield Program(f"{name}, 2 ranks: {expression}", _evaluation(expression, module), ranks=2, is_expression=True)
 
 
 def _evaluation(expression: str, module: ModuleType) -> Callable[[], Any]:

@@ -52,9 +52,10 @@ def main(out: str, pattern: str = "") -> None:
 
 def _groups(found: Sequence[Program]) -> Iterator[Sequence[Program]]:
     """Yield the programs that share a process."""
-    expressions = [each for each in found if each.is_expression]
-    for first in range(0, len(expressions), EXPRESSIONS):
-        yield expressions[first : first + EXPRESSIONS]
+    for ranks in sorted({each.ranks for each in found}):
+        expressions = [each for each in found if each.is_expression and each.ranks == ranks]
+        for first in range(0, len(expressions), EXPRESSIONS):
+            yield expressions[first : first + EXPRESSIONS]
     for each in found:
         if not each.is_expression:
             yield [each]
@@ -113,6 +114,8 @@ def _child(group: Sequence[Program], rank: int, port: int, folder: Path) -> None
             _reset(environment)
         (folder / f"work-{at}").mkdir(exist_ok=True)
         os.chdir(folder / f"work-{at}")
+        if program.ranks and program.is_expression:
+            importlib.import_module("accelerate").Accelerator()  # sets up the process group
         results[at] = _result(program)
     partial = folder / f"partial-{rank}"
     partial.write_bytes(pickle.dumps(results))

@@ -83,13 +83,13 @@ def test_decorators_run_where_they_should() -> None:
     local()
     state.on_last_process(lambda: calls.append("last"))()
     state.on_local_main_process()(lambda: calls.append("local main"))()
-    assert calls == ["main", "local", "last", "local main"]
+    assert calls == ["main", "second", "local", "last", "local main"]  # one rank is every rank
 
 
 def test_the_old_parameter_of_on_local_process_still_works() -> None:
     with pytest.warns(UserWarning, match="local_process_index="):
         decorated = PartialState().on_local_process(lambda: "ran", local_process_idx=1)
-    assert decorated() is None
+    assert decorated() == "ran"
 
 
 def test_decorators_check_the_rank_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,10 +61,14 @@ def test_tensors_keep_their_other_dimensions() -> None:
     assert second.tolist() == [[4, 5], [4, 5]]
 
 
-@pytest.mark.parametrize("inputs", [5, torch.tensor(1.0)])
-def test_inputs_that_cannot_be_split_are_refused(inputs: Any) -> None:
+def test_a_tensor_without_dimensions_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be split"):
-        split(inputs, 2)
+        split(torch.tensor(1.0), 2)
+
+
+@pytest.mark.parametrize("inputs", [5, "text", {1, 2}])
+def test_what_is_no_sequence_is_returned_whole(inputs: Any) -> None:
+    assert split(inputs, 2) == [inputs, inputs]
 
 
 def test_datasets_are_split_by_select() -> None:

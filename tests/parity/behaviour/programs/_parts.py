@@ -103,12 +103,12 @@ def logged(call: Callable[[], Any], level: int = logging.WARNING) -> list[str]:
     return kept.levels
 
 
-def raised(call: Callable[[], Any]) -> str:
-    """Return the name of the exception that a call raises; its result as text if there is none."""
+def raised(call: Callable[[], Any]) -> Any:
+    """Return the exception that a call raises; its result if there is none."""
     try:
-        return f"returned {call()!r}"
+        return call()
     except Exception as error:  # noqa: BLE001 - any is a result
-        return type(error).__name__
+        return error
 
 
 def files(folder: str | Path = ".") -> dict[str, Any]:
