@@ -296,6 +296,8 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
 def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterConfig:
     """Read a configuration file of machines.
 
+    ``distributed_type: NO`` means one process, whatever the file's number of processes is, as it does for Accelerate.
+
     Args:
         config_file: Path of a YAML or JSON file; None: the default file.
 
@@ -309,6 +311,9 @@ def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterCo
             f"{config_file or default_config_file} configures Amazon SageMaker, which is not launched from a notebook; "
             "load a file with compute_environment: LOCAL_MACHINE"
         )
+    stated = "distributed_type" in _contents(Path(config_file or default_config_file))
+    if stated and found.distributed_type == DistributedType.NO and found.num_machines == 1:
+        found.num_processes = min(found.num_processes, 1)
     return found
 
 

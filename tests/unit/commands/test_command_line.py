@@ -135,6 +135,25 @@ def test_a_script_written_for_accelerate_trains(tmp_path: Path) -> None:
     assert done.stdout == "[rank 0] [0, 1] DistributedDataParallel\n", done.stderr
 
 
+def test_libraries_launch_scripts_by_accelerates_names(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys, accelerate\nprint(accelerate.Accelerator().num_processes, sys.argv[1:])\n")
+    arguments = ["--cpu", "--num_processes", "2", name, "--lr", "1"]
+    code = (
+        "import subprocess, sys, notebook_accelerate; notebook_accelerate.as_accelerate()\n"
+        "from accelerate.commands.launch import launch_command, launch_command_parser\n"
+        f"launch_command(launch_command_parser().parse_args({arguments}))\n"
+        "sys.stdout.flush()\n"
+        f"subprocess.run([sys.executable, '-m', 'accelerate.commands.launch', *{arguments}], check=True)\n"
+        f"subprocess.run([sys.executable, '-m', 'accelerate', 'launch', *{arguments}], check=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] 2 ['--lr', '1']" for rank in (0, 0, 0, 1, 1, 1)]
+
+
 def test_workers_started_by_spawn_import_the_script(tmp_path: Path) -> None:
     name = script(
         tmp_path,
@@ -269,6 +288,9 @@ def test_a_file_is_read_as_a_launch(tmp_path: Path) -> None:
         "num_processes": 2, "cpu": True, "use_port": "3000", "timeout": 5,
         "env": {"ACCELERATE_DEBUG_MODE": "true", "MINE": "1"},
     }  # fmt: skip
+    path.write_text("distributed_type: 'NO'\nnum_processes: 8\n")
+    assert LaunchConfig.from_file(path).num_processes == 1
+    assert LaunchConfig.from_file(path, num_processes=2).num_processes == 2
     path.write_text("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: a\niam_role_name: b\n")
     with pytest.raises(ValueError, match="Amazon SageMaker"):
         LaunchConfig.from_file(path)
