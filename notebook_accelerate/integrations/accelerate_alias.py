@@ -128,9 +128,12 @@ class _AliasFinder:
         return spec
 
     def find_distributions(self, context: object = None) -> Iterator[Any]:
-        """Yield the distribution ``accelerate``, if the context names it or none."""
+        """Yield the distribution ``accelerate``, if the context names it or none.
+
+        Searches of given folders, such as pip's for what is installed, do not find it.
+        """
         name = getattr(context, "name", None)
-        if name is None or name.lower() == ALIAS:
+        if (name is None or name.lower() == ALIAS) and "path" not in getattr(context, "__dict__", {}):
             from notebook_accelerate.integrations.accelerate_metadata import AliasDistribution
 
             yield AliasDistribution(ALIAS, VERSION)
@@ -158,11 +161,9 @@ def as_accelerate(enabled: bool = True) -> None:
     if not enabled:
         remove()
         return
-    probed = [name for name in _PROBING_LIBRARIES if name in sys.modules]
-    if probed and not is_installed() and importlib.util.find_spec(ALIAS) is None:
+    if not is_real_imported() and (hazard := inherited_hazard()):
         warnings.warn(
-            f"{' and '.join(probed)} was imported before as_accelerate() and has found no accelerate; restart the "
-            "kernel and call notebook_accelerate.as_accelerate() first",
+            f"{hazard}; restart the kernel and call notebook_accelerate.as_accelerate() before such imports",
             stacklevel=2,
         )
     install()
@@ -176,6 +177,16 @@ def is_installed() -> bool:
 def is_real_imported() -> bool:
     """Return whether the real Accelerate is imported in this process."""
     return ALIAS in sys.modules and not isinstance(sys.modules[ALIAS], _TopLevelModule)
+
+
+def inherited_hazard() -> str:
+    """Return why a process with this one's modules cannot serve the alias to all libraries; "" where it can."""
+    if is_real_imported():
+        return "the kernel has imported the real accelerate"
+    probed = [name for name in _PROBING_LIBRARIES if name in sys.modules]
+    if probed and not is_installed() and importlib.util.find_spec(ALIAS) is None:
+        return f"the kernel has imported {' and '.join(probed)}, which found no accelerate"
+    return ""
 
 
 def install() -> None:

@@ -212,6 +212,8 @@ def apply_order(order: WorkerOrder) -> None:
         sys.path[:] = order.sys_path
     if order.as_accelerate:
         accelerate_alias.install()
+    else:
+        accelerate_alias.remove()  # the server process may have been started while the kernel had it
     install_sources(order.sources)
     state_resets.reset()
     given = order.accelerator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.kernel import Kernel
-from tests.support.launching import said
+from tests.support.launching import ready_kernel, said
 
 pytestmark = pytest.mark.notebook
 
@@ -44,3 +44,15 @@ def test_after_its_removal_the_name_is_free(kernel: Kernel) -> None:
     assert "No module named 'accelerate'" in said(kernel.run("import accelerate.utils"))
     text = said(kernel.run("launch(lambda: __import__('accelerate'))"))
     assert "No module named 'accelerate'" in text
+
+
+def test_a_server_process_started_with_the_alias_forks_ranks_without_it() -> None:
+    with ready_kernel(zygote=False) as kernel:
+        kernel.check("notebook_accelerate.as_accelerate(); notebook_accelerate.shutdown()")
+        kernel.check(
+            "def missing():\n    import importlib.util\n    return importlib.util.find_spec('accelerate') is None"
+        )
+        look = "launch(missing, start_method='zygote').results"
+        assert kernel.value(look) == [False, False]
+        kernel.check("notebook_accelerate.as_accelerate(False)")
+        assert kernel.value(look) == [True, True]

@@ -375,3 +375,21 @@ def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalClus
     assert devices < {"0", "1", "2"}
     assert {info.host.rpartition(", ")[2] for info in run.ranks} == {address}
     cluster.kill_node(address)
+
+
+def served(folder: str) -> tuple[str, bool, str]:
+    """Return the version of `accelerate`, whether it is this package, and the version that a child process sees."""
+    import importlib
+    import importlib.metadata
+    import subprocess
+    import sys
+
+    same = importlib.import_module("accelerate").Accelerator is notebook_accelerate.Accelerator
+    ask = [sys.executable, "-c", "import accelerate; print(accelerate.__version__)"]
+    child = subprocess.run(ask, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    return importlib.metadata.version("accelerate"), same, child
+
+
+def test_ranks_on_nodes_serve_the_package_as_accelerate(cluster: LocalCluster, tmp_path: Path) -> None:
+    run = notebook_launcher(served, (str(tmp_path),), 2, on=SPREAD, config=LaunchConfig(as_accelerate=True))
+    assert run.results == (("1.15.0", True, "1.15.0"),) * 2

@@ -41,7 +41,7 @@ def kernel_facts() -> KernelFacts:
         fork_hazard=fork_hazard,
         can_fork=hasattr(os, "fork"),
         environment=os.environ,
-        accelerate_imported=accelerate_alias.is_real_imported(),
+        alias_hazard=accelerate_alias.inherited_hazard(),
     )
 
 

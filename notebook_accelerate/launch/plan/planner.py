@@ -22,13 +22,13 @@ class KernelFacts:
             probe: the planner calls it only where the start method depends on the answer.
         can_fork: Whether this platform can fork at all.
         environment: The kernel's environment variables.
-        accelerate_imported: Whether the kernel has imported the real Accelerate.
+        alias_hazard: Why ranks with the kernel's modules cannot serve this package as ``accelerate``; "" if they can.
     """
 
     fork_hazard: Callable[[], str] = lambda: ""
     can_fork: bool = True
     environment: Mapping[str, str]
-    accelerate_imported: bool = False
+    alias_hazard: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +232,8 @@ def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, 
     if accelerator == "xla" and facts.can_fork:
         # A device belongs to the first process that starts a runtime on it, which must never be the kernel.
         return "zygote", "XLA's runtime belongs to the rank, never to the kernel"
-    if config.as_accelerate and facts.accelerate_imported and facts.can_fork:
-        return "zygote", "the kernel has imported the real accelerate"
+    if config.as_accelerate and facts.alias_hazard and facts.can_fork:
+        return "zygote", facts.alias_hazard
     if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
         return "inline", "one process: the kernel itself"
     if not facts.can_fork:
@@ -251,10 +251,10 @@ def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) 
         raise ValueError(f"start_method='inline' cannot do {needed}; pass start_method='auto'")
     if method in ("fork", "zygote") and not facts.can_fork:
         raise ValueError(f"start_method={method!r} is not possible on this platform; pass 'spawn'")
-    if method in ("inline", "fork") and config.as_accelerate and facts.accelerate_imported:
+    if method in ("inline", "fork") and config.as_accelerate and facts.alias_hazard:
         raise ValueError(
-            f"start_method={method!r} is not possible with as_accelerate=True: the kernel has imported the real "
-            "accelerate, which its ranks would inherit; pass 'auto' or 'zygote'"
+            f"start_method={method!r} is not possible with as_accelerate=True: {facts.alias_hazard}, and its ranks "
+            "would inherit that; pass 'auto' or 'zygote'"
         )
     if method == "fork" and (hazard := facts.fork_hazard()):
         raise ValueError(f"start_method='fork' is not safe now: {hazard}; pass 'auto' or 'zygote'")

@@ -69,6 +69,8 @@ def test_the_metadata_of_a_distribution() -> None:
         "assert [each.metadata['Name'] for each in metadata.distributions()].count('accelerate') == 1\n"
         "assert metadata.packages_distributions()['accelerate'] == ['accelerate']\n"
         "assert metadata.version('packaging')\n"
+        "named = {each.metadata['Name'] for each in metadata.distributions(path=sys.path)}\n"
+        "assert 'packaging' in named and 'accelerate' not in named, 'pip searches folders'\n"
     )
 
 
@@ -192,7 +194,7 @@ def test_a_library_that_has_found_no_accelerate_is_named(tmp_path: Path) -> None
     out = python("import diffusers\n" + START, "-W", "always", path=tmp_path)
     assert out == ""
     code = "import diffusers, warnings\nwarnings.simplefilter('error')\n" + START
-    with pytest.raises(AssertionError, match="diffusers was imported before"):
+    with pytest.raises(AssertionError, match="the kernel has imported diffusers, which found no accelerate"):
         python(code, path=tmp_path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -52,7 +53,9 @@ def test_a_kernel_with_the_real_package_serves_the_alias_to_ranks_of_a_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(stand_in(tmp_path)))
-    monkeypatch.setitem(sys.modules, "accelerate", __import__("accelerate"))
+    module = __import__("accelerate")
+    del sys.modules["accelerate"]
+    monkeypatch.setitem(sys.modules, "accelerate", module)  # removed after the test
     run = notebook_launcher(_served, (), 2, config=LaunchConfig(as_accelerate=True, use_port=0))
     assert run.plan is not None
     assert (run.plan.start_method, run.plan.reason) == ("zygote", "the kernel has imported the real accelerate")
@@ -61,3 +64,12 @@ def test_a_kernel_with_the_real_package_serves_the_alias_to_ranks_of_a_server(
         notebook_launcher(_served, (), 2, config=LaunchConfig(as_accelerate=True, start_method="fork"))
     with pytest.raises(NotebookAccelerateError, match="the real accelerate"):
         accelerate_alias.as_accelerate()
+
+
+def test_ranks_do_not_inherit_a_library_that_has_found_no_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", ModuleType("diffusers"))
+    run = notebook_launcher(_served, (), 2, config=LaunchConfig(as_accelerate=True, use_port=0))
+    assert run.plan is not None
+    assert run.plan.start_method == "zygote"
+    assert run.plan.reason == "the kernel has imported diffusers, which found no accelerate"
+    assert notebook_launcher(int, (), 2, use_port=0).plan.start_method == "fork"
