@@ -7,8 +7,6 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from notebook_accelerate.big_modeling.empty_init import init_empty_weights
-from notebook_accelerate.big_modeling.module_sizes import calculate_maximum_sizes
 from notebook_accelerate.commands.parsers import Subparsers, command_parser
 from notebook_accelerate.config.plain_values import convert_bytes
 
@@ -59,6 +57,8 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
     Training is None for integers.
     """
+    from notebook_accelerate.big_modeling.module_sizes import calculate_maximum_sizes
+
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     total, (largest, _) = calculate_maximum_sizes(model)
     rows = []
@@ -100,6 +100,8 @@ def create_empty_model(
     Raises:
         ImportError: The library is not installed.
     """
+    from notebook_accelerate.big_modeling.empty_init import init_empty_weights
+
     name = library_name or ("timm" if model_name.startswith("timm/") else "transformers")
     try:
         library: Any = importlib.import_module(name)

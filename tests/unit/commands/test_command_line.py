@@ -20,6 +20,7 @@ from notebook_accelerate.commands.launch import launch_command_parser
 from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
 from notebook_accelerate.commands.launch_settings import launch_config
 from notebook_accelerate.config import config_file
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -181,6 +182,36 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_two_machines_run_one_script(tmp_path: Path) -> None:
+    name = script(tmp_path, "import accelerate\nprint(accelerate.Accelerator().num_processes)\n")
+    options = ["--num_machines", "2", "--num_processes", "2", "--main_process_port", str(free_port())]
+    program = [sys.executable, "-m", "notebook_accelerate", "launch", "--cpu", *options, "--as_accelerate", "true"]
+    machines = [
+        subprocess.Popen(
+            [*program, "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", name],
+            cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank, machine in enumerate(machines):
+            out, _ = machine.communicate(timeout=300)
+            assert machine.returncode == 0, out
+            assert f"[rank {rank}] 2\n" in out
+    finally:
+        for machine in machines:
+            machine.kill()
+            machine.communicate()
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from notebook_accelerate.commands.accelerate_cli import parser_for; parser_for([]).format_help(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 # ---- settings
