@@ -126,10 +126,12 @@ def loader_files(loader: Any, index: int) -> list[StateFile]:
         loader: The prepared loader.
         index: Its position among the prepared loaders.
     """
-    files = [StateFile(numbered(constants.SAMPLER_NAME, index, ".bin"), sampler_state(loader))]
+    state = sampler_state(loader)
+    files = [StateFile(numbered(constants.SAMPLER_NAME, index, ".bin"), state)]
     if getattr(loader, "use_stateful_dataloader", False):
-        name = numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
-        files.append(StateFile(name, loader.state_dict()))
+        position = loader.state_dict()
+        state["position"] = position.own
+        files.append(StateFile(numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin"), dict(position)))
     return files
 
 

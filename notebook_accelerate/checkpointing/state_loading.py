@@ -22,6 +22,7 @@ from notebook_accelerate.checkpointing.tensor_files import read
 from notebook_accelerate.checkpointing.tied_tensors import add_tied_names
 from notebook_accelerate.collectives.collective_watchdog import wait_for_all_ranks
 from notebook_accelerate.config import constants
+from notebook_accelerate.data_loader.stateful_loaders import LoaderState
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.state.world import world_from_environ
@@ -241,24 +242,25 @@ def _load_loaders(accelerator: PreparedObjects, folder: Path, names: Sequence[st
     loaders: Sequence[Any] = accelerator._dataloaders
     for index, loader in enumerate(loaders):
         sampler = numbered(constants.SAMPLER_NAME, index, ".bin")
-        if sampler in names:
-            _load_sampler(loader, folder / sampler, options)
+        own = _load_sampler(loader, folder / sampler, options) if sampler in names else {}
         position = numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
         if position in names and getattr(loader, "use_stateful_dataloader", False):
-            loader.load_state_dict(read(folder / position, **options))
+            loader.load_state_dict(LoaderState(read(folder / position, **options), own))
 
 
-def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> None:
+def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Restore a loader's epoch and sampler; return what a stateful loader saved in addition to torchdata's state."""
     try:
         state = read(path, **options)
     except CheckpointError:
         state = None  # Accelerate pickles the sampler object itself, which weights_only loading refuses
     if isinstance(state, dict) and "iteration" in state:
         state_files.restore_sampler(loader, state)
-    else:
-        warn_once(
-            f"{path} contains a pickled sampler and was left out: the order of samples starts from the first epoch's."
-        )
+        return dict(state.get("position", {}))
+    warn_once(
+        f"{path} contains a pickled sampler and was left out: the order of samples starts from the first epoch's."
+    )
+    return {}
 
 
 def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,9 @@ def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, spl
     if dp_size == 1:
         return {"dataset": dataloader.dataset, **_batching(dataloader, None)}
     size, drop_last = dataloader.batch_size, dataloader.drop_last
+    if (shards := _own_shards(dataloader.dataset, dp_size, dp_rank)) is not None:
+        part = size // dp_size if size is not None and split_batches else size
+        return {"dataset": shards, "batch_size": part, **({} if size is None else {"drop_last": drop_last})}
     # Without a batch size the dataset yields complete batches, which the ranks get in turn.
     shard = IterableDatasetShard(
         dataloader.dataset,  # type: ignore[arg-type]
@@ -158,6 +162,14 @@ def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, spl
         return {"dataset": shard, "batch_size": None}
     part = size // dp_size if split_batches else size
     return {"dataset": shard, "batch_size": part, "drop_last": drop_last}
+
+
+def _own_shards(dataset: Any, dp_size: int, dp_rank: int) -> Any:
+    """Return a rank's shards of a datasets.IterableDataset that has at least one for each rank; None for others."""
+    datasets: Any = sys.modules.get("datasets")  # a dataset of this package has imported it
+    if datasets is None or not isinstance(dataset, datasets.IterableDataset) or dataset.n_shards < dp_size:
+        return None
+    return dataset.shard(num_shards=dp_size, index=dp_rank)
 
 
 def _indexed_share(
@@ -199,7 +211,7 @@ def _shuffled(
             generator=sampler.generator,
             data_seed=data_seed,
         )
-    elif synchronized and getattr(sampler, "generator", NOTHING) is None:
+    elif synchronized and not seedable and getattr(sampler, "generator", NOTHING) is None:
         # Without its own generator a sampler draws from torch's, whose state differs between ranks.
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator()
@@ -235,7 +247,11 @@ def _generator_of(dataloader: DataLoader[Any]) -> torch.Generator | None:
         generator = getattr(dataloader.dataset, "generator", None)
     else:
         sampler = get_sampler(dataloader)
-        generator = None if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", None)
+        generator = NOTHING if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", NOTHING)
+        if (
+            generator is None
+        ):  # transformers' group_by_length: seedable sampling was asked for, and it draws from torch's
+            return torch.default_generator
     return generator if isinstance(generator, torch.Generator) else None
 
 

@@ -15,6 +15,7 @@ from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_
 from notebook_accelerate.data_loader.stream_skipping import iterate_from
 
 _OWN = "_notebook_accelerate"
+"""Key of the additional state in pickles, and in checkpoints of earlier versions."""
 
 
 @functools.cache
@@ -110,27 +111,27 @@ class _Stateful(PreparedDataLoader):
         """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader after the yielded batches, and the epoch. On a rank that does
-            not read the dataset, only the epoch.
+            The state of torchdata's StatefulDataLoader after the yielded batches, as a `LoaderState`. On a rank that
+            does not read the dataset, it is empty.
         """
-        own = {_OWN: {"iteration": self.iteration, "workers_seeded": self.workers_seeded, **self._extra_state()}}
+        own = {"iteration": self.iteration, "workers_seeded": self.workers_seeded, **self._extra_state()}
         if not self._reads_dataset:
-            return own
-        if self._state_before is not None:
-            return {**self._state_before, **own}
-        state = self._torchdata_state()
-        if self._read_ahead is not None:
+            return LoaderState({}, own)
+        state = self._torchdata_state() if self._state_before is None else self._state_before
+        if self._state_before is None and self._read_ahead is not None:
             state = _rewound(state, self._read_ahead)
-        return {**state, **own}
+        if isinstance(self._index_sampler, ResumableSampler):
+            state, own["position"] = _without_position(state)
+        return LoaderState(state, own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue, in the next pass, from a saved state.
 
         Args:
-            state_dict: What `state_dict` returned; states written by Accelerate are accepted, too.
+            state_dict: What `state_dict` returned; states of torchdata and Accelerate are accepted, too.
         """
         state = dict(state_dict)
-        own = state.pop(_OWN, {})
+        own = {**state.pop(_OWN, {}), **getattr(state_dict, "own", {})}
         self.iteration = own.get("iteration", self.iteration)
         self.workers_seeded = own.get("workers_seeded", False)
         self._load_extra_state(own)
@@ -138,7 +139,7 @@ class _Stateful(PreparedDataLoader):
         if state.get(_FINISHED) and self.num_workers:
             return  # no worker is left to resume: the next pass is a new one
         if self._reads_dataset:
-            super(DataLoaderAdapter, self).load_state_dict(_with_position(state))  # type: ignore[misc]
+            super(DataLoaderAdapter, self).load_state_dict(_with_position(state, own.get("position")))  # type: ignore[misc]
 
 
 _FINISHED = "_iterator_finished"
@@ -159,14 +160,41 @@ def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
     }
 
 
-def _with_position(state: dict[str, Any]) -> dict[str, Any]:
-    """Add the position in the sampler to a state that was saved without one, in one process or by workers."""
+def _with_position(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, Any]:
+    """Add the position in the sampler to a state that has none; by default, that of the same order."""
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
-        return {**state, "_snapshot": {**snapshot, "_main_snapshot": _with_position(snapshot["_main_snapshot"])}}
+        main = _with_position(snapshot["_main_snapshot"], position)
+        return {**state, "_snapshot": {**snapshot, "_main_snapshot": main}}
     if state.get(_SAMPLER) is None and _SAMPLER_COUNT in state:
-        return {**state, _SAMPLER: {"yielded": state[_SAMPLER_COUNT]}}
+        return {**state, _SAMPLER: position or {"yielded": state[_SAMPLER_COUNT]}}
     return state
+
+
+def _without_position(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Split a state into what torchdata records and the position in the sampler."""
+    if "_snapshot" in state:
+        snapshot = state["_snapshot"]
+        main, position = _without_position(snapshot["_main_snapshot"])
+        return {**state, "_snapshot": {**snapshot, "_main_snapshot": main}}, position
+    return ({**state, _SAMPLER: None}, state[_SAMPLER]) if _SAMPLER in state else (state, None)
+
+
+class LoaderState(dict[str, Any]):
+    """The state of torchdata's StatefulDataLoader, and what resuming needs in addition here.
+
+    Args:
+        state: torchdata's state.
+        own: The epoch, and the random numbers that the order was drawn from. A pickle has them under one more key,
+            which torchdata and Accelerate ignore; `save_state` writes them to another file.
+    """
+
+    def __init__(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        super().__init__(state)
+        self.own = own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({**self, _OWN: self.own},)
 
 
 class ResumableSampler:

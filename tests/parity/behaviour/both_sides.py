@@ -58,6 +58,10 @@ def compare(program: Program, theirs: dict[str, Any], ours: dict[str, Any]) -> l
     lines = []
     for rank, (there, here) in enumerate(zip(theirs["ranks"], ours["ranks"], strict=True)):
         at = f"rank {rank}" if len(theirs["ranks"]) > 1 else ""
+        if "died" in there["result"] or "died" in here["result"]:
+            lines.append(f"{at}: the process of the program died")
+        if "NameError" in str(there["result"].get("raised")):
+            lines.append(f"{at}: the program uses a name that it does not define")
         lines += differences(there["result"], here["result"], program.tolerance, at)
     return lines
 

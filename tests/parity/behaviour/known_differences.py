@@ -85,5 +85,32 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate's strict=True fails with AttributeError where it should list the unexpected keys": [
         "bigmodels.unexpected_keys_of_a_dispatched_model",
     ],
+    "Accelerate fails on a defaultdict": [
+        "utilities: utils.recursively_apply(lambda t: t + 1, collections.defaultdict(list, a=ones(1)))",
+    ],
+    "Accelerate fails where Transformer Engine is not installed": [
+        "utilities: utils.has_transformer_engine_layers(model())",
+    ],
+    "Accelerate writes JSON whatever the suffix is": [
+        "utilities: utils.write_basic_config(save_location='config.yml'), Path('config.yml').read_text()",
+    ],
+    "the pass after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)": [
+        "loaders.skipping_a_shuffled_loader",
+    ],
+    "Accelerate does not notice that a pass was left early": [
+        "loaders.leaving_a_pass_early",
+    ],
+    "Accelerate does not count the samples of divided streams, and gathers padding as results": [
+        "loaders.remainders_of_streams",
+    ],
+    "Accelerate reports a negative length beyond the end": [
+        "loaders: list(SkipBatchSampler(_batches(3), 20))",
+        "loaders: list(skip_first_batches(DataLoader(torch.arange(7), batch_size=2), 20))",
+    ],
+    "Accelerate does not support loaders without batches": [
+        "loaders: list(skip_first_batches(DataLoader(torch.arange(7), batch_size=None), 2))",
+        "loaders: type(get_sampler(DataLoader(torch.arange(3), batch_size=None)))",
+        "loaders, 2 ranks: _read(batch_size=None)",
+    ],
 }
 KNOWN_DIFFERENCES = {name: reason for reason, names in _BY_REASON.items() for name in names}

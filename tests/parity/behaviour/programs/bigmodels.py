@@ -13,6 +13,7 @@ from accelerate import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    infer_auto_device_map,
     init_empty_weights,
     init_on_device,
     load_checkpoint_and_dispatch,

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState, utils
-from accelerate.state import GradientState
+from accelerate.state import AcceleratorState, GradientState
 
 from tests.parity.behaviour.program_table import program
-from tests.parity.behaviour.programs._parts import raised
+from tests.parity.behaviour.programs._parts import logged, raised, warned
 
 CALLS = [
     "Accelerator().reduce(torch.ones(2), reduction='max')",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.parity.behaviour.program_table import program
-from tests.parity.behaviour.programs._parts import loader, logged, model, optimizer, parts, warned
+from tests.parity.behaviour.programs._parts import data, loader, logged, model, optimizer, parts, warned
 
 CALLS = [
     "Accelerator().prepare()",

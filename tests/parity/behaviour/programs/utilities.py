@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import inspect
 import os
-from collections import namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -11,10 +15,10 @@ import numpy as np
 import torch
 from accelerate import utils
 from accelerate.utils import dataclasses as accelerate_dataclasses
-from accelerate.utils import imports
+from accelerate.utils import environment, imports, modeling, operations, other, versions
 from torch import nn
 
-from tests.parity.behaviour.programs._parts import files, raised
+from tests.parity.behaviour.programs._parts import files, logged, model, raised, warned
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - the kind that users have
 ones = torch.ones
