@@ -12,7 +12,6 @@ from notebook_accelerate import telemetry
 from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.feature_checks import is_tqdm_available
 from notebook_accelerate.state import PartialState
-from notebook_accelerate.telemetry.events import ProgressEvent
 
 # Frames between the caller and the logger: Python 3.11 and later do not count those of the logging module.
 _STACKLEVEL = 2 if sys.version_info >= (3, 11) else 3
@@ -138,25 +137,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         raise ValueError(f"tqdm({args[0]}, ...) is not allowed; pass main_process_only={args[0]} as a keyword")
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = not PartialState().is_local_main_process
-    if telemetry.current_sink() is not None:
-        return _reporting_bar()(*args, **kwargs)
-    return import_module("tqdm.auto").tqdm(*args, **kwargs)
-
-
-def _reporting_bar() -> Any:
-    """Return a text bar class that reports its progress to the run whenever it is drawn."""
-    bar: Any = import_module("tqdm.std").tqdm
-
-    class ReportingBar(bar):  # type: ignore[misc]
-        def display(self, *args: Any, **kwargs: Any) -> Any:
-            telemetry.emit(ProgressEvent(step=int(self.n), total=_whole(self.total), label=str(self.desc or "")))
-            return super().display(*args, **kwargs)
-
-    return ReportingBar
-
-
-def _whole(total: float | None) -> int | None:
-    return None if total is None else int(total)
+    # Text in a rank, where no front end is: each bar that is drawn there is reported.
+    module = "tqdm.auto" if telemetry.current_sink() is None else "tqdm.std"
+    return import_module(module).tqdm(*args, **kwargs)
 
 
 __all__ = ["MultiProcessAdapter", "get_logger", "tqdm"]

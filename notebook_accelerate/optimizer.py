@@ -9,7 +9,7 @@ import torch
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.state import AcceleratorState, GradientState
-from notebook_accelerate.telemetry import step_time
+from notebook_accelerate.telemetry import step_sources, step_time
 from notebook_accelerate.telemetry.events import ProgressEvent
 
 
@@ -78,6 +78,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
         if scaler is not None:
             optimizer.register_step_post_hook(self._note_step)
+        if telemetry.current_sink() is not None:
+            step_sources.claim(step_sources.ACCELERATOR)
 
     def _note_step(self, *_: Any) -> None:
         self._accelerate_step_called = True

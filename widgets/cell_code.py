@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 88
 # Fields of LaunchConfig that are not parameters of notebook_launcher.
-ONLY_IN_CONFIG = ("cpu", "accelerator", "as_accelerate")
+ONLY_IN_CONFIG = ("cpu", "accelerator", "as_accelerate", "report_from")
 
 
 def launch_cell(function: str, arguments: str, config: LaunchConfig) -> str:

@@ -14,7 +14,7 @@ LAUNCH_CHOICES = {
 LAUNCH_GROUPS = (
     ("", ("num_processes", "mixed_precision", "start_method", "on", "cpu", "block")),
     ("Limits and restarts", ("timeout", "hang_timeout", "max_restarts", "monitor_interval")),
-    ("Environment and output", ("env", "log_line_prefix_template", "panel", "debug", "as_accelerate")),
+    ("Environment and output", ("env", "log_line_prefix_template", "panel", "debug", "as_accelerate", "report_from")),
     (
         "Several machines, ports",
         (

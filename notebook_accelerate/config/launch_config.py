@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 START_METHODS = ("auto", "inline", "fork", "zygote", "spawn")
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 RDZV_BACKENDS = ("static", "c10d")
+REPORT_SOURCES = (
+    "accelerate", "lightning", "mlflow", "rich", "tensorboard", "torch", "tqdm", "transformers", "wandb",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -77,6 +80,8 @@ class LaunchConfig:
     """Arguments for every ``Accelerator()`` in the ranks, where the function passes none: plugins, handlers, ..."""
     as_accelerate: bool = False
     """Whether the ranks serve this package to other libraries as ``accelerate``; see ``as_accelerate``."""
+    report_from: Sequence[str] = REPORT_SOURCES
+    """Libraries whose losses, steps, progress and scalars the ranks report to the run, beside the Accelerator's own."""
 
     def __post_init__(self) -> None:
         check_one_of("start_method", self.start_method, START_METHODS)
@@ -99,6 +104,7 @@ class LaunchConfig:
         if self.panel not in (True, False, "auto"):
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
         _check_environment(self.env)
+        _check_sources(self.report_from)
         check_accelerator_arguments(self.accelerator)
         if self.accelerator is not None and not self.accelerator:
             object.__setattr__(self, "accelerator", None)
@@ -223,6 +229,14 @@ def _check_above_zero(name: str, value: Any) -> None:
         fits = False
     if not fits:
         raise ValueError(f"rdzv_conf={{{name!r}: {value!r}}} is not allowed; pass a number above 0")
+
+
+def _check_sources(sources: object) -> None:
+    if isinstance(sources, str) or not isinstance(sources, Sequence) or not set(sources) <= set(REPORT_SOURCES):
+        raise ValueError(
+            f"report_from={sources!r} is not allowed; pass some of {', '.join(REPORT_SOURCES)}, as "
+            "report_from=('transformers', 'tqdm'), or () for none"
+        )
 
 
 def _check_environment(env: object) -> None:

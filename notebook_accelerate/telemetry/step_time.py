@@ -42,7 +42,7 @@ class StepTimeEvent(Event):
     own: float = 0.0
 
 
-_BACKWARD = len(PARTS)  # reported in "forward and backward", but a rank may wait for others in it
+BACKWARD = len(PARTS)  # reported in "forward and backward", but a rank may wait for others in it
 _seconds = [0.0] * (len(PARTS) + 1)
 _part = OTHER
 _since = 0.0
@@ -73,8 +73,8 @@ def switch(part: int) -> int:
 
 def _event() -> StepTimeEvent:
     parts = dict(zip(PARTS, _seconds, strict=False))
-    parts[PARTS[COMPUTE]] += _seconds[_BACKWARD]
-    own = sum(_seconds) - _seconds[_BACKWARD] - _seconds[COLLECTIVES]
+    parts[PARTS[COMPUTE]] += _seconds[BACKWARD]
+    own = sum(_seconds) - _seconds[BACKWARD] - _seconds[COLLECTIVES]
     return StepTimeEvent(parts, _total_steps, _steps, own)
 
 
@@ -101,7 +101,7 @@ def backward(function: Function) -> Function:
 
     @wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
-        switch(_BACKWARD)
+        switch(BACKWARD)
         try:
             return function(*args, **kwargs)
         finally:

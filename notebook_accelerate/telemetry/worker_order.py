@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ class WorkerOrder:
         hold: Whether the rank keeps the frames of a failure for inspection until the kernel releases it.
         accelerator: Arguments of every `Accelerator()` that passes none; pickled where the process inherits nothing.
         as_accelerate: Whether the rank serves this package under the name ``accelerate``.
+        report_from: Libraries whose numbers, steps and progress the rank reports.
     """
 
     rank: int
@@ -38,3 +39,4 @@ class WorkerOrder:
     hold: bool = False
     accelerator: Mapping[str, Any] | bytes | None = None
     as_accelerate: bool = False
+    report_from: Sequence[str] = ()

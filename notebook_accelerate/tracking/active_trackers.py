@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.telemetry import step_sources
 from notebook_accelerate.telemetry.events import MetricEvent
 from notebook_accelerate.tracking.live_tracker import LiveTracker
 from notebook_accelerate.tracking.loggable_values import LogValueError, classify
@@ -105,9 +106,10 @@ def log(
             if value is None or hasattr(value, "shape"):  # other objects may be a vendor's images and tables
                 classify(name, value)
     _live.log(plain, step=step)
-    for tracker in accelerator.trackers:
-        extra = (log_kwargs or {}).get(tracker.name, {})
-        _call_tracker(tracker.name, "log", tracker.log, plain, step=step, **extra)
+    with step_sources.reported():
+        for tracker in accelerator.trackers:
+            extra = (log_kwargs or {}).get(tracker.name, {})
+            _call_tracker(tracker.name, "log", tracker.log, plain, step=step, **extra)
 
 
 def finish(accelerator: HasTrackers) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from notebook_accelerate.config.environ import KERNEL_ONLY
 from notebook_accelerate.config.launch_arguments import set_launch_arguments
-from notebook_accelerate.integrations import accelerate_alias
+from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.telemetry import (
     Channel,
     Event,
@@ -219,6 +219,7 @@ def apply_order(order: WorkerOrder) -> None:
     given = order.accelerator
     set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)
     inherited_state.apply(order.state)
+    reporting.install(order.report_from)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):
         # OMP_NUM_THREADS has no effect once torch is imported.

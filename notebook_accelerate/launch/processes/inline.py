@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.config.launch_arguments import launch_arguments_set
-from notebook_accelerate.integrations import accelerate_alias
+from notebook_accelerate.integrations import accelerate_alias, reporting
 from notebook_accelerate.launch.plan.planner import rank_environment
 from notebook_accelerate.launch.processes.interrupts import deferred_interrupts
 from notebook_accelerate.launch.state import error_messages
@@ -101,12 +101,15 @@ def _guest(run: InlineContext) -> Iterator[None]:
     """Lend the kernel a rank's environment, sink and streams, and take all of it back."""
     before = dict(os.environ)
     sink, streams = current_sink(), (sys.stdout, sys.stderr)
-    variables = worker_variables(mixed_precision=run.config.mixed_precision, cpu=run.config.cpu)
+    variables = worker_variables(
+        mixed_precision=run.config.mixed_precision, cpu=run.config.cpu or run.plan.accelerator == "cpu"
+    )
     tees = _Tee(sys.stdout, "stdout", run.journal), _Tee(sys.stderr, "stderr", run.journal)
     try:  # from here on, for an interrupt may come between any two lines
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
+        reporting.install(run.config.report_from)
         with (
             state_resets.isolated(),
             launch_arguments_set(run.config.accelerator),

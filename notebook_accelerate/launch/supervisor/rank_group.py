@@ -84,7 +84,10 @@ class RankGroup:
 
     def _order(self, local_rank: int, attempt: int, inherited: InheritedState) -> WorkerOrder:
         config = self._context.config
-        environment = {**_launch_environment(self._context, attempt), **rank_environment(self._plan, local_rank)}
+        environment = {
+            **_launch_environment(self._context, self._plan, attempt),
+            **rank_environment(self._plan, local_rank),
+        }
         environment.update(config.env or {})
         rank = self._plan.first_rank + local_rank
         return WorkerOrder(
@@ -95,6 +98,7 @@ class RankGroup:
             hold=config.debug,
             accelerator=config.accelerator,
             as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
+            report_from=config.report_from,
         )
 
     # ---- commands
@@ -231,10 +235,10 @@ class RankGroup:
             self._context.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
 
 
-def _launch_environment(context: RunContext, attempt: int) -> dict[str, str]:
+def _launch_environment(context: RunContext, plan: LaunchPlan, attempt: int) -> dict[str, str]:
     config = context.config
     return {
-        **worker_variables(mixed_precision=config.mixed_precision, cpu=config.cpu),
+        **worker_variables(mixed_precision=config.mixed_precision, cpu=config.cpu or plan.accelerator == "cpu"),
         "TORCHELASTIC_RUN_ID": f"notebook-{os.getpid()}-{context.id}",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accelerate import telemetry
+from notebook_accelerate.integrations import reporting
 from notebook_accelerate.logging import MultiProcessAdapter, get_logger
 from notebook_accelerate.state import PartialState, reset_shared_state
 from notebook_accelerate.telemetry.events import Event, ProgressEvent
@@ -84,6 +85,7 @@ def test_the_main_process_shows_a_bar() -> None:
 @pytest.mark.usefixtures("state")
 def test_a_bar_in_a_launched_run_emits_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
+    reporting.install(["tqdm"])  # as every rank does
     events: list[Event] = []
     monkeypatch.setattr(telemetry, "current_sink", object)
     monkeypatch.setattr(telemetry, "emit", events.append)

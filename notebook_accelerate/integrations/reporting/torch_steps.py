@@ -1,0 +1,117 @@
+"""Training loops of plain torch: the steps of the first optimizer, and how a step's time divides.
+
+What this package's own Accelerator times and counts itself is left to it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from functools import wraps
+from typing import Any
+
+import torch
+
+from notebook_accelerate import telemetry
+from notebook_accelerate.integrations.import_hooks import when_imported
+from notebook_accelerate.telemetry import ProgressEvent, current_sink, step_time
+from notebook_accelerate.telemetry.step_sources import ACCELERATOR, OPTIMIZER, claim, counts
+
+LONE_STEPS = 3
+"""Steps without a process group after which several ranks count as training apart."""
+
+
+class _Steps:
+    """Counts the steps of the first optimizer that takes one."""
+
+    def __init__(self) -> None:
+        self._counted: weakref.ref[Any] | None = None
+        self._steps = 0
+
+    def begin(self, *_: Any) -> None:
+        """Before a step of any optimizer."""
+        if _times():
+            step_time.switch(step_time.OPTIMIZER)
+
+    def end(self, optimizer: Any, *_: Any) -> None:
+        """After a step of any optimizer."""
+        if not _times():
+            return
+        step_time.switch(step_time.OTHER)
+        if self._counted is None or self._counted() is None:
+            self._counted = weakref.ref(optimizer)
+        if self._counted() is optimizer:
+            self._steps += 1
+            if claim(OPTIMIZER):
+                telemetry.emit(ProgressEvent(step=self._steps))
+            step_time.end_step()
+            if self._steps == LONE_STEPS:
+                _warn_of_lone_ranks()
+
+
+def _warn_of_lone_ranks() -> None:
+    """Warn where several ranks train without a process group: each trains a copy of its own."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        from notebook_accelerate.telemetry.debug_protocol import CheckEvent
+
+        text = (
+            f"{world} ranks train and none of them has joined a process group: each trains a copy of its own on "
+            "its batches; call torch.distributed.init_process_group() first, or train with an Accelerator"
+        )
+        telemetry.emit(CheckEvent("mistake", LONE_STEPS, [], text))
+
+
+def connect(module: Any) -> None:
+    """Count and time the steps of all optimizers of this process."""
+    steps = _Steps()
+    module.register_optimizer_step_pre_hook(steps.begin)
+    module.register_optimizer_step_post_hook(steps.end)
+    _time_backward()
+    when_imported("torch.utils.data.dataloader", _time_loaders)
+
+
+def _times() -> bool:
+    """Return whether the calling thread trains in a launched rank, without an Accelerator that times its steps."""
+    return (
+        not torch.compiler.is_compiling()
+        and counts() < ACCELERATOR
+        and current_sink() is not None
+        and threading.current_thread() is threading.main_thread()
+    )
+
+
+def _time_backward() -> None:
+    """Count the time of backward passes, in which a rank may wait for others."""
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if not _times():
+            return original(*args, **kwargs)
+        step_time.switch(step_time.BACKWARD)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            step_time.switch(step_time.OTHER)
+
+    torch.autograd.backward = backward
+
+
+def _time_loaders(module: Any) -> None:
+    """Count the time in which the loop waits for a batch."""
+    kind = module._BaseDataLoaderIter
+    original = kind.__next__
+
+    @wraps(original)
+    def following(self: Any) -> Any:
+        if not _times():
+            return original(self)
+        step_time.switch(step_time.DATA)
+        try:
+            return original(self)
+        finally:
+            step_time.switch(step_time.COMPUTE)
+
+    kind.__next__ = following

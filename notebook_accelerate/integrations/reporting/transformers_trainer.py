@@ -1,0 +1,37 @@
+"""transformers' Trainer: what it logs, its steps and its progress, by a callback that it has by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from notebook_accelerate import telemetry
+from notebook_accelerate.integrations.reporting.wrapping import send_numbers
+from notebook_accelerate.telemetry import ProgressEvent
+from notebook_accelerate.telemetry.step_sources import LIBRARY, claim, reported
+
+
+def connect(module: Any) -> None:
+    """Add the callback to the default callbacks of Trainers."""
+    callbacks: Any = __import__("transformers.trainer_callback", fromlist=["TrainerCallback"])
+
+    class RunCallback(callbacks.TrainerCallback):  # type: ignore[misc]
+        """Reports a Trainer to the run of this rank."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            claim(LIBRARY)
+            epochs = f"epoch {state.epoch:.2f}" if state.epoch is not None else ""
+            telemetry.emit(ProgressEvent(step=state.global_step, total=state.max_steps or None, label=epochs))
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            numbers = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
+            send_numbers(numbers, state.global_step)
+
+    module.DEFAULT_CALLBACKS.insert(0, RunCallback)
+    handler = callbacks.CallbackHandler
+    original = handler.on_log
+
+    def on_log(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with reported():  # the callbacks of tensorboard, wandb, mlflow
+            return original(self, *args, **kwargs)
+
+    handler.on_log = on_log
