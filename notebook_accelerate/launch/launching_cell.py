@@ -10,6 +10,7 @@ from notebook_accelerate.launch.processes.interrupts import handle_interrupts
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.waits import wait_for
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
@@ -42,15 +43,15 @@ class LaunchingCell:
         """
         with handle_interrupts(self._on_signal):
             self._supervisor.thread.start()
-            self._supervisor.started.wait()
+            wait_for(self._supervisor.started)
             if self._supervisor.problem is not None or self._interrupted:
-                self._supervisor.over.wait()
+                wait_for(self._supervisor.over)
             elif not self._run.config.block:
                 self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
             else:
                 self._wait()
             if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
-                self._supervisor.over.wait()
+                wait_for(self._supervisor.over)
         if self._interrupted:
             raise RunInterrupted(self._run)
         if (problem := self._supervisor.problem) is not None:
@@ -72,7 +73,7 @@ class LaunchingCell:
         if show_at is not None:
             self._run.show_live()
         if not self._run.held:
-            self._supervisor.over.wait()
+            wait_for(self._supervisor.over)
 
     def _ask(self, prompt: Prompt) -> None:
         self._asking = True

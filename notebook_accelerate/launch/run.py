@@ -20,6 +20,7 @@ from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE, NoCommands, RunCommands
 from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded
 from notebook_accelerate.launch.state.run_state import Attempt, RankInfo, RunState
+from notebook_accelerate.launch.state.waits import wait_for
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store
 
 if TYPE_CHECKING:
@@ -255,8 +256,8 @@ class Run(RunDebugging, RunDisplay):
         self.request_stop(grace)
         # A subscriber may stop its run; the threads that call subscribers cannot wait for their own end.
         if threading.current_thread().name not in (f"notebook-accelerate-run-{self.id}", "notebook-accelerate-sampler"):
-            self._done.wait()
-            self._released.wait()
+            wait_for(self._done)
+            wait_for(self._released)
 
     def request_stop(self, grace: float = DEFAULT_GRACE) -> None:
         """Request the end of the run and return at once; safe from any thread. A second call kills.

@@ -19,6 +19,7 @@ from notebook_accelerate.launch.start import start
 from notebook_accelerate.launch.state import error_messages
 from notebook_accelerate.launch.state.failures import ordered
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.waits import wait_for
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
@@ -155,7 +156,7 @@ class WarmRanks:
         threading.Thread(target=send, name="notebook-accelerate-cell", daemon=True).start()
         while not over.is_set():
             try:
-                over.wait()
+                wait_for(over)
             except KeyboardInterrupt:
                 if pressed:
                     self._kill(wanted)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.launch.state.waits import slice_of
 from notebook_accelerate.telemetry import InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Sender
 
@@ -147,7 +148,7 @@ class PromptQueue:
                 left = None if deadline is None else deadline - time.monotonic()
                 if (left is not None and left <= 0) or (rank is not None and timeout is None and self._let_go(rank)):
                     return None
-                self._changed.wait(left)
+                self._changed.wait(slice_of(left))
             return None
 
     def await_prompt(self, rank: int, timeout: float) -> Prompt | None:
@@ -157,7 +158,7 @@ class PromptQueue:
             while not self._closed and not self._let_go(rank) and (left := deadline - time.monotonic()) > 0:
                 if rank in self._open:
                     return self._open[rank]
-                self._changed.wait(left)
+                self._changed.wait(slice_of(left))
             return self._open.get(rank)
 
     def await_debugger(self, rank: int, timeout: float) -> None:
@@ -165,7 +166,7 @@ class PromptQueue:
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and self._let_go(rank) and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+                self._changed.wait(slice_of(left))
 
     def claim(self, rank: int) -> Prompt | None:
         """Take the open prompt of ``rank``'s debugger without waiting."""

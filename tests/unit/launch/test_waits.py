@@ -1,0 +1,48 @@
+"""An interrupt that no system call of the main thread notices ends its waits all the same."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from notebook_accelerate.launch.processes.interrupts import handle_interrupts
+from notebook_accelerate.launch.state.prompts import PromptQueue
+from notebook_accelerate.launch.state.waits import wait_for
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextmanager
+def unnoticed_interrupt(handler: Callable[[], None]) -> Iterator[None]:
+    """Call ``handler`` for a SIGINT whose delivery interrupts another thread's system call."""
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    timer = threading.Timer(0.5, interrupt)
+    with handle_interrupts(handler):
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()
+
+
+def test_a_wait_for_an_event_ends() -> None:
+    event = threading.Event()
+    with unnoticed_interrupt(event.set):
+        assert wait_for(event)
+
+
+def test_a_wait_for_a_prompt_ends() -> None:
+    prompts, over = PromptQueue(), threading.Event()
+    with unnoticed_interrupt(over.set):
+        assert prompts.take(None, until=over.is_set) is None
+
+
+def test_a_wait_may_have_a_limit() -> None:
+    assert not wait_for(threading.Event(), 0.01)
