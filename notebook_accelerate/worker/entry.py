@@ -40,7 +40,7 @@ from notebook_accelerate.telemetry import (
 from notebook_accelerate.telemetry.cell_sources import install_sources
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
-from notebook_accelerate.worker import console, state_resets
+from notebook_accelerate.worker import console, plain_process, state_resets
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.debug_agent import DebugAgent
 
@@ -83,6 +83,12 @@ def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] |
             os.write(2, text.encode())
     finally:
         os._exit(code)
+
+
+def prepare_forks() -> None:
+    """Do in a process that forks ranks what each of them would do, and copy memory for."""
+    reporting.preload()
+    plain_process.look_for_notebook()
 
 
 # ---- 1. detach

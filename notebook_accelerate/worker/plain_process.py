@@ -66,9 +66,21 @@ def _leave_shell(shell: Any) -> None:
             kind.clear_instance()
 
 
+_of_notebook: list[str] | None = None
+"""The names of modules to hide; None: not looked for."""
+
+
+def look_for_notebook() -> None:
+    """List the modules to hide, before ranks are forked: in a rank each name that is read copies a page of memory."""
+    global _of_notebook  # noqa: PLW0603 - the modules of a process
+    _of_notebook = [name for name in list(sys.modules) if f"{name}.".startswith(_NOTEBOOK_PACKAGES)]
+
+
 def _hide_modules() -> None:
-    for name in list(sys.modules):
-        if f"{name}.".startswith(_NOTEBOOK_PACKAGES):
+    if _of_notebook is None:
+        look_for_notebook()
+    for name in _of_notebook or ():
+        if name in sys.modules:
             _hidden[name] = sys.modules.pop(name)
 
 

@@ -6,3 +6,4 @@ Each library is connected when it is imported; without a sink, outside a launche
 from __future__ import annotations
 
 from notebook_accelerate.integrations.reporting.sources import install as install
+from notebook_accelerate.integrations.reporting.sources import preload as preload

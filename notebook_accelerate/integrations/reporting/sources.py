@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
@@ -48,6 +49,14 @@ def install(sources: Iterable[str]) -> None:
             _connected.add(source)
             for module, place, function in _CONNECTIONS[source]:
                 when_imported(module, _connection(place, function))
+
+
+def preload() -> None:
+    """Import what connects the libraries that this process has imported: ranks forked from it need not."""
+    for connections in _CONNECTIONS.values():
+        for module, place, _ in connections:
+            if module in sys.modules:
+                import_module(f"{_HERE}.{place}")
 
 
 def _connection(place: str, function: str) -> Callable[[Any], None]:

@@ -51,6 +51,7 @@ class ForkBackend(ProcessBackend):
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         """See ``ProcessBackend.start_ranks``."""
+        entry.prepare_forks()
         if len(orders) >= MANY_RANKS:
             _collapse()
         spins = BriefSpins()

@@ -204,6 +204,7 @@ def preload(names: Sequence[str]) -> None:
     for name in names:
         with suppress(ImportError):  # IPython may be missing outside notebooks
             importlib.import_module(name)
+    entry.prepare_forks()
     gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
     gc.enable()
 

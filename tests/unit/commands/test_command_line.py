@@ -169,9 +169,11 @@ def test_workers_started_by_spawn_import_the_script(tmp_path: Path) -> None:
 def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
     name = script(tmp_path, "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
     program = [sys.executable, "-m", "notebook_accelerate", "launch", "--cpu", "--num_processes", "2", name]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     process = subprocess.Popen(
         program, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
     process.send_signal(signal.SIGINT)

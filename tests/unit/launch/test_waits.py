@@ -24,12 +24,14 @@ def unnoticed_interrupt(handler: Callable[[], None]) -> Iterator[None]:
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     timer = threading.Timer(0.5, interrupt)
-    with handle_interrupts(handler):
-        timer.start()
-        try:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    try:
+        with handle_interrupts(handler):
+            timer.start()
             yield
-        finally:
             timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_wait_for_an_event_ends() -> None:
