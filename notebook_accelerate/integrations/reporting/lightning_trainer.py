@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.integrations.reporting.wrapping import send_numbers
+from notebook_accelerate.integrations.reporting.wrapping import mark_reported, send_numbers
 from notebook_accelerate.telemetry import ProgressEvent
-from notebook_accelerate.telemetry.step_sources import LIBRARY, claim, reported
+from notebook_accelerate.telemetry.step_sources import LIBRARY, claim
 
 
 def connect(module: Any) -> None:
@@ -71,12 +71,4 @@ def _steps_in_all(trainer: Any) -> int | None:
 def _mark_loggers(package: str) -> None:
     """Keep what Lightning's own loggers write from being copied: the callback reports it."""
     connector: Any = import_module(f"{package}.trainer.connectors.logger_connector.logger_connector")
-    kind = connector._LoggerConnector
-    original = kind.log_metrics
-
-    @wraps(original)
-    def log_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with reported():
-            return original(self, *args, **kwargs)
-
-    kind.log_metrics = log_metrics
+    mark_reported(connector._LoggerConnector, "log_metrics")

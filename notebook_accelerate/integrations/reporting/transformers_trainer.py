@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.integrations.reporting.wrapping import send_numbers
+from notebook_accelerate.integrations.reporting.wrapping import mark_reported, send_numbers
 from notebook_accelerate.telemetry import ProgressEvent
-from notebook_accelerate.telemetry.step_sources import LIBRARY, claim, reported
+from notebook_accelerate.telemetry.step_sources import LIBRARY, claim
 
 
 def connect(module: Any) -> None:
     """Add the callback to the default callbacks of Trainers."""
-    callbacks: Any = __import__("transformers.trainer_callback", fromlist=["TrainerCallback"])
+    callbacks: Any = import_module("transformers.trainer_callback")
 
     class RunCallback(callbacks.TrainerCallback):  # type: ignore[misc]
         """Reports a Trainer to the run of this rank."""
@@ -27,11 +28,4 @@ def connect(module: Any) -> None:
             send_numbers(numbers, state.global_step)
 
     module.DEFAULT_CALLBACKS.insert(0, RunCallback)
-    handler = callbacks.CallbackHandler
-    original = handler.on_log
-
-    def on_log(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with reported():  # the callbacks of tensorboard, wandb, mlflow
-            return original(self, *args, **kwargs)
-
-    handler.on_log = on_log
+    mark_reported(callbacks.CallbackHandler, "on_log")  # the callbacks of tensorboard, wandb, mlflow

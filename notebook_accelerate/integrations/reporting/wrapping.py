@@ -9,6 +9,7 @@ from typing import Any
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.telemetry import MetricEvent
+from notebook_accelerate.telemetry.step_sources import reported
 
 _MARK = "_reports_to_a_run"
 
@@ -34,6 +35,23 @@ def after(owner: Any, name: str, report: Callable[..., None]) -> None:
 
     setattr(reporting, _MARK, True)
     setattr(owner, name, reporting)
+
+
+def mark_reported(owner: Any, name: str) -> None:
+    """Keep what ``owner.name`` writes to other trackers from being copied: its numbers are reported elsewhere.
+
+    Args:
+        owner: A class.
+        name: The method.
+    """
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with reported():
+            return original(*args, **kwargs)
+
+    setattr(owner, name, marked)
 
 
 def send_numbers(values: Mapping[Any, Any], step: Any = None) -> None:
