@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from notebook_accelerate.collectives import shape_checks
-from notebook_accelerate.collectives.communicator import TorchCommunicator
+from notebook_accelerate.collectives.communicator import Result, TorchCommunicator
 from notebook_accelerate.collectives.layouts import ALIGNMENT, MAX_LAYOUTS, Layout, layout_of, split_equally
 from notebook_accelerate.errors import DistributedOperationException
 from notebook_accelerate.state import PartialState
@@ -67,16 +69,15 @@ class BlockViews:
             return self._layout.in_order([part.views(flat) for part, flat in own])
 
     @cached_property
-    def _sources(self) -> list[tuple[list[torch.Tensor], list[tuple[int, ...]]]]:
-        """For each segment, views of the rows to copy for a gather, and the shapes of the copies."""
+    def _gather_sources(self) -> list[list[torch.Tensor]]:
+        """For each segment, views of the rows to copy for a gather."""
         found = []
         with torch.inference_mode(mode=False):
             for part, rows in zip(self._layout.segments, self.rows, strict=True):
-                joined = part.joined_shapes(len(rows))
                 if part.same_shape:  # one copy of all
-                    found.append(([rows.view(len(rows), len(joined), part.sizes[0]).transpose(0, 1)], joined))
+                    found.append([rows.view(len(rows), len(part.shapes), part.sizes[0]).transpose(0, 1)])
                 else:
-                    found.append((list(rows.split_with_sizes(part.sizes, dim=1)), joined))
+                    found.append(list(rows.split_with_sizes(part.sizes, dim=1)))
         return found
 
     def write(self, leaves: list[torch.Tensor]) -> None:
@@ -91,16 +92,27 @@ class BlockViews:
             elif leaves:
                 torch._foreach_copy_(self.leaves, leaves)
 
-    def joined(self) -> list[torch.Tensor]:
-        """Return new tensors that join those of the ranks along the first dimension."""
-        results = []
-        for part, (sources, shapes) in zip(self._layout.segments, self._sources, strict=True):
-            copies = [source.clone(memory_format=torch.contiguous_format) for source in sources]
+    def allocate_joined(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return new memory for `join`, and the results of the gather that lie in it."""
+        targets, results = [], []
+        for part, sources, rows in zip(self._layout.segments, self._gather_sources, self.rows, strict=True):
+            memory = [torch.empty(source.shape, dtype=part.dtype, device="cpu") for source in sources]
+            shapes = part.joined_shapes(len(rows))
             if part.same_shape:
-                results.append(split_equally(copies[0], len(shapes), shapes[0]))
+                results.append(split_equally(memory[0], len(shapes), shapes[0]))
             else:
-                results.append([copy.view(shape) for copy, shape in zip(copies, shapes, strict=True)])
-        return self._layout.in_order(results)
+                results.append([flat.view(shape) for flat, shape in zip(memory, shapes, strict=True)])
+            targets += memory
+        return targets, self._layout.in_order(results)
+
+    def join(self, targets: list[torch.Tensor]) -> None:
+        """Join the tensors of the ranks along the first dimension.
+
+        Args:
+            targets: The memory from `allocate_joined`.
+        """
+        if targets:
+            torch._foreach_copy_(targets, list(chain.from_iterable(self._gather_sources)))
 
 
 class CollectiveCall:
@@ -144,44 +156,64 @@ class BlockExchange:
         self._recent_sizes: deque[int] = deque([1], maxlen=_HISTORY)
         self._resize(_MIN_BLOCK)
 
-    def gather(self, call: CollectiveCall) -> BlockViews | None:
+    def gather(self, call: CollectiveCall, prepare: Callable[[BlockViews], Result]) -> tuple[BlockViews, Result] | None:
         """Exchange blocks between all ranks; every rank must call this.
 
         Args:
             call: This rank's arguments.
+            prepare: Called with the views while the data is in transit, if the data fits.
 
         Returns:
-            Views of all ranks' tensors; None if the data did not fit.
+            Views of all ranks' tensors, and the result of `prepare`; None if the data did not fit.
 
         Raises:
             DistributedOperationException: Ranks passed different tensors, or called different operations.
         """
         views, length = self._write(call), self._length
-        self._communicator.all_gather_into(self.group, self._all_rows, self._block)
+        prepared = self._communicator.all_gather_into(
+            self.group, self._all_rows, self._block, lambda: None if views is None else (views, prepare(views))
+        )
         headers = {_HEADER.unpack_from(self._rows_bytes, rank * length) for rank in self._ranks}
         if len(headers) > 1:
             self._adapt_size(max(size for _, size, _ in headers))
             shape_checks.check(call.operation, call.data, PartialState(), call.free_dim)
             raise DistributedOperationException(f"ranks passed different tensors to {call.operation!r}")
         self._adapt_size(call.layout.bytes)
-        return views
+        return prepared
 
-    def broadcast(self, call: CollectiveCall, source: int, mine: bool) -> BlockViews | None:
-        """Send one rank's block to all; every rank must call this.
+    def send(self, call: CollectiveCall, source: int, prepare: Callable[[], Result]) -> tuple[bool, Result]:
+        """Send this rank's block to all; the other ranks must call `receive`.
 
         Args:
             call: This rank's arguments.
-            source: The rank to send.
-            mine: Whether this rank is the source.
+            source: This rank.
+            prepare: Called while the data is in transit.
 
         Returns:
-            Views of the source's tensors; None if the data did not fit.
+            Whether the data fitted, and the result of `prepare`.
+        """
+        views = self._write(call)
+        prepared = self._communicator.broadcast_in(self.group, self._block, source, prepare)
+        self._adapt_size(call.layout.bytes)
+        return views is not None, prepared
+
+    def receive(
+        self, source: int, prepare: Callable[[], tuple[CollectiveCall, Result]]
+    ) -> tuple[BlockViews | None, tuple[CollectiveCall, Result]]:
+        """Receive the block of the rank that calls `send`; all other ranks must call this.
+
+        Args:
+            source: The rank that sends.
+            prepare: Called while the data is in transit; returns this rank's arguments and anything else.
+
+        Returns:
+            Views of the source's tensors, None if the data did not fit; and the results of `prepare`.
 
         Raises:
             DistributedOperationException: This rank and the source passed different tensors.
         """
-        views = self._write(call) if mine else self._views_for(call.layout)
-        self._communicator.broadcast_in(self.group, self._block, source)
+        call, prepared = self._communicator.broadcast_in(self.group, self._block, source, prepare)
+        views = self._views_for(call.layout)
         header = _HEADER.unpack_from(self._block_bytes)
         self._adapt_size(header[1])
         if header != call.header:
@@ -191,7 +223,7 @@ class BlockExchange:
                 "other tensors. Every rank must pass the same structure, shapes and dtypes "
                 "(ACCELERATE_DEBUG_MODE=1 shows those of all ranks)"
             )
-        return views
+        return views, (call, prepared)
 
     def _write(self, call: CollectiveCall) -> BlockViews | None:
         _HEADER.pack_into(self._block_bytes, 0, *call.header)
@@ -220,6 +252,8 @@ class BlockExchange:
         """
         needed = _DATA_OFFSET + size
         self._recent_sizes.append(needed if needed <= self._max_block else 1)
+        if self._length < 2 * needed and needed <= self._length:  # the largest of the recent sizes is in this range too
+            return
         length = max(_MIN_BLOCK, 1 << (max(self._recent_sizes) - 1).bit_length())
         if length != self._length:
             self._resize(length)
@@ -237,7 +271,7 @@ class BlockExchange:
 _exchange: BlockExchange | None = None
 
 
-def _exchange_for(state: PartialState) -> BlockExchange | None:
+def exchange_for(state: PartialState) -> BlockExchange | None:
     """Return the block exchange of this process's world; None unless ranks are connected by gloo on the CPU.
 
     Args:
@@ -252,24 +286,15 @@ def _exchange_for(state: PartialState) -> BlockExchange | None:
     return _exchange
 
 
-def gather_blocks(state: PartialState, call: CollectiveCall) -> BlockViews | None:
+def gather_blocks(
+    state: PartialState, call: CollectiveCall, prepare: Callable[[BlockViews], Result]
+) -> tuple[BlockViews, Result] | None:
     """Exchange blocks between all ranks; every rank must call this. See `BlockExchange.gather`.
 
     Args:
         state: The world.
         call: This rank's arguments.
+        prepare: Called with the views while the data is in transit.
     """
-    exchange = _exchange_for(state)
-    return exchange.gather(call) if exchange is not None else None
-
-
-def broadcast_blocks(state: PartialState, call: CollectiveCall, source: int) -> BlockViews | None:
-    """Send one rank's block to all; every rank must call this. See `BlockExchange.broadcast`.
-
-    Args:
-        state: The world.
-        call: This rank's arguments.
-        source: The rank to send.
-    """
-    exchange = _exchange_for(state)
-    return exchange.broadcast(call, source, state.process_index == source) if exchange is not None else None
+    exchange = exchange_for(state)
+    return exchange.gather(call, prepare) if exchange is not None else None

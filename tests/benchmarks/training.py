@@ -225,7 +225,7 @@ def collectives() -> Iterator[Figure]:
             [value / base for value in here],
             [value / base for value in peer],
             unit="×",
-            limit=1.5,
+            limit=1.2,
             note=f"the fused collective took {base * 1e6:.0f} µs",
         )
 
