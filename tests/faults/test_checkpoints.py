@@ -79,10 +79,37 @@ while True:
         sys.exit(code)
 """
 
+# Forks a process that saves until it is killed, for each line of its input: what they import is imported once.
+_SAVE_UNTIL_KILLED = """
+import signal
+import torch._dynamo  # by the first optimizer
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        print(os.getpid(), flush=True)
+        for value in range(1, 100000):
+            torch.manual_seed(0)
+            saver("out", float(value), blocking=bool(value % 2))()
+            print(value, flush=True)
+        os._exit(1)
+    killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    print("killed" if killed else "ended", flush=True)
+"""
+
 
 def python(code: str, *arguments: str, cwd: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def save_ones(folder: Path) -> None:
+    """Save a checkpoint of the small model whose weights are all 1."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(16, 16)
+    nn.init.constant_(model.weight, 1.0)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(str(folder))
+    accelerator.end_training()
 
 
 def value_in(folder: Path) -> float:
@@ -111,8 +138,7 @@ def test_a_process_killed_at_any_change_of_the_disk_loses_nothing(tmp_path: Path
     work = tmp_path / "work"
     work.mkdir()
     first = "checkpoints/checkpoint_0" if target == "auto" else "old"
-    made = python(_SAVE + f"\nsaver({first!r}, 1.0)()", cwd=work)
-    assert made.returncode == 0, made.stderr
+    save_ones(work / first)
     done = python(_SAVE + _KILL_AT_EVERY_CHANGE, target, str(blocking), cwd=work)
     assert done.returncode == 0, done.stderr
     steps = [path for path in tmp_path.iterdir() if path.name.startswith("at_")]
@@ -136,34 +162,30 @@ def check(place: Path, target: str) -> float:
 
 
 def test_a_process_killed_at_a_random_moment_loses_nothing(tmp_path: Path) -> None:
-    script = (
-        _SAVE
-        + """
-for value in range(1, 100000):
-    torch.manual_seed(0)
-    saver("out", float(value), blocking=bool(value % 2))()
-    print(value, flush=True)
-"""
-    )
     generator = random.Random(4)
-    for _ in range(4):
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "1\n"
-        time.sleep(generator.random() / 4)
-        process.send_signal(signal.SIGKILL)
-        finished = [1, *(int(line) for line in process.stdout.read().split())]
-        process.wait()
-        process.stdout.close()
-        assert value_in(tmp_path / "out") in {finished[-1], finished[-1] + 1}
+    command = [sys.executable, "-c", _SAVE + _SAVE_UNTIL_KILLED]
+    parent = subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    with parent:
+        try:
+            for _ in range(4):
+                shutil.rmtree(tmp_path / "out", ignore_errors=True)
+                print("start", file=parent.stdin, flush=True)
+                child = int(parent.stdout.readline())
+                assert parent.stdout.readline() == "1\n"
+                time.sleep(generator.random() / 4)
+                os.kill(child, signal.SIGKILL)
+                finished = [1, *(int(line) for line in iter(parent.stdout.readline, "killed\n"))]
+                assert value_in(tmp_path / "out") in {finished[-1], finished[-1] + 1}
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    made = python(_SAVE + "\nsaver('out', 1.0)()", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    save_ones(tmp_path / "out")
     for path in sorted((tmp_path / "out").iterdir()):
         content = path.read_bytes()
         for length in {0, 1, len(content) // 2, len(content) - 1}:
@@ -179,8 +201,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path, blocking: bool) -> None:
-    made = python(_SAVE + "\nsaver('out', 1.0)()", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    save_ones(tmp_path / "out")
     # A limit on the size of files makes writes fail half-way, as a full disk does, with another message.
     script = (
         _SAVE

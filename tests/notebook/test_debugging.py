@@ -11,7 +11,7 @@ import pytest
 
 from tests.notebook.conftest import Answers
 from tests.support.kernel import Kernel, without_colours
-from tests.support.launching import children, said
+from tests.support.launching import WARM_OPTIMIZER, children, said
 
 pytestmark = pytest.mark.notebook
 
@@ -161,7 +161,7 @@ def line_of(text: str) -> int:
 @pytest.fixture(scope="module", autouse=True)
 def _functions(kernel: Kernel) -> None:
     kernel.check(FUNCTIONS)
-    kernel.check("import torch._dynamo")  # what an optimizer's first step imports
+    kernel.check(WARM_OPTIMIZER)
 
 
 @pytest.fixture(autouse=True)

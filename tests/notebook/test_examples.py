@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.examples import find, run_all
 from tests.support.kernel import ROOT, Kernel
-from tests.support.launching import blames, ready_kernel
+from tests.support.launching import WARM_OPTIMIZER, blames, ready_kernel
 
 pytestmark = [pytest.mark.notebook]
 
@@ -21,7 +21,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    with ready_kernel(env={"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8", "TINY_GPT_STEPS": "100"}) as kernel:
+    with ready_kernel(env={"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8", "TINY_GPT_STEPS": "60"}) as kernel:
+        kernel.check(WARM_OPTIMIZER)
         yield kernel
 
 
@@ -59,14 +60,14 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
 
 @pytest.mark.timeout(400)
 def test_the_tiny_gpt_learns_and_writes(kernel: Kernel) -> None:
-    """A hundred steps of the 240: as many as the notebook's own checks need."""
+    """Sixty steps of the 240 bring the test loss to 0.47 of the first, below the 0.6 that the notebook requires."""
     cells = run_all(kernel, ROOT / "examples" / "02_tiny_gpt.ipynb")
 
     launch = find(cells, "run = notebook_launcher(train, (STEPS,)")
-    assert "step  100: test loss" in launch.stdout
+    assert "step   60: test loss" in launch.stdout
     assert kernel.value("[run.results[1][2] is None, run.results[0][1] < 0.6 * run.results[0][0]]") == [True, True]
     rates = kernel.value('run.metrics["learning rate"].rank(0).values.tolist()')
-    assert len(rates) == 100
+    assert len(rates) == 60
     assert max(rates) > 10 * rates[-1]
     assert "mixed precision: bf16" in find(cells, "short = notebook_launcher").stdout
     assert cells[-1].stdout.startswith("The tiny GPT is complete: test loss from ")

@@ -172,9 +172,10 @@ def test_defect_13_functions_of_the_notebook_start_everywhere(kernel: Kernel, me
     )
     cell = kernel.check(f"launch(make(1), 2, start_method={method!r}).results")
     assert cell.result_text == "(17, 17)"
-    cell = kernel.check(f"type(launch(Model, start_method={method!r}).results[0]) is Model")
+    cell = kernel.check(f"type(launch(Model, num_processes=1, start_method={method!r}).results[0]) is Model")
     assert cell.result_text == "True"
-    text = said(kernel.run(f"def fail():\n    value = 1\n    return value / 0\nlaunch(fail, start_method={method!r})"))
+    options = f"num_processes=1, start_method={method!r}"
+    text = said(kernel.run(f"def fail():\n    value = 1\n    return value / 0\nlaunch(fail, {options})"))
     assert re.search(r"Cell In\[\d+\], line 3, in fail\n\s+return value / 0", text), text
 
 

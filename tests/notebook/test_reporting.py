@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.kernel import Kernel
-from tests.support.launching import ready_kernel
+from tests.support.launching import WARM_OPTIMIZER, ready_kernel
 
 CODE = """
 from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +81,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     with ready_kernel() as kernel:
+        kernel.check(WARM_OPTIMIZER)
         kernel.check(CODE)
         yield kernel
 

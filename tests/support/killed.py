@@ -8,6 +8,7 @@ import sys
 # Ends the process before its k-th change of the store, one process per k; then another one loads, and saves again.
 _KILL_AT_EVERY_CHANGE = """
 import os, signal, sys, torch
+import torch._dynamo  # what each forked process would import with its first optimizer
 from tests.support import stores
 from notebook_accelerate import Accelerator, errors
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
