@@ -50,7 +50,6 @@ def test_after_its_removal_the_name_is_free(kernel: Kernel) -> None:
     assert "No module named 'accelerate'" in text
 
 
-@pytest.mark.usefixtures("kernel")  # the first kernel leaves sockets of the client behind
 def test_a_server_process_started_with_the_alias_forks_ranks_without_it() -> None:
     with ready_kernel(zygote=False) as kernel:
         kernel.check("notebook_accelerate.as_accelerate(); notebook_accelerate.shutdown()")

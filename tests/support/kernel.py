@@ -34,12 +34,15 @@ import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
+from jupyter_core.utils import ensure_event_loop
 from nbclient import NotebookClient
 from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one in between.
 TRANSPORT = "ipc"
+# jupyter_client drives kernels on one event loop, with sockets of its own, that the first kernel would leave behind.
+ensure_event_loop()
 _POLL = 0.02  # seconds between two looks at the shell channel
 _LAST_WORDS = 2.0  # seconds that a dead kernel's last messages may take to arrive
 
