@@ -232,8 +232,9 @@ _MIN_PIECE, _FULL_PIECE = 1 << 15, 1 << 18
 """Pieces of fewer bytes are joined, up to this many bytes."""
 _MAX_PIECES, _MAX_QUEUED = 512, 1 << 26
 """Pieces and bytes per write: the system takes up to 1024 pieces, and queued copies from a device keep their memory."""
-_MAX_CALL = 1 << 30
-"""Bytes of one system call: macOS rejects 2 GiB."""
+_MAX_CALL = 1 << 19
+"""Bytes of one system call. Linux 6.18 allocates the page cache of longer calls in larger blocks, which took up to 10
+times the processor time in a virtual machine: 240 to 390 ms for 115 MB, and 40 ms in calls of 512 KiB."""
 
 
 @dataclass
@@ -305,10 +306,32 @@ class ChecksumStream:
 
 
 def _write_pieces(file: Any, pieces: list[Any]) -> int:
-    """Write the first of the pieces, without the GIL, and return the number of bytes."""
-    if hasattr(os, "writev") and sum(map(len, pieces)) <= _MAX_CALL:
-        return os.writev(file.fileno(), pieces)
-    return os.write(file.fileno(), memoryview(pieces[0])[:_MAX_CALL])
+    """Write the first of the pieces, mostly without the GIL, and return the number of bytes."""
+    descriptor, total = file.fileno(), 0
+    for batch in list(_batches(pieces)):
+        written = os.writev(descriptor, batch) if hasattr(os, "writev") else os.write(descriptor, batch[0])
+        total += written
+        if written < sum(map(len, batch)):
+            break
+    return total
+
+
+def _batches(pieces: list[Any]) -> Iterator[list[Any]]:
+    """Divide pieces among system calls."""
+    batch: list[Any] = []
+    room = _MAX_CALL
+    for content in pieces:
+        piece = memoryview(content)
+        begin = 0
+        while begin < len(piece):
+            batch.append(piece[begin : begin + room])
+            begin += len(batch[-1])
+            room -= len(batch[-1])
+            if not room:
+                yield batch
+                batch, room = [], _MAX_CALL
+    if batch:
+        yield batch
 
 
 def _remaining(pieces: list[Any], written: int) -> list[Any]:
