@@ -62,7 +62,6 @@ def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
 
     yield start
     for page in pages:
-        page.shut_down()
-        page.page.close()
+        page.close()
         assert page.errors == []
         assert page.outside == []

@@ -58,8 +58,7 @@ def pages() -> Iterator[list[NotebookPage]]:
     opened: list[NotebookPage] = []
     yield opened
     for page in opened:
-        page.shut_down()
-        page.page.close()
+        page.close()
         assert page.outside == []
 
 

@@ -168,10 +168,13 @@ class Server:
         return path
 
     def open(self, browser: Browser, name: str, app: App = "lab", theme: str = "light") -> NotebookPage:
-        """Open a notebook of the server's folder and wait until its kernel is idle."""
-        page = browser.page(self)
-        where = f"{self.url}/doc/tree/{name}" if app == "lab" else f"{self.url}/notebooks/{name}"
-        page.page.goto(where)
+        """Open a notebook of the server's folder, in an idle page if there is one; wait until its kernel is idle."""
+        if app == "lab" and browser.idle:
+            page = browser.idle.pop()
+            page.show(name)
+        else:
+            page = browser.page(self)
+            page.page.goto(f"{self.url}/doc/tree/{name}" if app == "lab" else f"{self.url}/notebooks/{name}")
         page.wait_until_ready()
         if theme == "dark":
             page.dark()
@@ -185,6 +188,8 @@ class Browser:
         self._scheme: Any = "dark" if dark else "light"
         self._motion: Any = "reduce" if reduced_motion else "no-preference"
         self._width = width
+        self.idle: list[NotebookPage] = []
+        """Pages of JupyterLab without a notebook: loading JupyterLab takes 8 s of processor time."""
 
     def __enter__(self) -> Browser:
         from playwright.sync_api import sync_playwright
@@ -207,7 +212,7 @@ class Browser:
 
     def page(self, server: Server) -> NotebookPage:
         """Open an empty page that can reach the server and nothing else."""
-        made = NotebookPage(self.context.new_page(), server)
+        made = NotebookPage(self.context.new_page(), server, self)
         made.guard()
         return made
 
@@ -218,6 +223,7 @@ class NotebookPage:
 
     page: Page
     server: Server
+    browser: Browser
     errors: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
 
@@ -226,6 +232,31 @@ class NotebookPage:
         self.page.on("console", lambda message: self._console(message.type, message.text))
         self.page.on("pageerror", lambda error: self._uncaught(str(error)))
         self.page.route("**/*", self._route)
+
+    def show(self, name: str) -> None:
+        """Open another notebook in a page of JupyterLab that has none."""
+        self.errors.clear()
+        self.outside.clear()
+        show = "async (path) => { await window.jupyterapp.commands.execute('docmanager:open', { path }); }"
+        self.page.evaluate(show, name)
+
+    def close(self) -> None:
+        """Close the notebook with its kernel; a page of JupyterLab is kept for the next notebook."""
+        self.shut_down()
+        if "/doc/tree/" not in self.page.url or self.browser.idle:
+            self.page.close()
+            return
+        self._theme("JupyterLab Light", light=True)
+        self.page.evaluate(
+            """() => {
+              const panel = window.jupyterapp.shell.currentWidget;
+              panel.context.model.dirty = false;  // asks nobody whether to save
+              panel.close();
+              for (const name of ['cellsThatRun', 'saidCopied']) delete window[name];
+            }"""
+        )
+        self.wait_for("() => !document.querySelector('.jp-NotebookPanel')")
+        self.browser.idle.append(self)
 
     def _console(self, kind: str, text: str) -> None:
         if kind == "error" and not any(noise in text for noise in _NOISE):
@@ -321,10 +352,13 @@ class NotebookPage:
 
     def dark(self) -> None:
         """Switch to the dark theme."""
-        change = "window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"
-        self.page.evaluate(f"async () => {{ await {change}; }}")
-        self.wait_for("() => document.body.dataset.jpThemeLight === 'false'")
+        self._theme("JupyterLab Dark", light=False)
         self.page.wait_for_timeout(300)
+
+    def _theme(self, theme: str, *, light: bool) -> None:
+        change = "window.jupyterapp.commands.execute('apputils:change-theme', { theme })"
+        self.page.evaluate(f"async (theme) => {{ await {change}; }}", theme)
+        self.wait_for("(light) => document.body.dataset.jpThemeLight === light", str(light).lower())
 
     def shot(self, name: str, selector: str | None = None) -> Path:
         """Take a picture, of one element where a selector is given."""
