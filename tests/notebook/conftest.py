@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.kernel import Kernel
 from tests.support.launching import ready_kernel
+from tests.support.notebooks import Notebooks, notebooks
 
 
 class Answers:
@@ -34,3 +35,10 @@ def kernel(answers: Answers) -> Iterator[Kernel]:
     """Return a kernel with torch imported and its zygote up."""
     with ready_kernel(answer=answers) as kernel:
         yield kernel
+
+
+@pytest.fixture(scope="session")
+def two_notebooks() -> Iterator[Notebooks]:
+    """Return two kernels for all files: each test compares what it may not change in them."""
+    with notebooks(2) as found:
+        yield found

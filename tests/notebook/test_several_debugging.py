@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.kernel import Cell
 from tests.support.launching import children, patient, said
-from tests.support.notebooks import LIMIT, Notebooks, notebooks
+from tests.support.notebooks import LIMIT, Notebooks
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
@@ -52,13 +52,12 @@ def skips():
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Notebooks]:
-    """Return two kernels."""
-    with notebooks(2) as found:
-        for kernel in found.kernels:
-            kernel.check(FUNCTIONS, LIMIT)
-            kernel.check("%load_ext notebook_accelerate", LIMIT)
-        yield found
+def pair(two_notebooks: Notebooks) -> Notebooks:
+    """Return two kernels with the functions."""
+    for kernel in two_notebooks.kernels:
+        kernel.check(FUNCTIONS, LIMIT)
+        kernel.check("%load_ext notebook_accelerate", LIMIT)
+    return two_notebooks
 
 
 @pytest.fixture(autouse=True)
