@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 
@@ -18,8 +18,38 @@ class _LazyModule(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Importing a submodule sets it as an attribute of its package.
-        if not (isinstance(value, ModuleType) and name in self.__all__):
-            super().__setattr__(name, value)
+        if isinstance(value, ModuleType) and name in self.__all__:
+            return
+        if name in exports(self.__name__).homes:
+            replace_everywhere(import_module(exports(self.__name__).homes[name]), name, value)
+        super().__setattr__(name, value)
+
+
+def replace_everywhere(home: ModuleType, name: str, value: Any) -> None:
+    """Bind a function's name to another value in its home and in all modules of this package that imported it.
+
+    Libraries replace functions of Accelerate where they find them; the callers here look in their own modules.
+
+    Args:
+        home: The module that defines the name.
+        name: The name.
+        value: The new value.
+    """
+    original = getattr(home, name, value)
+    if original is value or not isinstance(original, FunctionType):
+        return
+    for module in _modules_of_this_package():
+        if vars(module).get(name) is original:
+            vars(module)[name] = value
+
+
+def _modules_of_this_package() -> list[ModuleType]:
+    package = __name__.partition(".")[0]
+    return [
+        module
+        for key, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and (key == package or key.startswith(f"{package}."))
+    ]
 
 
 def attach(module_name: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -108,4 +138,4 @@ def _type_checking_imports(source: str) -> list[ast.ImportFrom]:
     return [statement for block in blocks for statement in block.body if isinstance(statement, ast.ImportFrom)]
 
 
-__all__ = ["Exports", "attach", "exports"]
+__all__ = ["Exports", "attach", "exports", "replace_everywhere"]

@@ -144,6 +144,11 @@ class Accelerator(AcceleratorProperties):
     def _set_up(self, log_with: Tracker | Sequence[Tracker] | None) -> None:
         """Choose the precision and the strategy."""
         self._device = self.state.device
+        if self._handlers.fp8 is not None and self.state.mixed_precision != "fp8":
+            raise ValueError(
+                f"kwargs_handlers holds {type(self._handlers.fp8).__name__}, a recipe of fp8, and mixed_precision is "
+                f'{self.state.mixed_precision!r}; pass Accelerator(mixed_precision="fp8"), or omit the recipe'
+            )
         self._precision = make_precision(
             self.state.mixed_precision,
             self._device.type,

@@ -309,7 +309,8 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, lis
     """
     sizes = compute_module_sizes(model)
     classes = getattr(model, "_no_split_modules", None) or []
-    return sizes[""], get_max_layer_size(list(model.named_children()), sizes, classes)
+    layers = [*model.named_parameters(recurse=False), *model.named_children()]
+    return sizes[""], get_max_layer_size(layers, sizes, classes)
 
 
 def readable(size: float) -> str:

@@ -49,13 +49,16 @@ def load_state(
             first, once per machine. None loads the newest automatically named checkpoint.
         load_kwargs: Arguments of torch.load, for instance ``{"weights_only": False}`` for a folder you trust.
         elastic: Accept a checkpoint of another number of ranks; ranks without a file in it keep their random states.
-        load_model_func_kwargs: Arguments of ``model.load_state_dict``, for instance ``strict=False``.
+        load_model_func_kwargs: Arguments of ``model.load_state_dict``, for instance ``strict=False``; and
+            ``map_location``, "cpu" or "on_device", which changes nothing: weights are read into the model's memory.
 
     Raises:
+        TypeError: ``map_location`` has another value.
         ValueError: The folder does not exist, or none was passed.
         BrokenCheckpointError: The checkpoint was never finished, or files are damaged.
         CheckpointMismatchError: It belongs to another world size, strategy or set of registered objects.
     """
+    _check_map_location(load_model_func_kwargs.pop("map_location", None))
     if saves_own_state(accelerator.strategy):
         wait_for_all_ranks(_CALL)
     wait_for_saves(_CALL)
@@ -71,6 +74,11 @@ def load_state(
         with raising_on_all_ranks(_CALL, Exception):
             _load_all(accelerator, models, folder, names, load_kwargs or {}, load_model_func_kwargs)
     _continue_numbering(accelerator, checkpoint)
+
+
+def _check_map_location(given: Any) -> None:
+    if given not in (None, "cpu", "on_device"):
+        raise TypeError(f'map_location={given!r} is not allowed; pass "cpu" or "on_device", or leave it out')
 
 
 def _find_checkpoint(accelerator: PreparedObjects, input_dir: AnyPath | None) -> AnyPath:

@@ -36,6 +36,21 @@ def check_whole_number(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r} is not allowed; pass a whole number of at least {least}")
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Check that a value is an object of a class.
+
+    Args:
+        name: Name of the field or argument.
+        value: Its value.
+        kind: The class.
+
+    Raises:
+        ValueError: It is of another class; the message shows the call.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} is not allowed; pass an object: {name}={kind.__name__}(...)")
+
+
 def is_number(value: object) -> bool:
     """Return whether a value is an int or a float; bool is neither.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Settings of FSDP 1 and 2; names are replaced by torch's objects when a model is wrapped."""
+    """Settings of FSDP 1 and 2; the constructor replaces names by torch's objects."""
 
     fsdp_version: int | None = None
     """1 or 2 (FSDP_VERSION); default: 1."""
@@ -81,6 +81,7 @@ class FullyShardedDataParallelPlugin:
         self._read_choices()
         if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
             self.sync_module_states = True  # the other ranks receive the weights that rank 0 loads
+        self._replace_names()
 
     def _read_units(self) -> None:
         names: Any = self.transformer_cls_names_to_wrap or environ.text("FSDP_TRANSFORMER_CLS_TO_WRAP")
@@ -96,6 +97,11 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 1:
             # FSDP 1 accepts its strategy under both names.
             given = self.reshard_after_forward if self.sharding_strategy is None else self.sharding_strategy
+            if isinstance(given, bool):
+                raise ValueError(
+                    f"reshard_after_forward={given} belongs to FSDP 2; with fsdp_version=1 pass sharding_strategy="
+                    f'"{"FULL_SHARD" if given else "SHARD_GRAD_OP"}"'
+                )
             self.sharding_strategy = _choice("sharding_strategy", given, constants.FSDP_SHARDING_STRATEGY, "FULL_SHARD")
             self.backward_prefetch = _choice(
                 "backward_prefetch", self.backward_prefetch, constants.FSDP_BACKWARD_PREFETCH, None
@@ -117,8 +123,26 @@ class FullyShardedDataParallelPlugin:
             self.reshard_after_forward = environ.flag("FSDP_RESHARD_AFTER_FORWARD", default=True)
         if isinstance(self.reshard_after_forward, str):
             self.reshard_after_forward = environ.parse_flag(self.reshard_after_forward)
+        self.use_orig_params = None  # FSDP 2 always keeps the original parameters
 
     # -- names replaced by torch's objects ----------------------------------------------------------------------------
+
+    def _replace_names(self) -> None:
+        from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+        if isinstance(self.sharding_strategy, str):
+            names = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
+            self.sharding_strategy = ShardingStrategy[names.get(self.sharding_strategy, self.sharding_strategy)]
+        if isinstance(self.backward_prefetch, str):
+            none = self.backward_prefetch == "NO_PREFETCH"
+            self.backward_prefetch = None if none else BackwardPrefetch[self.backward_prefetch]
+        if isinstance(self.auto_wrap_policy, str):
+            self.auto_wrap_policy = _policy_function(self.auto_wrap_policy)
+        if self.mixed_precision_policy is not None:
+            self.validate_mixed_precision_policy()
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        self.set_state_dict_type()
 
     def policy_for(self, model: torch.nn.Module) -> Callable[..., bool] | None:
         """Return the wrap policy for a model.
@@ -133,16 +157,14 @@ class FullyShardedDataParallelPlugin:
             ValueError: The model has no class of `transformer_cls_names_to_wrap`, or no class is known.
         """
         given: Any = self.auto_wrap_policy
-        if callable(given):
-            return given  # type: ignore[no-any-return]
-        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-        if given == "TRANSFORMER_BASED_WRAP":
+        if given is None:
+            return None
+        if given is _policy_function("TRANSFORMER_BASED_WRAP"):
             classes = _unit_classes(model, self.transformer_cls_names_to_wrap)
-            return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-        if given == "SIZE_BASED_WRAP":
-            return functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params or 10**8)
-        return None
+            return functools.partial(given, transformer_layer_cls=classes)
+        if given is _policy_function("SIZE_BASED_WRAP"):
+            return functools.partial(given, min_num_params=self.min_num_params or 10**8)
+        return given  # type: ignore[no-any-return]
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Replace a policy's name by torch's callable for a model.
@@ -175,6 +197,8 @@ class FullyShardedDataParallelPlugin:
         self.mixed_precision_policy = {"param_dtype": dtype, "reduce_dtype": dtype}
         if self.fsdp_version == 1:
             self.mixed_precision_policy["buffer_dtype"] = torch.float32 if buffer_autocast else dtype
+        else:
+            self.mixed_precision_policy["output_dtype"] = dtype
         self.validate_mixed_precision_policy()
 
     def validate_mixed_precision_policy(self) -> None:
@@ -285,6 +309,14 @@ def _choice(name: str, value: Any, allowed: list[str], default: str | None) -> A
     if value.upper() not in allowed:
         check_one_of(name, value, allowed)
     return value.upper()
+
+
+def _policy_function(name: str) -> Any:
+    """Return torch's function of a named wrap policy; None: the model is one unit."""
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    functions = {"TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy, "SIZE_BASED_WRAP": size_based_auto_wrap_policy}
+    return functions.get(name)
 
 
 _PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "float32", "fp8": "bfloat16"}

@@ -237,16 +237,22 @@ class ParallelismConfig:
         """Return the mesh, and build it where it does not exist yet; in that case every rank must call this.
 
         Args:
-            device_type: Type of the ranks' devices; None returns the existing mesh.
+            device_type: Type of the ranks' devices; None: that of the existing mesh.
 
         Returns:
-            The mesh; None: every degree is 1, or no mesh was built.
+            The mesh; None: every degree is 1.
 
         Raises:
-            ValueError: The mesh was built for another type of device.
+            ValueError: The mesh was built for another type of device, or does not exist and no type is given.
         """
         if self._mesh is None:
-            return None if device_type is None else self.build_device_mesh(device_type)
+            if device_type is None and self.total_size == 1:
+                return None
+            if device_type is None:
+                raise ValueError(
+                    'the mesh does not exist yet; pass the type of the ranks\' devices: get_device_mesh("cpu")'
+                )
+            return self.build_device_mesh(device_type)
         if device_type is not None and self._mesh.device_type != device_type:
             raise ValueError(
                 f"the mesh of this ParallelismConfig is of device type {self._mesh.device_type!r}, not "

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from notebook_accelerate._lazy import exports, replace_everywhere
+
 ALIAS = "accelerate"
 PACKAGE = "notebook_accelerate"
 VERSION = "1.15.0"
@@ -56,6 +58,22 @@ class _TopLevelModule(ModuleType):
         return sorted({*super().__dir__(), *dir(sys.modules[PACKAGE])})
 
 
+class _PatchedModule(ModuleType):
+    """A module of this package that other libraries patch as one of Accelerate's.
+
+    A name that Accelerate's module imports, and this one does not, is replaced in the modules of this package that
+    have it: ``accelerate.accelerator.fsdp2_prepare_model = patched``.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        home = sys.modules[self.__name__]
+        if not _is_dunder(name) and not isinstance(value, ModuleType):
+            if name not in vars(self):
+                home = importlib.import_module(exports(f"{PACKAGE}.utils").homes.get(name, self.__name__))
+            replace_everywhere(home, name, value)
+        super().__setattr__(name, value)
+
+
 def _is_dunder(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
@@ -81,6 +99,8 @@ class _AliasLoader:
             module.__version__ = VERSION
         else:
             module.__spec__ = self._own_spec
+            if type(module) is ModuleType:
+                module.__class__ = _PatchedModule
 
     # What runpy, inspect, pkgutil and importlib.resources ask of a loader.
 

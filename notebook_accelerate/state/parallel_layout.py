@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.field_checks import check_type
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.state.shared_dict import Slots
 
@@ -63,6 +64,10 @@ def offloads_gradients(requested: Slots) -> bool:
         requested: The plugins by name.
     """
     plugin = requested.get("fsdp_plugin")
+    if plugin is not None:
+        from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
+
+        check_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
     if plugin is None:  # a layout may imply one, with the settings of the environment
         return requested.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
     return plugin.fsdp_version == 2 and bool(getattr(plugin, "offloads", False))
@@ -84,8 +89,9 @@ def arrange_ranks(slots: Slots) -> Slots:
     if layout is None and tp_plugin is not None and tp_plugin.tp_size > 1:
         layout = ParallelismConfig(tp_size=tp_plugin.tp_size)
         layout._mesh = tp_plugin.torch_device_mesh
-    if not isinstance(layout, ParallelismConfig):
+    if layout is None:
         return {}
+    check_type("parallelism_config", layout, ParallelismConfig)
     layout.check_world_size(slots["num_processes"])
     if layout.sp_enabled:
         return _arrange_sequence_ranks(layout, slots)

@@ -123,13 +123,13 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank has the full weights of a model that is saved."""
-        return self.strategy.should_save_model
+        """Whether this rank writes when a model is saved: rank 0, or all ranks where models are sharded."""
+        return self.strategy.all_ranks_save or self.state.is_main_process
 
     def _mesh_rank(self, *names: str) -> int:
         mesh = self.torch_device_mesh
         if self.parallelism_config is None or mesh is None:
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"there is no {names[0]} dimension: this Accelerator has no parallel layout; pass "
                 "Accelerator(parallelism_config=ParallelismConfig(...))"
             )

@@ -84,8 +84,8 @@ class Strategy:
     name: ClassVar[str] = "single"
     checkpoint_layout: ClassVar[str] = "whole"
     """How checkpoints hold the models: whole, or a name of its own where the strategy writes and reads them itself."""
-    should_save_model: ClassVar[bool] = True
-    """Whether a rank that saves has the model's full weights."""
+    all_ranks_save: ClassVar[bool] = False
+    """Whether every rank has a part of the model that it saves."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup

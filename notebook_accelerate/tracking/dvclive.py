@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from notebook_accelerate.tracking.loggable_values import numbers_only
+from notebook_accelerate.tracking.loggable_values import scalars_only
 from notebook_accelerate.tracking.tracker import VendorTracker, on_main_process
 
 
@@ -47,16 +47,16 @@ class DVCLiveTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers and advance to the next step; texts are left out with one warning.
+        """Record numbers and texts, and advance to the next step; other values are left out with one warning.
 
         Args:
             values: The values by name.
             step: The step; None means the one after the last.
             kwargs: Arguments of `log_metric`.
         """
-        numbers = numbers_only(values, "DVCLive")
+        scalars = scalars_only(values, "DVCLive")
         if step is not None:
             self.tracker.step = step
-        for name, value in numbers.items():
+        for name, value in scalars.items():
             self.tracker.log_metric(name, value, **kwargs)
         self.tracker.next_step()

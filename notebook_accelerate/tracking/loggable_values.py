@@ -85,6 +85,27 @@ def numbers_only(values: Mapping[str, Any], tracker: str) -> dict[str, float | i
     return found
 
 
+def scalars_only(values: Mapping[str, Any], tracker: str) -> dict[str, float | int | str]:
+    """Return the numbers and texts among values, dictionaries of numbers as ``name/key``; others cause one warning.
+
+    Args:
+        values: The logged values.
+        tracker: Name of the vendor, for the warning.
+    """
+    found: dict[str, float | int | str] = {}
+    for name, value in values.items():
+        try:
+            kind, plain = classify(name, value)
+        except LogValueError:
+            warn_once(f"{tracker} records numbers and texts: {name!r} ({type(value).__name__}) is left out.")
+            continue
+        if kind == "numbers":
+            found.update({f"{name}/{key}": item for key, item in plain.items()})
+        else:
+            found[name] = plain
+    return found
+
+
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert numpy numbers and tensors of one element to plain numbers, and keep all other values.
 

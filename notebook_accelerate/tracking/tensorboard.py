@@ -26,14 +26,14 @@ class TensorBoardTracker(VendorTracker):
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
-        self.logging_dir = Path(logging_dir) / run_name
+        self.logging_dir = str(Path(logging_dir) / run_name)
 
     def _open(self) -> Any:
         try:
             module = import_module("torch.utils.tensorboard")
         except ModuleNotFoundError:  # tensorboardX writes the same files
             module = import_module("tensorboardX")
-        return module.SummaryWriter(str(self.logging_dir), **self.init_kwargs)
+        return module.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
     writer = property(lambda self: self.tracker)
     """The `SummaryWriter`."""
@@ -50,7 +50,7 @@ class TensorBoardTracker(VendorTracker):
         }
         self.tracker.add_hparams(plain, metric_dict={})
         self.tracker.flush()
-        folder = self.logging_dir / str(time.time())
+        folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True)
         import yaml  # takes a tenth of a second, which only users of this tracker should pay
 

@@ -79,6 +79,7 @@ class DeepSpeedStrategy(EngineStrategy):
     name: ClassVar[str] = "deepspeed"
     library: ClassVar[str] = "DeepSpeed"
     checkpoint_layout: ClassVar[str] = "deepspeed"
+    all_ranks_save: ClassVar[bool] = True
     engine: DeepSpeedEngineWrapper | None
 
     def __init__(self, setup: Setup) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state.world import world_from_environ
@@ -60,6 +60,7 @@ class FSDP1Strategy(ShardedStrategy):
         units, ignored = choose_units(model, plugin)
         chosen = set(units)
         mixed_precision: Any = plugin.mixed_precision_policy
+        prefetch: Any = plugin.backward_prefetch
         offloads = plugin.offloads and self.setup.device.type != "cpu"  # the CPU's parameters are in main memory
         return FullyShardedDataParallel(
             model,
@@ -69,7 +70,7 @@ class FSDP1Strategy(ShardedStrategy):
             use_orig_params=bool(plugin.use_orig_params),
             mixed_precision=mixed_precision,
             cpu_offload=CPUOffload(offload_params=True) if offloads else None,
-            backward_prefetch=_prefetch(plugin.backward_prefetch),
+            backward_prefetch=prefetch,
             forward_prefetch=bool(plugin.forward_prefetch),
             **self._strategy_and_mesh(plugin),
             **self._placement(model, plugin),
@@ -77,9 +78,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def _strategy_and_mesh(self, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
         """Return the sharding strategy; in hybrid ones each machine has a replica of the shards."""
-        given: Any = plugin.sharding_strategy
-        names = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}
-        chosen = ShardingStrategy[names.get(given, given)] if isinstance(given, str) else given
+        chosen: Any = plugin.sharding_strategy
         if chosen not in _HYBRID:
             return {"sharding_strategy": chosen}
         world, local = self.setup.state.num_processes, world_from_environ().local_size
@@ -175,9 +174,3 @@ def _tally(flat: Iterable[Any]) -> ShardTally:
         whole, here = parameter._unpadded_unsharded_size.numel() * size, parameter._sharded_size.numel() * size
         found += ShardTally(whole, here, frozenset({"dp_shard"} if here < whole else ()))
     return found
-
-
-def _prefetch(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    return None if given == "NO_PREFETCH" else BackwardPrefetch[given]

@@ -26,12 +26,12 @@ from notebook_accelerate.strategies.unwrap import without_compile
 
 def enable_fsdp_ram_efficient_loading() -> None:
     """Make `from_pretrained` of transformers load weights on rank 0 only, in this process from now on."""
-    environ.set_variables({"ACCELERATE_USE_FSDP": True, "FSDP_CPU_RAM_EFFICIENT_LOADING": True})
+    environ.set_variables({"ACCELERATE_USE_FSDP": "True", "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Make `from_pretrained` of transformers load weights on every rank, in this process from now on."""
-    environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": False})
+    environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})
 
 
 def _state_dict_kind(plugin: FullyShardedDataParallelPlugin, use_dcp: bool) -> str:

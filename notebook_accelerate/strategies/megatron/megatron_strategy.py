@@ -145,6 +145,7 @@ class MegatronLMStrategy(EngineStrategy):
     name: ClassVar[str] = "megatron_lm"
     library: ClassVar[str] = "Megatron-LM"
     checkpoint_layout: ClassVar[str] = "megatron"
+    all_ranks_save: ClassVar[bool] = True
     engine: MegatronEngine | None
 
     def __init__(self, setup: Setup) -> None:

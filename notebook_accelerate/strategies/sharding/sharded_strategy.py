@@ -42,6 +42,7 @@ class ShardedStrategy(Strategy):
     """
 
     checkpoint_layout: ClassVar[str] = "fsdp"
+    all_ranks_save: ClassVar[bool] = True
     gathers_fp8: ClassVar[bool] = False
     """Whether the precision may convert parameters to types that are gathered in fp8 (see `Precision.wrap_model`)."""
 

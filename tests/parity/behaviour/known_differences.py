@@ -3,6 +3,76 @@
 from __future__ import annotations
 
 _BY_REASON: dict[str, list[str]] = {
+    "a tracker that fails does not stop the training here; Accelerate raises its error": [
+        "trackers.trackers_that_fail_to_log",
+        "trackers.tensorboard_with_unknown_settings",
+    ],
+    "values that TensorBoard's table does not take are recorded as text here; Accelerate raises": [
+        "trackers.tensorboard_configurations_that_it_does_not_take",
+    ],
+    "Accelerate closes trackers again, and keeps those of an earlier init_trackers, which log everything twice": [
+        "trackers: _ended_twice()",
+        "trackers: _again()",
+    ],
+    "Accelerate drops tensors that are logged to MLflow": [
+        "trackers.mlflow_in_files",
+    ],
+    "Accelerate drops tensors that are logged to DVCLive": [
+        "trackers.dvclive_keeps_values",
+    ],
+    "names are replaced by members of the enum here": [
+        "handlers: DistributedDataParallelKwargs(comm_hook='bf16')",
+        "handlers: DistributedDataParallelKwargs(comm_wrapper='bf16', comm_state_option={'matrix_approximation_rank': 2})",
+    ],
+    "Accelerate looks for MS-AMP when the recipe is created, and not when it is used": [
+        "handlers: FP8RecipeKwargs(backend='MSAMP')",
+        "handlers: Accelerator(mixed_precision='fp8', kwargs_handlers=[MSAMPRecipeKwargs()])",
+    ],
+    "dicts of dtypes are policies of FSDP 1, too; Accelerate takes them in FSDP 2 only": [
+        "handlers: _fsdp(mixed_precision_policy={'param_dtype': torch.bfloat16, 'reduce_dtype': torch.float32})",
+    ],
+    "Accelerate takes a text as a list of letters, and keeps the space after a comma": [
+        "handlers: _fsdp(transformer_cls_names_to_wrap='A,B')",
+        "handlers: _with({'FSDP_TRANSFORMER_CLS_TO_WRAP': 'A, B', 'FSDP_AUTO_WRAP_POLICY': 'TRANSFORMER_BASED_WRAP'}, _fsdp)",
+    ],
+    "Accelerate needs a GPU to broadcast the weights of FSDP 1": [
+        "handlers: _fsdp(sync_module_states=False, cpu_ram_efficient_loading=True)",
+        "handlers: _fsdp(sync_module_states=True)",
+        "handlers: _with(_FSDP_ENVIRONMENT, _fsdp)",
+    ],
+    "Accelerate wraps nothing where no class is named; here that is an error": [
+        "handlers: _policy('transformer_based_wrap')",
+    ],
+    "no policy is a valid policy": [
+        "handlers: FullyShardedDataParallelPlugin().validate_mixed_precision_policy()",
+    ],
+    "Accelerate's to_json returns None": [
+        "handlers: ParallelismConfig(tp_size=2).to_json()",
+    ],
+    "Accelerate ignores the documented variable": [
+        "handlers: _with({'PARALLELISM_CONFIG_SP_SEQ_LENGTH': '16'}, DeepSpeedSequenceParallelConfig)",
+    ],
+    "Accelerate trains fp16 without scaled losses on the CPU": [
+        "training.fp16_on_a_cpu",
+    ],
+    "a single process has no rank label in its log": [
+        "training: _messages()",
+        "training: _messages(main_process_only=False)",
+        "training: _messages(main_process_only=False, in_order=True)",
+        "training: _once()",
+    ],
+    "pipelines of one process, and stages for any device, work here": [
+        "training: raised(lambda: prepare_pippy(model()))",
+        "training: generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=2)",
+        "training: generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=1)",
+    ],
+    "a launch returns its Run here": [
+        "training: notebook_launcher(_nothing, num_processes=1)",
+        "training: notebook_launcher(_nothing, (1,), num_processes=1, mixed_precision='bf16')",
+    ],
+    "Accelerate numbers new checkpoints from 0 after loading the newest, and fails when it saves": [
+        "checkpoints.projects_reopened",
+    ],
     "Accelerate fails with IndexError; no objects give an empty tuple here": [
         "preparing: Accelerator().prepare()",
     ],
@@ -66,6 +136,18 @@ _BY_REASON: dict[str, list[str]] = {
     "settings that fail in the first step are refused at once here": [
         "collectives: Accelerator(rng_types=['nonsense'])",
         "collectives: Accelerator(gradient_accumulation_steps=0)",
+        "handlers: DistributedDataParallelKwargs(comm_hook='nonsense')",
+        "handlers: GradientAccumulationPlugin(num_steps=0)",
+        "handlers: TorchDynamoPlugin(mode='nonsense')",
+        "handlers: _fsdp(fsdp_version=3)",
+        "handlers: _fsdp(fsdp_version='2')",
+        "handlers: TorchTensorParallelPlugin(tp_size=0)",
+        "handlers: _deepspeed(zero_stage=4)",
+        "handlers: _with({'MEGATRON_LM_SEQUENCE_PARALLELISM': 'true', 'MEGATRON_LM_RECOMPUTE_ACTIVATIONS': '1'}, _megatron)",
+        "handlers: raised(lambda: Accelerator(dataloader_config=5))",
+        "training: Accelerator().prepare_scheduler(5)",
+        "training: LocalSGD(Accelerator(), model(), 0)",
+        "checkpoints: _limited(0)",
     ],
     "Accelerate sums with reduction='none'": [
         "collectives, 2 ranks: _reduced('none')",

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
 
 from tests.parity.behaviour.both_sides import compare, run_both
+from tests.parity.behaviour.coverage import names_without_programs
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.behaviour.program_table import Program, programs
 
@@ -36,3 +37,7 @@ def test_a_program_behaves_as_on_accelerate(each: Program, outcomes: Outcomes) -
 
 def test_known_differences_are_of_programs() -> None:
     assert KNOWN_DIFFERENCES.keys() <= PROGRAMS.keys()
+
+
+def test_every_public_name_has_a_program() -> None:
+    assert not names_without_programs()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from notebook_accelerate.config.enums import CustomDtype
@@ -28,8 +29,8 @@ def test_fsdp_reads_its_variables_and_writes_none(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "A, B")
     before = dict(os.environ)
     plugin = FullyShardedDataParallelPlugin()
-    assert plugin.sharding_strategy == "SHARD_GRAD_OP"
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
     assert plugin.sync_module_states is True
     assert plugin.transformer_cls_names_to_wrap == ["A", "B"]
     assert dict(os.environ) == before
@@ -39,7 +40,7 @@ def test_fsdp_2_shards_its_checkpoints_and_has_no_strategy() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert plugin.sharding_strategy is None
     assert plugin.reshard_after_forward is True
-    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
+    assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,9 @@ def test_fsdp_2_shards_its_checkpoints_and_has_no_strategy() -> None:
     [
         ({"fsdp_version": 3}, "pass one of 1, 2"),
         ({"sharding_strategy": "HALF"}, "FULL_SHARD"),
+        ({"reshard_after_forward": False}, 'sharding_strategy="SHARD_GRAD_OP"'),
+        ({"cpu_offload": "yes"}, "cpu_offload is a str"),
+        ({"mixed_precision_policy": "nonsense"}, "is not a dtype"),
         ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "SHARDED_STATE_DICT"),
     ],
 )

@@ -94,6 +94,41 @@ def test_what_is_set_in_one_module_is_set_in_both() -> None:
     )
 
 
+def test_patches_of_functions_reach_their_callers() -> None:
+    python(
+        START + "import accelerate, accelerate.accelerator, accelerate.utils.fsdp_utils as fsdp_utils\n"
+        "from notebook_accelerate.strategies.fsdp import fsdp_helpers\n"
+        "original = fsdp_utils.fsdp2_prepare_model\n"
+        "fsdp_utils.fsdp2_prepare_model = patched = lambda accelerator, model: model\n"
+        "assert fsdp_helpers.fsdp2_prepare_model is patched\n"
+        "assert accelerate.utils.fsdp2_prepare_model is patched\n"
+        "accelerate.accelerator.fsdp2_prepare_model = original\n"
+        "assert fsdp_helpers.fsdp2_prepare_model is fsdp_utils.fsdp2_prepare_model is original\n"
+        "from notebook_accelerate.collectives import gather\n"
+        "import notebook_accelerate.accelerator as home\n"
+        "import torch\n"
+        "accelerate.utils.operations.gather = lambda tensor: 'patched'\n"
+        "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)) == 'patched'\n"
+        "accelerate.utils.operations.gather = gather\n"
+        "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)).tolist() == [1.0]\n"
+        "accelerate.accelerator.gather = lambda tensor: 'again'\n"
+        "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)) == 'again'\n"
+    )
+
+
+def test_patched_classes_and_methods_take_effect() -> None:
+    python(
+        START + "import accelerate\n"
+        "before = accelerate.accelerator.Accelerator.__init__\n"
+        "def patched(self, *args, **kwargs):\n"
+        "    before(self, *args, **kwargs)\n"
+        "    self.patched = True\n"
+        "accelerate.accelerator.Accelerator.__init__ = patched\n"
+        "from notebook_accelerate import Accelerator\n"
+        "assert Accelerator(cpu=True).patched\n"
+    )
+
+
 def test_the_tools_of_the_standard_library_work() -> None:
     python(
         START + "import importlib, inspect, pickle, pkgutil, importlib.resources\n"

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from notebook_accelerate.precision import Bf16Precision, Precision
@@ -116,16 +117,14 @@ class TestPlugin:
         assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
         plugin.set_mixed_precision("fp16", override=True)
         assert plugin.mixed_precision_policy.reduce_dtype == torch.float16
-        first = FullyShardedDataParallelPlugin(mixed_precision_policy=plugin.mixed_precision_policy)
         with pytest.raises(ValueError, match=r"pass a torch\.distributed\.fsdp\.MixedPrecision,"):
-            first.validate_mixed_precision_policy()
+            FullyShardedDataParallelPlugin(mixed_precision_policy=plugin.mixed_precision_policy)
 
     def test_options_of_the_other_version(self) -> None:
         with pytest.raises(ValueError, match="sharding_strategy='FULL_SHARD' belongs to FSDP 1"):
             FullyShardedDataParallelPlugin(fsdp_version=2, sharding_strategy="FULL_SHARD")
-        assert (
-            FullyShardedDataParallelPlugin(reshard_after_forward="shard_grad_op").sharding_strategy == "SHARD_GRAD_OP"
-        )
+        plugin = FullyShardedDataParallelPlugin(reshard_after_forward="shard_grad_op")
+        assert plugin.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
 
     def test_choices_become_torchs_objects(self) -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
