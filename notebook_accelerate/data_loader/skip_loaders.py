@@ -13,6 +13,7 @@ from notebook_accelerate.data_loader.prepare import loader_arguments
 from notebook_accelerate.data_loader.prepared_loader import DataLoaderAdapter, DataLoaderStateMixin, PreparedDataLoader
 from notebook_accelerate.data_loader.samplers import SkipBatchSampler, index_source
 from notebook_accelerate.data_loader.sequence_loader import SequenceLoader
+from notebook_accelerate.data_loader.stateful_loaders import resumed_batches
 from notebook_accelerate.data_loader.stream_skipping import advance
 from notebook_accelerate.state import GradientState
 
@@ -47,6 +48,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Use it for the rest of an interrupted epoch, and the loader itself from the next epoch on: the end of the copy's
     pass moves both to the next epoch. For map-style datasets the skipped batches are not loaded.
 
+    A stateful loader that has loaded a state skips its batches already; they count as skipped here, and the copy takes
+    over the loaded state.
+
     Args:
         dataloader: A prepared loader, or a torch DataLoader.
         num_batches: Number of this rank's batches to skip.
@@ -65,11 +69,12 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise ValueError(f"num_batches={num_batches} is not allowed; pass a whole number of at least 0")
     if isinstance(dataloader, SequenceLoader):
         return dataloader.skipping(skip_first_batches, num_batches)
-    if isinstance(dataloader.dataset, IterableDataset):
-        return _skipping_by_reading(dataloader, num_batches)
     rounds = 1
     if isinstance(dataloader, DataLoaderDispatcher) and not dataloader.split_batches:
         rounds = dataloader.dp_size
+    num_batches = max(num_batches - resumed_batches(dataloader) // rounds, 0)
+    if isinstance(dataloader.dataset, IterableDataset):
+        return _skipping_by_reading(dataloader, num_batches)
     skipping: DataLoader[Any] = _copy_loader(dataloader)
     name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
     vars(skipping)[name] = SkipBatchSampler(index_source(dataloader), num_batches * rounds)
@@ -80,6 +85,8 @@ def _copy_loader(dataloader: DataLoader[Any]) -> Any:
     """Copy a loader with all its attributes; the copy starts its own workers."""
     copied = copy.copy(dataloader)
     vars(copied)["_iterator"] = None
+    if getattr(dataloader, "next_iter_state", None) is not None:
+        vars(dataloader)["next_iter_state"] = None  # else the original's next pass, the next epoch, skips them again
     if isinstance(dataloader, PreparedDataLoader):
         vars(copied)["_original"] = dataloader
         for name in ("_read_ahead", "_state_before", "end_of_dataloader", "remainder"):  # of the pass of the original

@@ -72,7 +72,7 @@ class _Stateful(PreparedDataLoader):
             return super().batches()
         with torch.random.fork_rng(devices=[]):
             batches = super().batches()
-        if state.get(_FINISHED) and self.generator is None:
+        if (state.get(_FINISHED) or state.get(_COUNT) == 0) and self.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # the new pass draws its workers' seed, as every pass does
         return batches
 
@@ -103,8 +103,19 @@ class _Stateful(PreparedDataLoader):
         self._state_before = self._read_ahead = None
 
     def _torchdata_state(self) -> dict[str, Any]:
-        """Return torchdata's own state."""
-        state: dict[str, Any] = super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc]
+        """Return torchdata's own state.
+
+        Before the first pass, torchdata starts one to read its state, which draws the seed of its workers: saving would
+        change the order of the next pass. That pass is dropped, and the numbers are drawn again when it really starts.
+        """
+        if self._iterator is not None or self.num_workers:
+            return super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc,no-any-return]
+        numbers = None if self.generator is None else self.generator.get_state()
+        with torch.random.fork_rng(devices=[]):
+            state: dict[str, Any] = super(DataLoaderAdapter, self).state_dict()  # type: ignore[misc]
+        if self.generator is not None:
+            self.generator.set_state(numbers)
+        self._iterator, self._initial_iter_for_state_dict = None, False
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,6 +151,20 @@ class _Stateful(PreparedDataLoader):
             return  # no worker is left to resume: the next pass is a new one
         if self._reads_dataset:
             super(DataLoaderAdapter, self).load_state_dict(_with_position(state, own.get("position")))  # type: ignore[misc]
+
+
+def resumed_batches(dataloader: Any) -> int:
+    """Count the batches that the next pass of a loader skips, because a state was loaded.
+
+    Args:
+        dataloader: Any loader.
+    """
+    state = getattr(dataloader, "next_iter_state", None) or {}
+    if state.get(_FINISHED):
+        return 0
+    if "_snapshot" in state:
+        return int(state["_snapshot"].get("_snapshot_step", 0)) + int(state.get("_steps_since_snapshot", 0))
+    return int(state.get(_COUNT, 0))
 
 
 _FINISHED = "_iterator_finished"

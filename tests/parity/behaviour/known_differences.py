@@ -179,6 +179,12 @@ _BY_REASON: dict[str, list[str]] = {
     "the pass after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)": [
         "loaders.skipping_a_shuffled_loader",
     ],
+    "Accelerate skips the batches of a loaded state again in the next epoch, which is not complete": [
+        "loaders.stateful_epoch_after_a_resumed_one",
+    ],
+    "Accelerate resumes a shuffled pass in another order: samples are read twice, others never": [
+        "loaders.stateful_resuming_a_shuffled_pass",
+    ],
     "Accelerate does not notice that a pass was left early": [
         "loaders.leaving_a_pass_early",
     ],

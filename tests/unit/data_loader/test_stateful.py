@@ -199,3 +199,45 @@ def test_a_loader_without_a_position_raises() -> None:
         made.state_dict()
     with pytest.raises(AttributeError, match="use_stateful_dataloader=True"):
         made.load_state_dict({})
+
+
+@pytest.mark.parametrize("skipped", [0, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_loaded_state_count_as_skipped(workers: int, skipped: int) -> None:
+    first = loader(workers=workers, shuffle=True)
+    rounds = iter(first)
+    for _ in range(3):
+        next(rounds)
+    state, numbers = first.state_dict(), torch.get_rng_state()
+    rest = [batch.tolist() for batch in rounds]
+    resumed = loader(workers=workers, shuffle=True)
+    torch.set_rng_state(numbers)
+    resumed.load_state_dict(state)
+    assert read(skip_first_batches(resumed, skipped)) == rest
+    assert len(read(resumed)) == len(rest) + 3  # the next epoch is complete
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_reading_the_state_before_the_first_pass_changes_no_order(generator: torch.Generator | None) -> None:
+    orders = []
+    for reads in (False, True):
+        torch.manual_seed(5)
+        if generator is not None:
+            generator.manual_seed(5)
+        one = loader(shuffle=True, generator=generator)
+        if reads:
+            one.state_dict()
+        orders.append((read(one), torch.rand(1), read(one)))
+    assert orders[0] == orders[1]
+
+
+def test_a_pass_from_the_state_before_the_first_one_draws_the_same_numbers() -> None:
+    one = loader(shuffle=False)
+    state, numbers = one.state_dict(), torch.get_rng_state()
+    read(one)
+    after = torch.get_rng_state()
+    again = loader(shuffle=False)
+    torch.set_rng_state(numbers)
+    again.load_state_dict(state)
+    read(again)
+    assert torch.equal(torch.get_rng_state(), after)

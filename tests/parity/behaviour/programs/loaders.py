@@ -259,6 +259,43 @@ def stateful_loading() -> Any:
     return list(again), list(again), len(again)
 
 
+def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
+    """Read some batches, and load the state into another loader; return what was left."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    loaders = []
+    for _ in range(2):
+        accelerator = Accelerator(dataloader_config=config)
+        loaders.append(accelerator.prepare(DataLoader(torch.arange(18), batch_size=2, shuffle=shuffle)))
+    interrupted = iter(loaders[0])
+    for _ in range(rounds):
+        next(interrupted)
+    state, numbers = loaders[0].state_dict(), torch.get_rng_state()
+    left = [number for batch in interrupted for number in batch.tolist()]
+    torch.set_rng_state(numbers)  # as load_state does
+    loaders[1].load_state_dict(state)
+    return accelerator, loaders[1], left
+
+
+@program(needs="torchdata")
+def stateful_skipping_the_batches_of_a_loaded_state() -> Any:
+    accelerator, loader, left = _resumed_after(3, shuffle=False)
+    read = [number for batch in accelerator.skip_first_batches(loader, 3) for number in batch.tolist()]
+    return read, read == left
+
+
+@program(needs="torchdata")
+def stateful_epoch_after_a_resumed_one() -> Any:
+    accelerator, loader, _ = _resumed_after(3, shuffle=False)
+    list(accelerator.skip_first_batches(loader, 3))
+    return len(list(loader))
+
+
+@program(needs="torchdata")
+def stateful_resuming_a_shuffled_pass() -> Any:
+    _, loader, left = _resumed_after(3, shuffle=True)
+    return [number for batch in loader for number in batch.tolist()] == left
+
+
 @program(needs="torchdata")
 def stateful_loading_of_a_seedable_order() -> Any:
     def make() -> Any:
