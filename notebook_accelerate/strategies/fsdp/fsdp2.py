@@ -28,6 +28,7 @@ from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
 from notebook_accelerate.strategies.model_placement import check_values
 from notebook_accelerate.strategies.module_queries import model_has_dtensor
 from notebook_accelerate.strategies.sharding import shard_report
+from notebook_accelerate.strategies.sharding.packed_weights import has_packed_weights, make_weights_shardable
 from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
 from notebook_accelerate.strategies.strategy import NOTHING
 from notebook_accelerate.strategies.tensor_parallel import split_tensors
@@ -82,8 +83,11 @@ class FSDP2Strategy(ShardedStrategy):
             make_attention_causal(model)
         ties = tied_names(model)  # moving a model to meta and splitting it untie parameters
         weights = None
+        packed = has_packed_weights(model)
+        if packed:
+            make_weights_shardable(model, device)
         if not model_has_dtensor(model):  # one that transformers has split is equal on all ranks
-            if plugin.cpu_ram_efficient_loading:
+            if plugin.cpu_ram_efficient_loading and not packed:  # those have values on every rank
                 weights = _take_weights(model, ties)
             else:
                 check_values(model, _LOAD_ON_RANK_0)
