@@ -18,7 +18,8 @@ START_METHODS = ("auto", "inline", "fork", "zygote", "spawn")
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 RDZV_BACKENDS = ("static", "c10d")
 REPORT_SOURCES = (
-    "accelerate", "lightning", "mlflow", "rich", "tensorboard", "torch", "tqdm", "transformers", "wandb",
+    "accelerate", "lightning", "mlflow", "pytorch_accelerated", "rich", "tensorboard", "torch", "tqdm", "transformers",
+    "wandb",
 )  # fmt: skip
 
 

@@ -96,11 +96,10 @@ def _disconnect_widgets() -> None:
 
 
 def _plain_tqdm(module: Any) -> None:
-    standard = sys.modules["tqdm.std"].tqdm
     kind = module.tqdm_notebook
     for name in ("__init__", "__iter__", "display", "update", "close", "clear", "reset", "status_printer", "colour"):
-        if name in vars(kind) and hasattr(standard, name):
-            setattr(kind, name, vars(standard).get(name) or getattr(standard, name))
+        if name in vars(kind):  # those of the standard bar, its base class, remain: copies would miss later hooks
+            delattr(kind, name)
 
 
 def _plain_lightning(module: Any) -> None:

@@ -52,6 +52,19 @@ def lightning():
     made.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
     return made.world_size, made.global_step
 
+def writers():
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=os.getcwd(), MLFLOW_ALLOW_FILE_STORE="true")
+    import mlflow, wandb
+    tracked = wandb.init(project="test", dir=os.getcwd())
+    for step in range(3):
+        wandb.log({"wandb_loss": 1.0 / (step + 1)}, step=step)
+    tracked.finish()
+    mlflow.set_tracking_uri(f"file://{os.getcwd()}/mlruns-{rank()}")
+    with mlflow.start_run():
+        for step in range(3):
+            mlflow.log_metric("mlflow_loss", 0.5, step=step)
+            mlflow.log_metrics({"mlflow_rate": 0.1}, step=step)
+
 def points(run, name):
     series = run.metrics[name]
     return sorted(zip(series.ranks.tolist(), series.steps.tolist()))
@@ -88,3 +101,10 @@ def test_the_trainer_of_lightning(kernel: Kernel, method: str) -> None:
     assert kernel.value("points(run, 'train_loss')") == [[rank, step] for rank in (0, 1) for step in range(1, 17)]
     assert kernel.value("[row.last_step for row in run.ranks]") == [16, 16]
     assert "from a fork" not in cell.plain
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_numbers_for_wandb_and_mlflow(kernel: Kernel, method: str) -> None:
+    kernel.check(f"run = launch(writers, start_method={method!r}, timeout=300)")
+    for name in ("wandb_loss", "mlflow_loss", "mlflow_rate"):
+        assert kernel.value(f"points(run, {name!r})") == [[rank, step] for rank in (0, 1) for step in range(3)]

@@ -109,6 +109,16 @@ def test_bars_are_the_progress_of_the_run(kernel: Kernel) -> None:
     assert found == [["batches", 12, 12], ["files", 7, 7]]
 
 
+def test_bars_of_a_kernel_that_draws_widgets_are_the_progress_of_its_ranks(kernel: Kernel) -> None:
+    cell = kernel.check("from tqdm.auto import tqdm\nfor _ in tqdm(range(2)): pass")
+    assert cell.comms, "the kernel's own bar is a widget"
+    cell = kernel.check("run = launch(with_bars, start_method='fork', panel=False)")
+    assert cell.comms == []
+    assert cell.plain.count("batches: 100%") == 2
+    found = kernel.value("[[bar.label, bar.step, bar.total] for _, bar in sorted(run.store.loops.items())]")
+    assert found == [["batches", 12, 12], ["files", 7, 7]]
+
+
 @METHODS
 def test_scalars_for_tensorboard_are_copied(kernel: Kernel, method: str) -> None:
     kernel.check(f"run = launch(with_writer, start_method={method!r})")
@@ -136,3 +146,9 @@ def test_a_run_in_the_kernel_reports_too(kernel: Kernel) -> None:
     )
     kernel.check("run = launch(one, num_processes=1, start_method='inline')")
     assert kernel.value("points(run)") == [[0, 3]]
+
+
+def test_each_run_in_the_kernel_counts_its_own_steps(kernel: Kernel) -> None:
+    for _ in range(2):
+        kernel.check("run = launch(lone, num_processes=1, start_method='inline')")
+        assert kernel.value("[row.last_step for row in run.ranks]") == [24]

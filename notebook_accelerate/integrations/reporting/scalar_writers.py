@@ -39,13 +39,23 @@ def connect_mlflow(module: Any) -> None:
     after(module.MlflowClient, "log_batch", _log_batch)
 
 
+# The parameters have mlflow's names: its own functions pass them by name.
+
+
 def _log_metric(
-    _client: Any, _run_id: str, key: str, value: Any, _timestamp: Any = None, step: Any = None, *_: Any, **__: Any
+    _client: Any,
+    run_id: str,  # noqa: ARG001
+    key: str,
+    value: Any,
+    timestamp: Any = None,  # noqa: ARG001
+    step: Any = None,
+    *_: Any,
+    **__: Any,
 ) -> None:
     _copy({key: value}, step)
 
 
-def _log_batch(_client: Any, _run_id: str, metrics: Any = (), *_: Any, **__: Any) -> None:
+def _log_batch(_client: Any, run_id: str, metrics: Any = (), *_: Any, **__: Any) -> None:  # noqa: ARG001
     for metric in metrics:
         _copy({metric.key: metric.value}, metric.step)
 

@@ -19,6 +19,7 @@ _CONNECTIONS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("pytorch_lightning.trainer.trainer", "lightning_trainer", "connect"),
     ),
     "mlflow": (("mlflow.tracking.client", "scalar_writers", "connect_mlflow"),),
+    "pytorch_accelerated": (("pytorch_accelerated.tracking", "pytorch_accelerated_trainer", "connect"),),
     "rich": (("rich.progress", "progress_bars", "connect_rich"),),
     "tensorboard": (
         ("torch.utils.tensorboard.writer", "scalar_writers", "connect_tensorboard"),

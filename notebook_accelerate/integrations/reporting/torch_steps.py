@@ -15,7 +15,7 @@ import torch
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.integrations.import_hooks import when_imported
-from notebook_accelerate.telemetry import ProgressEvent, current_sink, step_time
+from notebook_accelerate.telemetry import ProgressEvent, Sink, current_sink, step_time
 from notebook_accelerate.telemetry.step_sources import ACCELERATOR, OPTIMIZER, claim, counts
 
 LONE_STEPS = 3
@@ -23,9 +23,10 @@ LONE_STEPS = 3
 
 
 class _Steps:
-    """Counts the steps of the first optimizer that takes one."""
+    """Counts the steps of the first optimizer that takes one, in each run."""
 
     def __init__(self) -> None:
+        self._sink: Sink | None = None
         self._counted: weakref.ref[Any] | None = None
         self._steps = 0
 
@@ -39,6 +40,8 @@ class _Steps:
         if not _times():
             return
         step_time.switch(step_time.OTHER)
+        if self._sink is not (sink := current_sink()):  # a new run in this process
+            self._sink, self._counted, self._steps = sink, None, 0
         if self._counted is None or self._counted() is None:
             self._counted = weakref.ref(optimizer)
         if self._counted() is optimizer:
