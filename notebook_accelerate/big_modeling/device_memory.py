@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import psutil
@@ -21,11 +21,12 @@ _KINDS = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")
 _NAMED = ("mps", "cpu", "disk")
 
 
-def get_max_memory(max_memory: Mapping[Any, float | str] | None = None) -> dict[Any, int]:
+def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
     """Return the bytes that a model may use on each device, accelerators first, then the CPU, then the disk.
 
     Args:
         max_memory: Bytes or "10GB" by device: numbers of accelerators, "mps", "cpu", "disk"; None: the free memory.
+            Texts in a dict are replaced by their numbers.
 
     Raises:
         ValueError: A device or a size is not valid.
@@ -33,6 +34,8 @@ def get_max_memory(max_memory: Mapping[Any, float | str] | None = None) -> dict[
     if max_memory is None:
         return _free()
     sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
+    if isinstance(max_memory, MutableMapping):  # transformers compares the values of its dict with the result's
+        max_memory.update({device: sizes[device] for device, size in max_memory.items() if isinstance(size, str)})
     for device in sizes:
         if not (isinstance(device, int) or device in _NAMED):
             raise ValueError(

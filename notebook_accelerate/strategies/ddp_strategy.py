@@ -80,22 +80,26 @@ class DDPStrategy(Strategy):
         """Let ranks without batches join the others' collectives; see `Accelerator.join_uneven_inputs`.
 
         Raises:
-            ValueError: An object cannot be joined.
+            ValueError: An object is neither a model nor can it be joined.
         """
         if isinstance(joinables, torch.nn.Module):
             raise ValueError("join_uneven_inputs takes a list: accelerator.join_uneven_inputs([model])")
-        joined = [_joinable(item) for item in joinables]
+        joined = [found for item in joinables if (found := _joinable(item)) is not None]
         with even_batches_set(self.dataloaders, even_batches) as others:
             if even_batches is not None and others:
                 warn_user("join_uneven_inputs(even_batches=...) does not apply to loaders of iterable datasets")
-            with Join(joined, enable=True, throw_on_early_termination=False):
+            with Join(joined, enable=True, throw_on_early_termination=False) if joined else NOTHING:
                 yield
 
 
-def _joinable(item: Any) -> Joinable:
+def _joinable(item: Any) -> Joinable | None:
+    """Return the object to join; None for a plain model, which exchanges nothing in its passes."""
     for candidate in (item, ddp_inside(item), getattr(item, "optimizer", None)):
         if isinstance(candidate, Joinable):
             return candidate
+    if isinstance(item, torch.nn.Module):  # a moving average of the weights is evaluated like the model
+        warn_once(f"join_uneven_inputs() has no effect on {type(item).__name__}: it is not a model from prepare()")
+        return None
     raise ValueError(
         f"{type(item).__name__} cannot be joined; pass prepared models: accelerator.join_uneven_inputs([model])"
     )

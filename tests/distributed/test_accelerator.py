@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -374,6 +375,22 @@ def cannot_join() -> None:
 def test_what_cannot_be_joined() -> None:
     with pytest.raises(RankError, match="int cannot be joined; pass prepared models"):
         run_ranks(cannot_join)
+
+
+def join_a_plain_model() -> tuple[int, list[str]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(10), batch_size=2))  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([nn.Linear(1, 1)], even_batches=False):
+            batches = len(list(loader))
+    return batches, [str(warning.message) for warning in caught]
+
+
+def test_a_plain_model_has_nothing_to_join() -> None:
+    (first, warned), (second, _) = run_ranks(join_a_plain_model)
+    assert (first, second) == (3, 2)
+    assert warned == ["join_uneven_inputs() has no effect on Linear: it is not a model from prepare()"]
 
 
 def plateau() -> Any:

@@ -198,6 +198,12 @@ def test_memory_limits() -> None:
         get_max_memory({"foo": 1})
 
 
+def test_texts_in_a_dict_of_memory_limits_become_numbers() -> None:
+    limits: dict[Any, Any] = {"cpu": "30KB", 0: 7}
+    get_max_memory(limits)
+    assert limits == {"cpu": 30_000, 0: 7}
+
+
 def test_balanced_memory() -> None:
     model = ThreeLayers()
     limits = {0: 1000, 1: 1000, "cpu": 10000}
