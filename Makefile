@@ -126,10 +126,13 @@ $(DEEPSPEED_READY): $(READY) requirements/deepspeed.txt requirements/clients.txt
 	touch $@
 
 # The libraries that use this package as their accelerate, or report from ranks, over the development environment.
-$(CLIENTS_READY): $(READY) requirements/clients.txt requirements/libraries.txt
+# The real Accelerate lies beside the path: only the processes that the tests compare with import it.
+$(CLIENTS_READY): $(READY) requirements/clients.txt requirements/libraries.txt requirements/bench.txt
 	$(call over_development,$(CLIENTS_VENV))
 	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r requirements/clients.txt -r requirements/libraries.txt
+	$(CLIENTS_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+		--target $(CLIENTS_VENV)/peer "$$(grep '^accelerate==' requirements/bench.txt)"
 	touch $@
 
 # Minutes of C++ compilation and 2 GB of memory; without it the test of that optimizer skips.

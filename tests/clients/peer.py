@@ -1,0 +1,110 @@
+"""Runs programs in two processes on the real Accelerate: `python -m tests.clients.peer OUT [NAME ...]`.
+
+The libraries are imported once, in the process from which each program's ranks are forked; the results go to a file.
+`accelerate` is what the caller's PYTHONPATH has: `run_on_accelerate` sets it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.clients.programs import PROGRAMS
+from tests.support.ranks import reserved_port
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(sys.prefix) / "peer"
+"""Where the environment has the real Accelerate: outside of the path, so that nothing else imports it."""
+RANKS = 2
+SECONDS = 300
+"""For one program; after that its ranks print their stacks and end."""
+LIBRARIES = (
+    "transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "peft", "diffusers.models",
+    "datasets", "diffusers.training_utils", "pytorch_accelerated.trainer", "lightning", "torch._dynamo",
+    "torch.distributed.fsdp",
+)  # fmt: skip
+
+
+def run_on_accelerate(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Run programs on the real Accelerate, in processes of their own.
+
+    Args:
+        folder: An empty folder.
+        names: The programs.
+
+    Returns:
+        For each program the results of its ranks, or the text of what they raised.
+    """
+    dropped = ("ACCELERATE_", "PYTEST_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    group = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    out = folder / "results.json"
+    command = [sys.executable, "-m", "tests.clients.peer", str(out), *names]
+    done = subprocess.run(
+        command, env={**kept, **path, **group}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"the programs on Accelerate ended with exit code {done.returncode}: {done.stdout[-4000:]}")
+    found: dict[str, list[Any]] = json.loads(out.read_text())
+    return found
+
+
+def main(out: str, *names: str) -> None:
+    """Run the programs one after the other and write their results, or what they raised, by name and rank."""
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    gc.collect()
+    gc.freeze()  # else collections in the children copy the parent's pages
+    Path(out).write_text(json.dumps({name: run(name) for name in names or PROGRAMS}))
+
+
+def run(name: str) -> list[Any]:
+    """Run a program; return the results of its ranks, or the text of what they raised."""
+    with reserved_port() as port:
+        ends = [_start(name, rank, port) for rank in range(RANKS)]
+        found = [Path(f"/proc/self/fd/{end}").read_text() for _, end in ends]
+        for pid, end in ends:
+            os.waitpid(pid, 0)
+            os.close(end)
+    return [json.loads(text) if text else "died" for text in found]
+
+
+def _start(name: str, rank: int, port: int) -> tuple[int, int]:
+    """Fork a rank; return its process and the end of the pipe that its result comes from."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    try:
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+        os.environ.update({variable: str(value) for variable, value in place.items()})
+        result: Any = _result(name)
+        with os.fdopen(writing, "w") as file:
+            json.dump(result, file)
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _result(name: str) -> Any:
+    try:
+        return PROGRAMS[name].train()
+    except Exception:  # noqa: BLE001 - the test shows it
+        return traceback.format_exc()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

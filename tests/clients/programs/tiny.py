@@ -1,0 +1,72 @@
+"""Models, data and measurements that the programs share; nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(40))]
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=32
+    )
+
+
+def language_model(layers: int = 2) -> Any:
+    """Return a tiny GPT-2, the same in each process."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(WORDS), n_embd=16, n_layer=layers, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1,
+        pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def sentence(number: int, length: int = 8) -> str:
+    """Return a text, another one for each number."""
+    return " ".join(WORDS[3 + (number * 7 + place * (1 + number % 3)) % 40] for place in range(length))
+
+
+def regression() -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
+    """Return a small network, and the data to train it on, the same in each process."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    return model, torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def shared_folder() -> str:
+    """Return an empty folder, the same for all ranks of a run; it joins the process group through Accelerate."""
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    PartialState(cpu=True)
+    return str(broadcast_object_list([tempfile.mkdtemp(dir=Path.cwd()) if os.environ["RANK"] == "0" else None])[0])
+
+
+def logged_losses(trainer: Any) -> list[float]:
+    """Return the losses that a Trainer of transformers has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def weight_sums(model: Any) -> list[float]:
+    """Return the sum of absolute values of each parameter, of a shard's whole parameter where it is one."""
+    found = []
+    for value in model.parameters():
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        found.append(whole.detach().double().abs().sum().item())
+    return found
