@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from notebook_accelerate.checkpointing.process_liveness import this_process
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.errors import CheckpointError
 from tests.support.gates import Gate
+from tests.support.interpreters import InterpreterServer
 from tests.support.trainings import Training, same
 
 
@@ -137,7 +139,7 @@ def test_a_tensor_learning_rate_may_change_immediately(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out" / "optimizer.bin")["param_groups"][0]["lr"] == 0.5
 
 
-def test_a_script_that_exits_still_writes_its_checkpoint(tmp_path: Path) -> None:
+def test_a_script_that_exits_still_writes_its_checkpoint(tmp_path: Path, interpreters: InterpreterServer) -> None:
     script = f"""
 import torch
 from notebook_accelerate import Accelerator
@@ -146,7 +148,7 @@ accelerator.prepare(torch.nn.Linear(512, 512))
 accelerator.save_state({str(tmp_path / "out")!r}, blocking=False)
 raise SystemExit(3)
 """
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == 3
+    assert interpreters.run("-c", script, env=os.environ).returncode == 3
     accelerator = Training().accelerator
     accelerator._models[:], accelerator._custom_objects[:] = [nn.Linear(512, 512)], []
     for objects in (accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders):

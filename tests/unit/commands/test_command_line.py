@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import yaml
@@ -20,6 +20,7 @@ from notebook_accelerate.commands.launch import launch_command_parser
 from notebook_accelerate.commands.launch_options import GENERAL, GROUPS
 from notebook_accelerate.commands.launch_settings import launch_config
 from notebook_accelerate.config import config_file
+from tests.support.interpreters import InterpreterServer
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,12 +30,19 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "home"), "COLUMNS": "110"}
 
 
-def command(folder: Path, *arguments: str, answers: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the program in a folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "notebook_accelerate", *arguments],
-        cwd=folder, env=environment(folder), input=answers, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+class Command(Protocol):
+    """Runs the program in a folder."""
+
+    def __call__(self, folder: Path, *arguments: str, answers: str = "") -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def command(interpreters: InterpreterServer) -> Command:
+    def run(folder: Path, *arguments: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+        program = ("-m", "notebook_accelerate", *arguments)
+        return interpreters.run(*program, cwd=folder, env=environment(folder), answers=answers)
+
+    return run
 
 
 def script(folder: Path, code: str, name: str = "train.py") -> str:
@@ -50,7 +58,7 @@ print(json.dumps([__name__, sys.argv, VALUE, {name: os.environ.get(name) for nam
 """
 
 
-def test_a_script_runs_as_main_in_labelled_processes(tmp_path: Path) -> None:
+def test_a_script_runs_as_main_in_labelled_processes(command: Command, tmp_path: Path) -> None:
     script(tmp_path, "VALUE = 3\n", "helper.py")
     (tmp_path / "inner").mkdir()
     script(tmp_path / "inner", SHOW)
@@ -70,7 +78,7 @@ def test_a_script_runs_as_main_in_labelled_processes(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
-def test_one_process_has_no_label(tmp_path: Path) -> None:
+def test_one_process_has_no_label(command: Command, tmp_path: Path) -> None:
     name = script(tmp_path, "import sys\nprint('only', sys.argv[1:])\n")
     for options in ([], ["--max_restarts", "1"]):
         done = command(tmp_path, "launch", "--cpu", "--num_processes", "1", *options, name, "x")
@@ -99,7 +107,7 @@ print("other")
     ids=["exception", "exit", "exit of one process", "signal", "syntax"],
 )
 def test_a_failure_is_shown_at_its_line(
-    code: str, options: list[str], exit_code: int, shown: str, tmp_path: Path
+    command: Command, code: str, options: list[str], exit_code: int, shown: str, tmp_path: Path
 ) -> None:
     done = command(tmp_path, "launch", "--cpu", *options, script(tmp_path, code))
     assert done.returncode == exit_code, done.stderr
@@ -108,14 +116,14 @@ def test_a_failure_is_shown_at_its_line(
         assert own not in done.stderr
 
 
-def test_quiet_shows_one_line(tmp_path: Path) -> None:
+def test_quiet_shows_one_line(command: Command, tmp_path: Path) -> None:
     done = command(tmp_path, "launch", "--quiet", "--cpu", "--num_processes", "2", script(tmp_path, FAIL))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "ValueError: of this rank" in done.stderr
 
 
-def test_modules_and_programs(tmp_path: Path) -> None:
+def test_modules_and_programs(command: Command, tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])\n", "mine.py")
     done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "-m", "mine", "--flag")
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] __main__ ['--flag']" for rank in range(2)], done.stderr
@@ -125,7 +133,7 @@ def test_modules_and_programs(tmp_path: Path) -> None:
     assert done.returncode == 5
 
 
-def test_a_script_written_for_accelerate_trains(tmp_path: Path) -> None:
+def test_a_script_written_for_accelerate_trains(command: Command, tmp_path: Path) -> None:
     name = script(
         tmp_path,
         "import torch\nfrom accelerate import Accelerator\nfrom accelerate.utils import gather_object\n"
@@ -136,7 +144,7 @@ def test_a_script_written_for_accelerate_trains(tmp_path: Path) -> None:
     assert done.stdout == "[rank 0] [0, 1] DistributedDataParallel\n", done.stderr
 
 
-def test_libraries_launch_scripts_by_accelerates_names(tmp_path: Path) -> None:
+def test_libraries_launch_scripts_by_accelerates_names(interpreters: InterpreterServer, tmp_path: Path) -> None:
     name = script(tmp_path, "import sys, accelerate\nprint(accelerate.Accelerator().num_processes, sys.argv[1:])\n")
     arguments = ["--cpu", "--num_processes", "2", name, "--lr", "1"]
     code = (
@@ -147,15 +155,12 @@ def test_libraries_launch_scripts_by_accelerates_names(tmp_path: Path) -> None:
         f"subprocess.run([sys.executable, '-m', 'accelerate.commands.launch', *{arguments}], check=True)\n"
         f"subprocess.run([sys.executable, '-m', 'accelerate', 'launch', *{arguments}], check=True)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    done = interpreters.run("-c", code, cwd=tmp_path, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] 2 ['--lr', '1']" for rank in (0, 0, 0, 1, 1, 1)]
 
 
-def test_workers_started_by_spawn_import_the_script(tmp_path: Path) -> None:
+def test_workers_started_by_spawn_import_the_script(command: Command, tmp_path: Path) -> None:
     name = script(
         tmp_path,
         "import multiprocessing, os\ndef square(x):\n    return x * x\n"
@@ -332,7 +337,7 @@ def test_a_file_is_read_as_a_launch(tmp_path: Path) -> None:
 # ---- the other commands
 
 
-def test_help_names_every_command(tmp_path: Path) -> None:
+def test_help_names_every_command(command: Command, tmp_path: Path) -> None:
     done = command(tmp_path)
     assert done.returncode == 0
     for name in ("launch", "config", "env", "test", "estimate-memory", "merge-weights", "to-fsdp2"):
@@ -347,7 +352,7 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_env_prints_versions_and_the_default_file(tmp_path: Path) -> None:
+def test_env_prints_versions_and_the_default_file(command: Command, tmp_path: Path) -> None:
     import torch
 
     assert command(tmp_path, "config", "default", "--mixed_precision", "bf16").returncode == 0
@@ -357,7 +362,7 @@ def test_env_prints_versions_and_the_default_file(tmp_path: Path) -> None:
         assert part in done.stdout
 
 
-def test_questions_are_asked_until_answered(tmp_path: Path) -> None:
+def test_questions_are_asked_until_answered(command: Command, tmp_path: Path) -> None:
     answers = ["1", "y", "2", "fp32", "bf16", "fsdp", "3", "2", "", "", "Block,Other", "", "y", "", ""]
     done = command(tmp_path, "config", "--config_file", "mine.yaml", answers="\n".join([*answers, ""]))
     assert done.returncode == 0, done.stderr
@@ -373,7 +378,7 @@ def test_questions_are_asked_until_answered(tmp_path: Path) -> None:
     assert not (tmp_path / "other.yaml").exists()
 
 
-def test_a_file_is_updated(tmp_path: Path) -> None:
+def test_a_file_is_updated(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text("fp16: true\ndynamo_backend: INDUCTOR\nnum_processes: 2\n")
     assert command(tmp_path, "config", "update", "--config_file", "old.yaml").returncode == 0
@@ -389,7 +394,9 @@ def _fsdp1(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "reshards"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), (1, True), (2, False)]
 )
-def test_a_configuration_becomes_one_of_fsdp2(strategy: object, reshards: bool, tmp_path: Path) -> None:
+def test_a_configuration_becomes_one_of_fsdp2(
+    command: Command, strategy: object, reshards: bool, tmp_path: Path
+) -> None:
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(_fsdp1(fsdp_sharding_strategy=strategy)))
     convert = ("to-fsdp2", "--config_file", "one.yaml")
     assert command(tmp_path, *convert).returncode == 2
@@ -402,7 +409,7 @@ def test_a_configuration_becomes_one_of_fsdp2(strategy: object, reshards: bool, 
     assert "is for FSDP 2 already" in again.stdout
 
 
-def test_a_short_training_checks_a_configuration(tmp_path: Path) -> None:
+def test_a_short_training_checks_a_configuration(command: Command, tmp_path: Path) -> None:
     done = command(tmp_path, "test", "--cpu", "--num_processes", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ok: ") == 4

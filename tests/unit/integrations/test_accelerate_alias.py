@@ -10,18 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.interpreters import InterpreterServer
+
 ROOT = Path(__file__).resolve().parents[3]
 START = "import sys, notebook_accelerate\nnotebook_accelerate.as_accelerate()\n"
 
 
-def python(code: str, *flags: str, path: Path | None = None) -> str:
-    """Run code in a fresh interpreter, return what it prints."""
+def python(code: str, *flags: str, path: Path | None = None, interpreters: InterpreterServer | None = None) -> str:
+    """Run code in a fresh interpreter, or in one that has imported torch; return what it prints."""
     folders = [str(path)] if path else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", textwrap.dedent(code)],
-        env=environment, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    arguments = [*flags, "-c", textwrap.dedent(code)]
+    if interpreters is not None:
+        done = interpreters.run(*arguments, env=environment)
+    else:
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -33,7 +38,7 @@ def stand_in(folder: Path) -> Path:
     return folder
 
 
-def test_modules_and_classes_are_the_same_objects() -> None:
+def test_modules_and_classes_are_the_same_objects(interpreters: InterpreterServer) -> None:
     python(
         START + "import accelerate, accelerate.utils.dataclasses as dataclasses, accelerate.state\n"
         "from accelerate.utils import operations\n"
@@ -43,7 +48,8 @@ def test_modules_and_classes_are_the_same_objects() -> None:
         "assert dataclasses is sys.modules['notebook_accelerate.utils.dataclasses']\n"
         "assert operations is sys.modules['notebook_accelerate.utils.operations']\n"
         "assert accelerate.state.PartialState is notebook_accelerate.PartialState\n"
-        "assert accelerate.utils.__spec__.name == 'notebook_accelerate.utils'\n"
+        "assert accelerate.utils.__spec__.name == 'notebook_accelerate.utils'\n",
+        interpreters=interpreters,
     )
 
 
@@ -83,18 +89,19 @@ def test_a_missing_module_and_a_missing_name_are_reported_by_the_name_that_was_i
     assert out.splitlines() == ["No module named 'accelerate.absent'", "False"]
 
 
-def test_what_is_set_in_one_module_is_set_in_both() -> None:
+def test_what_is_set_in_one_module_is_set_in_both(interpreters: InterpreterServer) -> None:
     python(
         START + "import accelerate\n"
         "accelerate.Accelerator = int\nassert notebook_accelerate.Accelerator is int\n"
         "del accelerate.Accelerator\nassert accelerate.Accelerator is not int\n"
         "assert 'Accelerator' in dir(accelerate)\n"
         "names = {}\nexec('from accelerate import *', names)\n"
-        "assert names['Accelerator'] is notebook_accelerate.Accelerator\n"
+        "assert names['Accelerator'] is notebook_accelerate.Accelerator\n",
+        interpreters=interpreters,
     )
 
 
-def test_patches_of_functions_reach_their_callers() -> None:
+def test_patches_of_functions_reach_their_callers(interpreters: InterpreterServer) -> None:
     python(
         START + "import accelerate, accelerate.accelerator, accelerate.utils.fsdp_utils as fsdp_utils\n"
         "from notebook_accelerate.strategies.fsdp import fsdp_helpers\n"
@@ -112,11 +119,12 @@ def test_patches_of_functions_reach_their_callers() -> None:
         "accelerate.utils.operations.gather = gather\n"
         "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)).tolist() == [1.0]\n"
         "accelerate.accelerator.gather = lambda tensor: 'again'\n"
-        "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)) == 'again'\n"
+        "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)) == 'again'\n",
+        interpreters=interpreters,
     )
 
 
-def test_patched_classes_and_methods_take_effect() -> None:
+def test_patched_classes_and_methods_take_effect(interpreters: InterpreterServer) -> None:
     python(
         START + "import accelerate\n"
         "before = accelerate.accelerator.Accelerator.__init__\n"
@@ -125,11 +133,12 @@ def test_patched_classes_and_methods_take_effect() -> None:
         "    self.patched = True\n"
         "accelerate.accelerator.Accelerator.__init__ = patched\n"
         "from notebook_accelerate import Accelerator\n"
-        "assert Accelerator(cpu=True).patched\n"
+        "assert Accelerator(cpu=True).patched\n",
+        interpreters=interpreters,
     )
 
 
-def test_the_tools_of_the_standard_library_work() -> None:
+def test_the_tools_of_the_standard_library_work(interpreters: InterpreterServer) -> None:
     python(
         START + "import importlib, inspect, pickle, pkgutil, importlib.resources\n"
         "import accelerate.utils.dataclasses\n"
@@ -143,11 +152,12 @@ def test_the_tools_of_the_standard_library_work() -> None:
         "assert importlib.resources.files('accelerate.utils').joinpath('ao.py').is_file()\n"
         "kind = accelerate.utils.DistributedType.NO\n"
         "assert pickle.loads(pickle.dumps(kind)) is kind\n"
-        "assert pickle.loads(b'caccelerate.state\\nPartialState\\n.') is notebook_accelerate.PartialState\n"
+        "assert pickle.loads(b'caccelerate.state\\nPartialState\\n.') is notebook_accelerate.PartialState\n",
+        interpreters=interpreters,
     )
 
 
-def test_threads_import_one_module(tmp_path: Path) -> None:
+def test_threads_import_one_module(interpreters: InterpreterServer) -> None:
     code = """
     from concurrent.futures import ThreadPoolExecutor
     from threading import Barrier
@@ -162,7 +172,7 @@ def test_threads_import_one_module(tmp_path: Path) -> None:
     assert len(found) == 1, found
     assert sys.modules["accelerate.utils.operations"].__spec__.name == "notebook_accelerate.utils.operations"
     """
-    python(START + textwrap.dedent(code))
+    python(START + textwrap.dedent(code), interpreters=interpreters)
 
 
 def test_child_interpreters_have_the_alias(tmp_path: Path) -> None:
@@ -198,7 +208,7 @@ def test_workers_started_by_spawn_have_the_alias(tmp_path: Path) -> None:
     assert python(START + textwrap.dedent(code), path=tmp_path).split() == ["1.15.0"]
 
 
-def test_the_real_package_returns_when_the_alias_is_removed(tmp_path: Path) -> None:
+def test_the_real_package_returns_when_the_alias_is_removed(tmp_path: Path, interpreters: InterpreterServer) -> None:
     code = """
     import accelerate
     from accelerate import Accelerator
@@ -208,7 +218,8 @@ def test_the_real_package_returns_when_the_alias_is_removed(tmp_path: Path) -> N
     import accelerate
     print(accelerate.__version__, Accelerator is notebook_accelerate.Accelerator)
     """
-    assert python(START + textwrap.dedent(code), path=stand_in(tmp_path)).split() == ["0.0.1", "True"]
+    out = python(START + textwrap.dedent(code), path=stand_in(tmp_path), interpreters=interpreters)
+    assert out.split() == ["0.0.1", "True"]
 
 
 def test_it_is_refused_where_another_package_is_imported(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import subprocess
+import os
 import sys
 import threading
 import time
@@ -10,6 +10,7 @@ import time
 import pytest
 
 from notebook_accelerate.state import gloo_threads
+from tests.support.interpreters import InterpreterServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the state of threads is in /proc only on Linux")
 
@@ -56,7 +57,7 @@ def test_waiting_ends_at_the_limit() -> None:
     thread.end()
 
 
-def test_gloos_threads_are_found_by_name() -> None:
+def test_gloos_threads_are_found_by_name(interpreters: InterpreterServer) -> None:
     code = (
         "import time\n"
         "import torch.distributed as dist; from notebook_accelerate.state import PartialState, gloo_threads\n"
@@ -67,5 +68,6 @@ def test_gloos_threads_are_found_by_name() -> None:
         "    time.sleep(0.01)\n"
         "print(len(gloo_threads._threads()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    done = interpreters.run("-c", code, env=os.environ)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0, "torch has renamed gloo's threads: nothing waits for them"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from notebook_accelerate.telemetry import inherited_state
+from tests.support.interpreters import InterpreterServer
 
 
 def _on_new_thread(function: Callable[[], Any]) -> Any:
@@ -122,24 +121,23 @@ from notebook_accelerate.telemetry import inherited_state
 kernel = sys.argv[1] == "kernel"
 if kernel:
     exec(sys.argv[2])
-    sys.stdout.buffer.write(pickle.dumps(inherited_state.capture()))
+    print(pickle.dumps(inherited_state.capture()).hex())
 else:
-    inherited_state.apply(pickle.load(sys.stdin.buffer))
+    inherited_state.apply(pickle.loads(bytes.fromhex(input())))
     print(json.dumps(eval(sys.argv[2])))
 """
 
 
-def _in_processes(setup: str, expression: str) -> Any:
+def _in_processes(interpreters: InterpreterServer, setup: str, expression: str) -> Any:
     """Set something in one interpreter, apply its state in another, and return an expression's value there."""
-    run = [sys.executable, "-c", _RANK]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    kernel = subprocess.run([*run, "kernel", setup], capture_output=True, env=environment, check=True)
-    rank = [*run, "rank", expression]
-    done = subprocess.run(rank, input=kernel.stdout, capture_output=True, env=environment, check=True)
-    return json.loads(done.stdout)
+    kernel = interpreters.run("-c", _RANK, "kernel", setup, env=os.environ)
+    assert kernel.returncode == 0, kernel.stderr
+    rank = interpreters.run("-c", _RANK, "rank", expression, env=os.environ, answers=kernel.stdout)
+    assert rank.returncode == 0, rank.stderr
+    return json.loads(rank.stdout)
 
 
-def test_a_process_that_is_not_forked_inherits_the_settings_of_the_process() -> None:
+def test_a_process_that_is_not_forked_inherits_the_settings_of_the_process(interpreters: InterpreterServer) -> None:
     setup = """
 torch.backends.cudnn.benchmark = True
 torch.backends.cuda.enable_flash_sdp(False)
@@ -162,15 +160,15 @@ torch.set_float32_matmul_precision("medium")
         "torch.get_float32_matmul_precision()",
     )
     expected = [True, False, False, 1, True, "torch.float64", True, False, "medium"]
-    assert _in_processes(setup, f"[{', '.join(names)}]") == expected
+    assert _in_processes(interpreters, setup, f"[{', '.join(names)}]") == expected
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 and later")
-def test_precisions_set_in_the_newer_way_are_inherited() -> None:
+def test_precisions_set_in_the_newer_way_are_inherited(interpreters: InterpreterServer) -> None:
     """Torch then refuses to return them in the older way, with a RuntimeError."""
     setup = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
     expression = "[torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]"
-    assert _in_processes(setup, expression) == ["tf32", "bf16"]
+    assert _in_processes(interpreters, setup, expression) == ["tf32", "bf16"]
 
 
 def test_capture_keeps_an_index_out() -> None:

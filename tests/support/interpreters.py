@@ -1,0 +1,147 @@
+"""Runs code as a new interpreter that has torch imported already: forked from a server, which spares its two seconds.
+
+Only torch and numpy are imported. What depends on the start of an interpreter (its flags, ``sitecustomize``, variables
+that torch reads when it is imported) needs a real one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing.process
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SERVER = "import sys; from tests.support.interpreters import main, serve; serve(int(sys.argv[1])) and main()"
+_MESSAGE = 1 << 17
+"""The largest request in bytes: mostly the environment."""
+
+
+class InterpreterServer:
+    """Forks interpreters, one at a time."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+            command = [sys.executable, "-c", _SERVER, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, env=environment, cwd=_ROOT, pass_fds=[theirs.fileno()])
+
+    def run(
+        self, *arguments: str, cwd: Path = _ROOT, env: Mapping[str, str], answers: str = "", timeout: float = 300.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``python`` with these arguments, which begin with ``-c`` or ``-m``, and return what it printed.
+
+        Args:
+            arguments: The command line after ``python``.
+            cwd: The working directory.
+            env: All environment variables.
+            answers: What it reads from stdin.
+            timeout: Seconds that it may take; after that it is killed.
+
+        Raises:
+            TimeoutError: It took longer.
+        """
+        request = json.dumps([arguments, str(cwd), dict(env)]).encode()
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            stdin.write(answers.encode())
+            stdin.seek(0)
+            socket.send_fds(self._connection, [request], [stdin.fileno(), out.fileno(), err.fileno()])
+            self._connection.settimeout(timeout)
+            try:
+                code = int(self._connection.recv(_MESSAGE))
+            except TimeoutError:
+                self._kill()
+                raise
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode())
+        return subprocess.CompletedProcess(["python", *arguments], code, *texts)
+
+    def close(self) -> None:
+        """End the server."""
+        self._connection.close()
+        self._process.wait(60)
+
+    def _kill(self) -> None:
+        server = psutil.Process(self._process.pid)
+        for process in [server, *server.children(recursive=True)]:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator[InterpreterServer]:
+    """Return the session's server of interpreters."""
+    server = InterpreterServer()
+    yield server
+    server.close()
+
+
+def serve(descriptor: int) -> bool:
+    """Fork an interpreter for each request until the test session closes the connection.
+
+    Returns:
+        Whether this is a forked process, which is to call `main`; False: the server, at its end.
+    """
+    import numpy as np
+    import torch
+
+    assert np, torch
+    gc.collect()
+    gc.freeze()  # collections of a forked process, that at its end among them, leave torch's objects alone
+    connection = socket.socket(fileno=descriptor)
+    while True:
+        request, files, _, _ = socket.recv_fds(connection, _MESSAGE, 3)
+        if not request:
+            return False
+        child = os.fork()
+        if not child:
+            connection.close()
+            _become(files, *json.loads(request))
+            return True
+        for file in files:
+            os.close(file)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        connection.sendall(str(code).encode())
+
+
+def _become(files: Sequence[int], arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
+    """Take over the files, arguments, folder and variables of a request."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(cwd)
+    # Where spawned processes look for the main module.
+    multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(environment)
+    first = "" if arguments[0] == "-c" else cwd
+    given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [first, *given, *(path for path in sys.path[1:] if path not in (str(_ROOT), *given))]
+    sys.path_importer_cache.clear()
+    sys.argv[:] = arguments
+
+
+def main() -> None:
+    """Execute what ``sys.argv`` names, as the main module."""
+    flag, what, *_ = sys.argv
+    del sys.argv[0 if flag == "-m" else 1]
+    if flag == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    module: Any = ModuleType("__main__")
+    sys.modules["__main__"] = module
+    exec(compile(what, "<string>", "exec"), vars(module))
