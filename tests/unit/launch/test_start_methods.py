@@ -195,7 +195,7 @@ def test_an_interrupt_of_the_kernel_is_not_one_of_interpreters_that_start() -> N
     assert done.stdout.split() == ["succeeded", "None"], done.stdout + done.stderr
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_a_collective_works(method: str) -> None:
     def meet() -> float:
         import torch
@@ -209,7 +209,7 @@ def test_a_collective_works(method: str) -> None:
     assert _launch(method, meet, num_processes=3).results == (6.0,) * 3
 
 
-@METHODS
+@SPAWN_NIGHTLY
 def test_the_error_is_the_ranks_own(method: str) -> None:
     class OwnError(Exception):
         pass
