@@ -324,7 +324,7 @@ for batch in data():
 
 
 def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
-    with notebooks(2) as found, notebooks(1) as victim:  # training leaves threads in a kernel
+    with notebooks(2) as found, notebooks(1) as victim:  # an optimizer sets TORCHINDUCTOR_CACHE_DIR
         three = Notebooks([*found.kernels, *victim.kernels])
         for kernel in three.kernels:
             kernel.check(WARM_OPTIMIZER, LIMIT)
