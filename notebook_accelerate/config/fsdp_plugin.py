@@ -197,8 +197,6 @@ class FullyShardedDataParallelPlugin:
         self.mixed_precision_policy = {"param_dtype": dtype, "reduce_dtype": dtype}
         if self.fsdp_version == 1:
             self.mixed_precision_policy["buffer_dtype"] = torch.float32 if buffer_autocast else dtype
-        else:
-            self.mixed_precision_policy["output_dtype"] = dtype
         self.validate_mixed_precision_policy()
 
     def validate_mixed_precision_policy(self) -> None:

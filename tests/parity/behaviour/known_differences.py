@@ -40,6 +40,12 @@ _BY_REASON: dict[str, list[str]] = {
         "handlers: _fsdp(sync_module_states=True)",
         "handlers: _with(_FSDP_ENVIRONMENT, _fsdp)",
     ],
+    "losses are computed from float32 outputs in FSDP 2, as in every other strategy; Accelerate's are bf16 or fp16": [
+        "handlers: _fsdp(mixed_precision_policy='fp16', fsdp_version=2)",
+    ],
+    "compilation in regions keeps the model's class and the names of its parameters": [
+        "handlers.type_of_compiled_regions",
+    ],
     "Accelerate wraps nothing where no class is named; here that is an error": [
         "handlers: _policy('transformer_based_wrap')",
     ],
