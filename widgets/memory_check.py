@@ -113,7 +113,7 @@ def distribution_of(training: TrainingOptions, ranks: int, local: int) -> dict[s
     elif degrees.keys() & {"dp_shard", "cp"}:
         strategy = "fsdp"
     else:
-        strategy = next((name for name in ("tp", "pp") if name in degrees), _plain(ranks))
+        strategy = next((name for name in ("tp", "ep", "pp") if name in degrees), _plain(ranks))
     found = {"strategy": strategy, "degrees": {name: size for name, size in degrees.items() if size > 1}}
     return {name: value for name, value in {**found, "offload": offload}.items() if value}
 

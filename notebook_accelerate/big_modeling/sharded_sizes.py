@@ -13,8 +13,10 @@ import torch
 
 from notebook_accelerate.big_modeling.partition import balanced_cuts
 
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 """Parallel dimensions, as in `ParallelismConfig`."""
+EXPERTS = "experts"
+"""The name of modules that expert parallelism splits; the first dimension of their parameters is that of experts."""
 OFFLOAD_TARGETS = ("cpu", "disk")
 PARTS = ("weights", "gradients", "optimizer")
 """The parts of a training's memory that can be sharded and offloaded."""
@@ -49,6 +51,7 @@ STRATEGIES: dict[str, Sharding] = {
     "fsdp": Sharding(weights=True, gradients=True, optimizer=True),
     "tp": Sharding(dimension="tp"),
     "cp": Sharding(weights=True, gradients=True, optimizer=True, dimension="cp"),
+    "ep": Sharding(dimension="ep"),
     "pp": Sharding(dimension="pp"),
     "megatron": Sharding(),
     "megatron_distributed_optimizer": Sharding(optimizer=True),
@@ -91,13 +94,13 @@ class RankLayout:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that shards are divided over: not replicas, tensor parallel ranks and pipeline stages."""
-        return self.ranks // (self.degree("dp_replicate") * self.degree("tp") * self.degree("pp"))
+        """Number of ranks that shards are divided over: not replicas or ranks that split tensors, experts or layers."""
+        return self.ranks // (self.degree("dp_replicate") * self.degree("tp") * self.degree("ep") * self.degree("pp"))
 
     @property
     def reduces(self) -> bool:
         """Whether gradients are reduced over ranks that hold the same weights."""
-        return self.ranks > self.degree("tp") * self.degree("pp")
+        return self.ranks > self.degree("tp") * self.degree("ep") * self.degree("pp")
 
     def parts(self, model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, float]]:
         """Return the parameters of the largest pipeline stage, and the fraction of each that a rank holds.
@@ -105,10 +108,11 @@ class RankLayout:
         Args:
             model: The model.
         """
-        tp = self.degree("tp")
-        divided = _tensor_parallel_names(model) if tp > 1 else set()
+        tp, ep = self.degree("tp"), self.degree("ep")
+        divided = dict.fromkeys(_tensor_parallel_names(model), 1 / tp) if tp > 1 else {}
+        divided |= dict.fromkeys(_expert_names(model), 1 / ep) if ep > 1 else {}
         stage = _largest_stage(_blocks(model), self.degree("pp"))
-        return [(parameter, 1 / tp if name in divided else 1.0) for name, parameter in stage]
+        return [(parameter, divided.get(name, 1.0)) for name, parameter in stage]
 
 
 def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
@@ -142,6 +146,11 @@ def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
         if style != "sequence_parallel"
     ]
     return {name for name in named if any(pattern.fullmatch(name) for pattern in patterns)}
+
+
+def _expert_names(model: torch.nn.Module) -> set[str]:
+    """Return the parameters that expert parallelism divides."""
+    return {name for name, _ in model.named_parameters() if EXPERTS in name.split(".")[:-1]}
 
 
 def _blocks(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]]:

@@ -180,6 +180,7 @@ PARALLELISM = (
     Option("parallelism_config_dp_replicate_size", "Replicas.", int, default=1),
     Option("parallelism_config_dp_shard_size", "Ranks that shard a replica.", int, default=1),
     Option("parallelism_config_tp_size", "Ranks that split layers.", int, default=1),
+    Option("parallelism_config_ep_size", "Ranks that split experts; without it, 1.", int),
     Option("parallelism_config_cp_size", "Ranks that split sequences, with ring attention.", int, default=1),
     Option("parallelism_config_cp_backend", "torch.", choices=("torch",), default="torch"),
     Option("parallelism_config_cp_comm_strategy", "allgather, as without it, or alltoall."),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # From the outermost to the innermost: ranks that differ in the last dimension are neighbours, and communicate most.
-_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "ep", "tp")
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 _HANDLERS = {
     "tp": TorchTensorParallelConfig,
@@ -31,7 +31,7 @@ _HANDLERS = {
 class ParallelismConfig:
     """The degree of each kind of parallelism; their product is the number of ranks.
 
-    Ranks are numbered with tp innermost, then sp, cp, dp_shard, dp_replicate, and pp outermost.
+    Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost.
     """
 
     dp_replicate_size: int | None = None
@@ -53,6 +53,11 @@ class ParallelismConfig:
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
     """Number of ranks over which `prepare_pippy` distributes a model's layers, for inference; default: 1."""
+    ep_size: int | None = None
+    """Number of ranks over which the experts of mixture-of-experts layers are split; default: 1.
+
+    Accelerate creates this dimension of the mesh (accelerate#4202); here `prepare` also splits the experts over it.
+    """
 
     def __post_init__(self) -> None:
         self._mesh: DeviceMesh | None = None
@@ -75,6 +80,7 @@ class ParallelismConfig:
             raise ValueError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences; set one of them to 1"
             )
+        self._check_experts()
         others = self._active("dp_shard", "cp", "sp", "tp")
         if self.pp_enabled and others:
             sizes = " and ".join(f"{name}_size={self._degree(name)}" for name in others)
@@ -88,6 +94,21 @@ class ParallelismConfig:
                 f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size} needs sharding between them, "
                 f"because whole replicas of split tensors cannot be kept equal; write "
                 f"ParallelismConfig(dp_shard_size={self.dp_replicate_size}, tp_size={self.tp_size})"
+            )
+
+    def _check_experts(self) -> None:
+        others = self._active("pp", "cp", "sp", "tp")
+        if self.ep_enabled and others:
+            sizes = " and ".join(f"{name}_size={self._degree(name)}" for name in others)
+            raise ValueError(
+                f"ep_size={self.ep_size} with {sizes} is not supported; combine ep_size with dp_shard_size and "
+                "dp_replicate_size only"
+            )
+        if self.ep_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ValueError(
+                f"dp_replicate_size={self.dp_replicate_size} with ep_size={self.ep_size} needs sharding between them, "
+                f"because whole replicas of split experts cannot be kept equal; write "
+                f"ParallelismConfig(dp_shard_size={self.dp_replicate_size}, ep_size={self.ep_size})"
             )
 
     def __repr__(self) -> str:
@@ -122,8 +143,8 @@ class ParallelismConfig:
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Number of ranks that work on the same data: tp times cp times sp times pp."""
-        return self._degree("tp") * self._degree("cp") * self._degree("sp") * self._degree("pp")
+        """Number of ranks that work on the same data: tp times cp times sp times ep times pp."""
+        return math.prod(self._degree(name) for name in ("tp", "cp", "sp", "ep", "pp"))
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -151,6 +172,11 @@ class ParallelismConfig:
         return self._degree("sp") > 1
 
     @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are split."""
+        return self._degree("ep") > 1
+
+    @property
     def pp_enabled(self) -> bool:
         """Whether layers are distributed."""
         return self._degree("pp") > 1
@@ -165,7 +191,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The dimensions along which ranks work on the same data."""
-        return self._active("tp", "cp", "sp", "pp")
+        return self._active("tp", "cp", "sp", "ep", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:

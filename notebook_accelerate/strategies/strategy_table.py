@@ -63,18 +63,25 @@ def _tensor_parallel(setup: Setup) -> Strategy:
     return TensorParallelStrategy(setup)
 
 
+def _expert_parallel(setup: Setup) -> Strategy:
+    from notebook_accelerate.strategies.expert_parallel import ExpertParallelStrategy
+
+    return ExpertParallelStrategy(setup)
+
+
 STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.NO.value: SingleStrategy,
     **{kind.value: DDPStrategy for kind in DistributedType if kind.value.startswith("MULTI_")},
     DistributedType.FSDP.value: _fsdp,
     "TP": _tensor_parallel,
+    "EP": _expert_parallel,
     "PP": _pipeline,
     DistributedType.DEEPSPEED.value: _deepspeed,
     DistributedType.XLA.value: _xla,
     DistributedType.MEGATRON_LM.value: _megatron_lm,
 }
-"""The factory of each strategy by `DistributedType`, or TP and PP: Accelerate has no type for ranks that only split
-tensors, or only layers."""
+"""The factory of each strategy by `DistributedType`, or TP, EP and PP: Accelerate has no type for ranks that only split
+tensors, experts or layers."""
 
 
 def register_strategy(kind: str, factory: StrategyFactory) -> None:
@@ -102,7 +109,7 @@ def make_strategy(setup: Setup) -> Strategy:
     kind = str(getattr(setup.state.distributed_type, "value", setup.state.distributed_type))
     layout = setup.state.parallelism_config
     if kind.startswith("MULTI_") and layout is not None:
-        kind = "TP" if layout.tp_enabled else "PP" if layout.pp_enabled else kind
+        kind = next((name.upper() for name in ("tp", "ep", "pp") if getattr(layout, f"{name}_enabled")), kind)
     if kind not in STRATEGIES:
         raise ValueError(f"distributed_type={kind!r} has no strategy; allowed: {', '.join(STRATEGIES)}")
     return STRATEGIES[kind](setup)

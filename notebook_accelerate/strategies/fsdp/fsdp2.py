@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.strategies.context_parallel import make_attention_causal, split_sequences
+from notebook_accelerate.strategies.expert_parallel import split_experts
 from notebook_accelerate.strategies.fsdp.fsdp_settings import resolved_plugin
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units
 from notebook_accelerate.strategies.model_placement import check_values
@@ -94,6 +95,7 @@ class FSDP2Strategy(ShardedStrategy):
                 if plugin.sync_module_states is not False:
                     broadcast_weights(model, device)
         split_tensors(model, self.setup.state.device_mesh)
+        split_experts(model, self.setup.state.device_mesh)
         _shard_units(model, self.mesh, plugin, device)
         if weights is not None:
             _load_weights(model, weights, device, plugin.offloads)
@@ -215,11 +217,13 @@ def _shard_units(
     model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin, device: torch.device
 ) -> None:
     units, ignored = choose_units(model, plugin)
-    pin = device.type != "cpu" and getattr(plugin.cpu_offload, "pin_memory", True)  # needs an accelerator
+    offload: Any = plugin.cpu_offload
+    if isinstance(offload, bool):
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if plugin.offloads else OffloadPolicy(),
+        "offload_policy": offload,
         "ignored_params": {parameter for module in ignored for parameter in module.parameters()} or None,
     }
     reshard: Any = plugin.reshard_after_forward

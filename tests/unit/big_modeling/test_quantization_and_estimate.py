@@ -265,6 +265,16 @@ def test_tensor_parallelism_divides_what_the_plan_names() -> None:
     assert both.training["weights"] == (matrix // 2 + matrix + norm) // 2
 
 
+def test_expert_parallelism_divides_experts() -> None:
+    experts, norm = 4 * 8 * 16 * 4, 2 * 8 * 4
+    model = nn.Sequential(nn.LayerNorm(8), nn.Module())
+    model[1].experts = nn.Module()
+    model[1].experts.up = nn.Parameter(torch.zeros(4, 8, 16))
+    assert estimate_memory(model, strategy="ep", num_processes=4).training["weights"] == experts // 4 + norm
+    both = estimate_memory(model, strategy="fsdp", num_processes=4, degrees={"ep": 2, "dp_shard": 2})
+    assert both.training["weights"] == (experts // 2 + norm) // 2
+
+
 def test_the_largest_pipeline_stage_counts() -> None:
     model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(5)], nn.Linear(10, 100, bias=False))
     layer = 400

@@ -35,6 +35,7 @@ DEGREES = {
     "data": {"dp_replicate": 2, "dp_shard": 3, "tp": 5, "cp": 7},
     "sequences": {"dp_replicate": 2, "sp": 3},
     "layers": {"dp_replicate": 2, "pp": 3},
+    "experts": {"dp_replicate": 2, "dp_shard": 3, "ep": 5},
 }
 
 
@@ -72,6 +73,7 @@ parallelism_config:
   parallelism_config_cp_size: 1
   parallelism_config_sp_size: 2
   parallelism_config_pp_size: 1
+  parallelism_config_ep_size: 1
   parallelism_config_sp_backend: deepspeed
   parallelism_config_sp_seq_length_is_variable: true
   parallelism_config_sp_attn_implementation: sdpa
@@ -84,6 +86,7 @@ use_cpu: true
     [
         ({}, ParallelismConfig(2, sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(None, True, "sdpa"))),
         ({"sp": 1, "dp_shard": 2, "tp": 3, "cp": 5}, ParallelismConfig(2, 2, 3, 5)),
+        ({"sp": 1, "dp_shard": 2, "ep": 3}, ParallelismConfig(2, 2, ep_size=3)),
         ({"sp": 1, "pp": 2}, ParallelismConfig(dp_replicate_size=2, pp_size=2)),
     ],
 )
@@ -116,9 +119,23 @@ def test_names_of_dimensions() -> None:
     assert config.to_json()["cp_handler"] == {"cp_comm_strategy": "allgather"}
 
 
+def test_ranks_that_share_experts_read_the_same_data() -> None:
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, ep_size=3)
+    assert config.ep_enabled
+    assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "ep"]
+    assert config.non_dp_dim_names == ["ep"]
+    assert "ep" not in {*config.fsdp_dim_names, *config.dp_shard_cp_dim_names, *config.dp_cp_dim_names}
+    assert (config.data_parallel_size, config.non_data_parallel_size) == (4, 3)
+
+
 @pytest.mark.parametrize(
     ("degrees", "match"),
     [
+        ({"ep_size": 2, "tp_size": 2}, "ep_size=2 with tp_size=2 is not supported; combine ep_size with dp_shard_size"),
+        ({"ep_size": 2, "cp_size": 2, "tp_size": 3}, "ep_size=2 with cp_size=2 and tp_size=3 is not supported"),
+        ({"ep_size": 2, "pp_size": 2}, "ep_size=2 with pp_size=2 is not supported"),
+        ({"ep_size": 2, "sp_size": 2}, "ep_size=2 with sp_size=2 is not supported"),
+        ({"dp_replicate_size": 2, "ep_size": 2}, r"ParallelismConfig\(dp_shard_size=2, ep_size=2\)"),
         ({"dp_shard_size": 0}, "dp_shard_size=0 is not allowed"),
         ({"tp_size": True}, "whole number"),
         ({"cp_size": 2, "sp_size": 2}, "both split sequences"),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from notebook_accelerate.config.enums import DistributedType
-from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized, reset_shared_state
 from notebook_accelerate.state.shared_dict import ThreadLocalSharedDict
 
@@ -162,7 +161,10 @@ class TestAcceleratorState:
             AcceleratorState(mixed_precision="int3")
 
     def test_plugins_decide_the_distributed_type(self) -> None:
-        state = AcceleratorState(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        class Plugin:
+            fsdp_version = 2
+
+        state = AcceleratorState(fsdp_plugin=Plugin())
         assert state.distributed_type == DistributedType.FSDP
         assert state.is_fsdp2
 
