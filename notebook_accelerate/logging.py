@@ -71,7 +71,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         self.logger.log(level, msg, *args, **rest)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Label a message with its rank if there are several.
+        """Label a message with its rank.
 
         Args:
             msg: The message.
@@ -81,8 +81,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             The labelled message, and the keywords.
         """
         msg, rest = super().process(msg, dict(kwargs))
-        state = PartialState()
-        return (f"[RANK {state.process_index}] {msg}" if state.num_processes > 1 else msg), rest
+        return f"[RANK {PartialState().process_index}] {msg}", rest
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Log a warning, unless this logger has logged the same one before.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -154,7 +155,7 @@ class FullyShardedDataParallelPlugin:
             A callable for torch's FSDP; None: the model is one unit.
 
         Raises:
-            ValueError: The model has no class of `transformer_cls_names_to_wrap`, or no class is known.
+            ValueError: The model has no class of `transformer_cls_names_to_wrap`.
         """
         given: Any = self.auto_wrap_policy
         if given is None:
@@ -197,8 +198,6 @@ class FullyShardedDataParallelPlugin:
         self.mixed_precision_policy = {"param_dtype": dtype, "reduce_dtype": dtype}
         if self.fsdp_version == 1:
             self.mixed_precision_policy["buffer_dtype"] = torch.float32 if buffer_autocast else dtype
-        else:
-            self.mixed_precision_policy["output_dtype"] = dtype
         self.validate_mixed_precision_policy()
 
     def validate_mixed_precision_policy(self) -> None:
@@ -339,9 +338,10 @@ def _unit_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[ty
     """Return the classes that become units: the named ones, or the model's ``_no_split_modules``."""
     wanted = list(names) if names is not None else list(getattr(model, "_no_split_modules", None) or ())
     if not wanted:
-        raise ValueError(
-            f"auto_wrap_policy='transformer_based_wrap' needs the classes of {type(model).__name__} that become units; "
-            'pass transformer_cls_names_to_wrap=["Block"]'
+        warnings.warn(
+            f"auto_wrap_policy='transformer_based_wrap' names no class of {type(model).__name__}, so the model is one "
+            'unit, whose parameters are all gathered at once; pass transformer_cls_names_to_wrap=["Block"]',
+            stacklevel=3,
         )
     found = {name: get_module_class_from_name(model, name) for name in wanted}
     missing = [name for name, kind in found.items() if kind is None]

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Tell whether a submodule was compiled with ``torch.compile``.
+    """Tell whether a model or a submodule was compiled with ``torch.compile``.
 
     Args:
         module: A model.
     """
     return any(
         is_compiled_module(child) or getattr(child, "_compiled_call_impl", None) is not None
-        for child in list(module.modules())[1:]
+        for child in module.modules()
     )
 
 
@@ -100,10 +100,10 @@ def _bottom_up(module: torch.nn.Module, name: str, seen: set[int]) -> Iterator[t
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """Compile the repeated blocks of a model, one by one and in place, so that one compilation serves all of them.
+    """Compile the repeated blocks of a model one by one, so that one compilation serves all of them; the rest whole.
 
     Args:
-        module: A model; without repeated blocks it is compiled as a whole.
+        module: A model, compiled in place; without repeated blocks it is compiled as a whole.
         compile_kwargs: As for `torch.compile`.
 
     Returns:
@@ -115,7 +115,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     for child in module.children():
         if is_repeated_blocks(module):
             child.compile(**compile_kwargs)
-        elif has_repeated_blocks(child):
+        else:
             compile_regions(child, **compile_kwargs)
     return module
 

@@ -38,6 +38,7 @@ def init_trackers(
 
     Raises:
         ValueError: `init_kwargs` names an unknown tracker.
+        TypeError: A tracker does not take one of its `init_kwargs`, or `init_kwargs` lacks one.
     """
     extra = dict(init_kwargs or {})
     instances = {item.name for item in accelerator.log_with if isinstance(item, GeneralTracker)}
@@ -150,12 +151,18 @@ def get_tracker(accelerator: HasTrackers, name: str, unwrap: bool = False) -> An
 
 
 def _call_tracker(name: str, method: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a tracker; its errors become one warning per method, except for a value that cannot be logged."""
+    """Call a tracker; its errors become one warning per method, except for what the caller must correct.
+
+    These are values that cannot be logged, and arguments that a tracker does not take when it starts: nothing is
+    trained yet then, and every start would fail.
+    """
     try:
         return call(*args, **kwargs)
     except LogValueError:
         raise
-    except Exception as error:  # noqa: BLE001 - no failure of a tracker may stop the training
+    except Exception as error:  # no failure of a tracker may stop the training
+        if method == "start" and isinstance(error, TypeError):
+            raise
         if (name, method) not in _warned:
             _warned.add((name, method))
             reason = next(iter(str(error).strip().splitlines()), "no message")

@@ -18,6 +18,9 @@ import sys
 import threading
 import time
 import traceback
+
+# signal's own converts each of 60 signals into a member of an enum: 0.1 ms.
+from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from bdb import BdbQuit
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +51,7 @@ Function = Callable[..., Any]
 Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass
@@ -87,6 +91,8 @@ def main(order: WorkerOrder, wiring: Wiring, load: Loader, inherited: set[int] |
 
 def prepare_forks() -> None:
     """Do in a process that forks ranks what each of them would do, and copy memory for."""
+    if _LIBC is not None:
+        _ = _LIBC.prctl  # ctypes looks it up at the first access
     reporting.preload()
     plain_process.look_for_notebook()
 
@@ -108,7 +114,7 @@ def detach(wiring: Wiring, inherited: set[int] | None) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
+    pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
     threading.current_thread().name = "MainThread"  # a rank forked from the run's thread inherits its name
     asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
     atexit._clear()
@@ -128,8 +134,8 @@ def discard_interrupt(kernel: int) -> None:
 
 def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when the thread that forked it ends; on other systems the agent ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
@@ -179,7 +185,7 @@ def connect(wiring: Wiring) -> tuple[Agent, DebugAgent]:
 def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Event:
     """Run the function as this rank and return its outcome."""
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         apply_order(order)
         function, arguments = load()
         debugging.install(function)

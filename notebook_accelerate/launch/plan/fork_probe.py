@@ -18,6 +18,9 @@ import sys
 import threading
 import time
 import warnings
+
+# signal's own converts each of 60 signals into a member of an enum: 0.1 ms.
+from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -281,13 +284,13 @@ def fork_quietly() -> int:
     and has the kernel's handlers: the front end's interrupt would raise KeyboardInterrupt wherever the child is, and
     unwind the child into the code of the kernel's thread that forked it.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_BY_OTHERS)
+    before = pthread_sigmask(signal.SIG_BLOCK, _SENT_BY_OTHERS)
     pid = -1
     try:
         pid = _fork()
     finally:
         if pid != 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 

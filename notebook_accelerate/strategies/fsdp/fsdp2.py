@@ -217,13 +217,11 @@ def _shard_units(
     model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin, device: torch.device
 ) -> None:
     units, ignored = choose_units(model, plugin)
-    offload: Any = plugin.cpu_offload
-    if isinstance(offload, bool):
-        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+    pin = device.type != "cpu" and getattr(plugin.cpu_offload, "pin_memory", True)  # needs an accelerator
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-        "offload_policy": offload,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if plugin.offloads else OffloadPolicy(),
         "ignored_params": {parameter for module in ignored for parameter in module.parameters()} or None,
     }
     reshard: Any = plugin.reshard_after_forward

@@ -5,7 +5,6 @@ from __future__ import annotations
 _BY_REASON: dict[str, list[str]] = {
     "a tracker that fails does not stop the training here; Accelerate raises its error": [
         "trackers.trackers_that_fail_to_log",
-        "trackers.tensorboard_with_unknown_settings",
     ],
     "values that TensorBoard's table does not take are recorded as text here; Accelerate raises": [
         "trackers.tensorboard_configurations_that_it_does_not_take",
@@ -14,18 +13,23 @@ _BY_REASON: dict[str, list[str]] = {
         "trackers: _ended_twice()",
         "trackers: _again()",
     ],
+    "Accelerate ignores ACCELERATE_USE_CPU where a PartialState is created first: every rank is alone": [
+        "documentation.prompts_are_split_where_no_device_is_named",
+    ],
     "Accelerate drops tensors that are logged to MLflow": [
         "trackers.mlflow_in_files",
     ],
     "Accelerate drops tensors that are logged to DVCLive": [
         "trackers.dvclive_keeps_values",
     ],
-    "names are replaced by members of the enum here": [
+    "Accelerate takes the names of hooks and ignores them; here they are replaced by members of the enum": [
         "handlers: DistributedDataParallelKwargs(comm_hook='bf16')",
         "handlers: DistributedDataParallelKwargs(comm_wrapper='bf16', comm_state_option={'matrix_approximation_rank': 2})",
     ],
-    "Accelerate looks for MS-AMP when the recipe is created, and not when it is used": [
+    "Accelerate demands Transformer Engine for a recipe of MS-AMP": [
         "handlers: FP8RecipeKwargs(backend='MSAMP')",
+    ],
+    "Accelerate does not notice that MS-AMP is not installed before a model is prepared": [
         "handlers: Accelerator(mixed_precision='fp8', kwargs_handlers=[MSAMPRecipeKwargs()])",
     ],
     "dicts of dtypes are policies of FSDP 1, too; Accelerate takes them in FSDP 2 only": [
@@ -40,8 +44,11 @@ _BY_REASON: dict[str, list[str]] = {
         "handlers: _fsdp(sync_module_states=True)",
         "handlers: _with(_FSDP_ENVIRONMENT, _fsdp)",
     ],
-    "Accelerate wraps nothing where no class is named; here that is an error": [
-        "handlers: _policy('transformer_based_wrap')",
+    "losses are computed from float32 outputs in FSDP 2, as in every other strategy; Accelerate's are bf16 or fp16": [
+        "handlers: _fsdp(mixed_precision_policy='fp16', fsdp_version=2)",
+    ],
+    "compilation in regions keeps the model's class and the names of its parameters": [
+        "handlers.type_of_compiled_regions",
     ],
     "no policy is a valid policy": [
         "handlers: FullyShardedDataParallelPlugin().validate_mixed_precision_policy()",
@@ -54,12 +61,6 @@ _BY_REASON: dict[str, list[str]] = {
     ],
     "Accelerate trains fp16 without scaled losses on the CPU": [
         "training.fp16_on_a_cpu",
-    ],
-    "a single process has no rank label in its log": [
-        "training: _messages()",
-        "training: _messages(main_process_only=False)",
-        "training: _messages(main_process_only=False, in_order=True)",
-        "training: _once()",
     ],
     "pipelines of one process, and stages for any device, work here": [
         "training: raised(lambda: prepare_pippy(model()))",

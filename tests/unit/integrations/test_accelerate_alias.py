@@ -118,6 +118,10 @@ def test_patches_of_functions_reach_their_callers(interpreters: InterpreterServe
         "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)) == 'patched'\n"
         "accelerate.utils.operations.gather = gather\n"
         "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)).tolist() == [1.0]\n"
+        "from unittest import mock\n"
+        "with mock.patch('accelerate.utils.operations.gather', return_value='mocked'):\n"
+        "    assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)) == 'mocked'\n"
+        "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)).tolist() == [1.0]\n"
         "accelerate.accelerator.gather = lambda tensor: 'again'\n"
         "assert accelerate.Accelerator(cpu=True).gather(torch.ones(1)) == 'again'\n",
         interpreters=interpreters,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized, reset_shared_state
 from notebook_accelerate.state.shared_dict import ThreadLocalSharedDict
 
@@ -161,10 +162,7 @@ class TestAcceleratorState:
             AcceleratorState(mixed_precision="int3")
 
     def test_plugins_decide_the_distributed_type(self) -> None:
-        class Plugin:
-            fsdp_version = 2
-
-        state = AcceleratorState(fsdp_plugin=Plugin())
+        state = AcceleratorState(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
         assert state.distributed_type == DistributedType.FSDP
         assert state.is_fsdp2
 

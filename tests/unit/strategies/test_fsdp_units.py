@@ -107,9 +107,13 @@ class TestPlugin:
             ValueError, match=r"names Layer, which Sequential does not have; its modules with children are Block"
         ):
             plugin.policy_for(model())
-        plugin.transformer_cls_names_to_wrap = None
-        with pytest.raises(ValueError, match=r'pass transformer_cls_names_to_wrap=\["Block"\]'):
-            plugin.policy_for(model())
+
+    def test_a_model_without_known_classes_is_one_unit(self) -> None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        built = model()
+        with pytest.warns(UserWarning, match=r"names no class of Sequential, so the model is one unit"):
+            policy = plugin.policy_for(built)
+        assert list(find_units(built, policy)) == []
 
     def test_mixed_precision_by_name(self) -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy={"param_dtype": "bf16"})

@@ -228,6 +228,12 @@ def test_a_subclass_that_has_its_own_run_has_it_under_every_name(name: str, attr
     assert getattr(Shared.__new__(Shared), attribute) == "a run of the user's"
 
 
+def test_an_argument_that_a_tracker_does_not_take_raises_when_it_starts(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    with pytest.raises(TypeError, match="nonsense"):
+        accelerator.init_trackers("p", init_kwargs={"tensorboard": {"nonsense": 1}})
+
+
 def test_logging_without_trackers_does_nothing() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("p")

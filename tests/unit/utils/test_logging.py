@@ -45,7 +45,8 @@ def test_records_name_the_line_that_logged(caplog: pytest.LogCaptureFixture) -> 
         logger.info("ordered", main_process_only=False, in_order=True)
         logger.warning_once("once")
         logger.warning_once("once")
-    assert [record.getMessage() for record in caplog.records] == ["plain 1", "direct", "ordered", "once"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"[RANK 0] {text}" for text in ("plain 1", "direct", "ordered", "once")]
     assert {record.filename for record in caplog.records} == {"test_logging.py"}
     assert {record.funcName for record in caplog.records} == {"test_records_name_the_line_that_logged"}
 
