@@ -612,6 +612,29 @@ def test_a_model_that_no_prepare_makes_equal(kernel: Kernel, seeded: str, said: 
     assert all(w.startswith("parameters of rank 1 differ from those of rank 0 after prepare; ") for w in warnings)
 
 
+def test_compiled_models_of_unseeded_ranks(kernel: Kernel) -> None:
+    """DDP sends rank 0's parameters before they are compared: of a model that is compiled as a whole, too."""
+    kernel.check(
+        "from notebook_accelerate.utils import TorchDynamoPlugin\n"
+        "def compiling(regions, own):\n"
+        "    accelerator = Accelerator(\n"
+        "        dynamo_plugin=None if own else TorchDynamoPlugin(backend='eager', use_regional_compilation=regions)\n"
+        "    )\n"
+        "    torch.manual_seed(rank())\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))\n"
+        "    model = torch.compile(model, backend='eager') if own else model\n"
+        "    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))\n"
+        "    for _ in range(2):\n"
+        "        accelerator.backward(model(torch.ones(2, 4)).mean())\n"
+        "        optimizer.step()\n"
+        "    return [float(each.sum()) for each in accelerator.unwrap_model(model).parameters()]\n"
+        "runs = [launch(compiling, *each) for each in ((False, False), (True, False), (False, True))]",
+    )
+    for first, second in kernel.value("[run.results for run in runs]"):
+        assert first == second
+    assert kernel.value("[run.warnings for run in runs]") == [[], [], []]
+
+
 def test_ranks_that_train_apart(kernel: Kernel) -> None:
     """The prepared model is passed by: nothing averages the gradients."""
     kernel.check(
