@@ -28,7 +28,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 LOOK_SECONDS = 0.05
 """Seconds between two checks of a waiting cell for prompts of its ranks."""
 READY_SECONDS = 120.0
-"""Seconds that ranks have to start, once the other notebooks have joined."""
+"""Seconds that ranks have to start, once the other nodes have joined."""
 END_SECONDS = 10.0
 """Seconds that an ending group has to report the reason."""
 

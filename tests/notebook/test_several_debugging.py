@@ -237,9 +237,9 @@ def grows():
         assert kernel.value(f"{name}.status == 'succeeded' or str({name}.error)") is True
         assert set(kernel.value(f"{name}.results")) == {3}
     who = f"{HOST} (kernel {second.pid})"
-    assert "the run began without this notebook, with 2 of 3: " in late.plain
+    assert "the run began without this node, with 2 of 3: " in late.plain
     for index, cell in enumerate(cells):
-        shows(pair, index, cell, f"attempt 1 ended (a late notebook joins, {who}: all restart with it); starting")
+        shows(pair, index, cell, f"attempt 1 ended (a late node joins, {who}: all restart with it); starting")
     assert second.value("late.attempts[0].number") > 0
 
 
@@ -256,7 +256,7 @@ def test_a_late_notebook_receives_the_members_of_the_run(pair: Notebooks, num_no
     second.check(f"late = {call}", LIMIT)
     assert second.value("late.wait(100)", LIMIT)
     text = second.value("str(late.error)")
-    how = "the run has its 2 notebooks already: " if num_nodes == 2 else "began without this notebook, with 2 of 3: "
+    how = "the run has its 2 nodes already: " if num_nodes == 2 else "began without this node, with 2 of 3: "
     assert how in text
     assert all(f"{HOST} (kernel {kernel.pid})" in text for kernel in pair.kernels)
     assert pair.values("run.status") == ["running", "running"]

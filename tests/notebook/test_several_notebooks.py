@@ -43,7 +43,7 @@ def test_notebooks_with_different_numbers_of_ranks(pair: Notebooks) -> None:
     first, second = pair.finish(pair.launch("meet", "num_processes=1", "num_processes=2"))
     first.expect_ok()
     second.expect_ok()
-    assert f"all 2 notebooks have joined: rank 0 on node 0 ({HOST}), here; ranks 1-2 on node 1 ({HOST})" in first.stdout
+    assert f"all 2 nodes have joined: rank 0 on node 0 ({HOST}), here; ranks 1-2 on node 1 ({HOST})" in first.stdout
     assert "[rank 0] sum 3.0 of 3 here 1" in first.stdout
     assert "[rank 1]" not in first.stdout
     assert "[rank 2] sum 3.0 of 3 here 2" in second.stdout
@@ -122,9 +122,9 @@ def test_ranks_of_other_notebooks_are_asked_and_inspected(pair: Notebooks) -> No
 def test_a_notebook_that_never_joins_is_named(pair: Notebooks, backend: str) -> None:
     options = {"num_nodes": 2, "rdzv_backend": backend, "rdzv_conf": {"join_timeout": 10}}
     (cell,) = pair.finish(pair.launch("meet", "num_processes=2", **options))
-    missing = "node 1 did not join" if backend == "static" else "1 notebook did not join"
+    missing = "node 1 did not join" if backend == "static" else "1 node did not join"
     assert f"LaunchError: {missing} within 10 s" in said(cell)
-    assert "1 of 2 notebooks have joined" in said(cell)
+    assert "1 of 2 nodes have joined" in said(cell)
     assert backend == "static" or f"({HOST})" in said(cell)
 
 
@@ -144,7 +144,7 @@ def test_two_notebooks_with_one_node_rank(pair: Notebooks) -> None:
     deadline = time.monotonic() + LIMIT
     errors: list[str] = []
     # Whoever notices first leaves; the others are fine without it.
-    while not any(f"two notebooks have node_rank=1: {HOST} (kernel " in error for error in errors):
+    while not any(f"two nodes have node_rank=1: {HOST} (kernel " in error for error in errors):
         assert time.monotonic() < deadline, errors
         errors = [error for found in pair.values("[str(each.error) for each in said]") for error in found]
         time.sleep(0.2)
@@ -158,16 +158,16 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
     common = f"num_nodes=2, use_port={port}, rdzv_backend={backend!r}"
     settings = [{"secret": "hush", "join_timeout": 500}, {"secret": "wrong", "join_timeout": 100}]
     first = pair.kernels[0].submit(f"launch(meet, {common}, rdzv_conf={settings[0]})")
-    pair.kernels[0].wait_for(lambda: "1 of 2 notebooks" in first.stdout, LIMIT)
+    pair.kernels[0].wait_for(lambda: "1 of 2 nodes" in first.stdout, LIMIT)
     place = "node_rank=1, " if backend == "static" else ""
     second = pair.kernels[1].run(f"launch(meet, {place}{common}, rdzv_conf={settings[1]})", LIMIT)
-    assert "LaunchError: the other notebooks have another secret" in said(second)
+    assert "LaunchError: the other nodes have another secret" in said(second)
     third = pair.kernels[1].run(f"launch(meet, {place}{common})", LIMIT)
     assert "LaunchError: the run has a secret; pass it here too" in said(third)
     assert not first.finished, "nobody has joined"
     pair.kernels[0].interrupt()
     pair.kernels[0].finish(first, LIMIT)
-    assert "all 2 notebooks" not in first.stdout
+    assert "all 2 nodes" not in first.stdout
 
 
 @pytest.mark.parametrize(("backend", "conf"), [("static", {}), ("c10d", SECRET)])
@@ -182,7 +182,7 @@ def test_notebooks_join_at_an_endpoint_under_a_name(pair: Notebooks, backend: st
         return f"run = launch(meet, num_nodes=2, {options}, rdzv_conf={settings}{more})"
 
     first = pair.kernels[0].submit(call("mine", 500, ", num_processes=1"))
-    pair.kernels[0].wait_for(lambda: "1 of 2 notebooks have joined" in first.stdout, LIMIT)
+    pair.kernels[0].wait_for(lambda: "1 of 2 nodes have joined" in first.stdout, LIMIT)
     other = pair.kernels[1].run(call("yours", 10, place), LIMIT)
     assert f"LaunchError: a rendezvous answers at {where}, but not for rdzv_id='yours'" in said(other)
     second = pair.kernels[1].run(call("mine", 500, f", num_processes=2{place}"), LIMIT)
@@ -230,7 +230,7 @@ def test_a_stop_in_one_notebook_ends_all(pair: Notebooks, stopping: int, conf: d
 def test_the_stop_button_works_while_waiting(pair: Notebooks) -> None:
     (cell,) = pair.launch("meet", "num_processes=1", num_nodes=2)
     kernel = pair.kernels[0]
-    kernel.wait_for(lambda: "1 of 2 notebooks have joined; waiting for node 1" in cell.stdout, LIMIT)
+    kernel.wait_for(lambda: "1 of 2 nodes have joined; waiting for node 1" in cell.stdout, LIMIT)
     kernel.interrupt()
     kernel.finish(cell, LIMIT)
     assert cell.error is not None
@@ -336,7 +336,7 @@ def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path)
         )
         call = f"run = launch(train, {str(tmp_path)!r}, 600.0, {options})"
         begun = [found.kernels[0].submit(call)]
-        found.kernels[0].wait_for(lambda: "1 of 3 notebooks" in begun[0].stdout, LIMIT)  # it hosts the store
+        found.kernels[0].wait_for(lambda: "1 of 3 nodes" in begun[0].stdout, LIMIT)  # it hosts the store
         begun += [kernel.submit(call) for kernel in three.kernels[1:]]
         three.wait_until_all_print(begun, "step 4 of 3", [3, 1, 1])
         os.kill(victim.kernels[0].pid, 9)

@@ -49,7 +49,7 @@ class LaunchPlan:
         loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
         node: Index of this notebook among those that run the cell together.
         nodes: Number of notebooks.
-        met: Whether all notebooks have joined; until then the numbers over all notebooks are assumptions.
+        met: Whether all nodes have joined; until then the numbers over all notebooks are assumptions.
         interface: Name of the network interface on which the ranks of several notebooks reach each other; "": unknown.
         run_name: The run's name on all notebooks; "" before they have joined.
         where: The cluster that the ranks run on, as the header names it; "" for this machine.

@@ -198,7 +198,7 @@ class Supervisor:
 
     def _stopped_while_gathering(self) -> RunEnded:
         why = self._notebooks.why_stopped if self._notebooks else USER_STOP
-        text = f"{self._ended_text()}, before all notebooks had joined: {why.text}"
+        text = f"{self._ended_text()}, before all nodes had joined: {why.text}"
         return RunEnded("stopped", why.error.__name__, text)
 
     def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:

@@ -207,6 +207,8 @@ def test_two_machines_run_one_script(tmp_path: Path) -> None:
             out, _ = machine.communicate(timeout=300)
             assert machine.returncode == 0, out
             assert f"[rank {rank}] 2\n" in out
+            assert ("on the other machines: the same command with --machine_rank=1\n" in out) == (rank == 0)
+            assert "notebook" not in out.replace("NOTEBOOK_ACCELERATE_SECRET", "").replace("notebook_accelerate", "")
     finally:
         for machine in machines:
             machine.kill()

@@ -38,17 +38,17 @@ def test_ranks_are_counted_in_the_order_of_the_nodes() -> None:
 
 
 def test_the_text_lists_the_missing_notebooks() -> None:
-    assert waiting_text("static", 2, [_node(0)]) == "1 of 2 notebooks have joined; waiting for node 1"
-    assert waiting_text("static", 4, [_node(2)]) == "1 of 4 notebooks have joined; waiting for nodes 0, 1, 3"
-    assert waiting_text("c10d", 3, [_node(0)]) == "1 of 3 notebooks have joined (host0); waiting for 2 more"
-    assert waiting_text("static", 2, [_node(0), _node(1)]) == "2 of 2 notebooks have joined"
+    assert waiting_text("static", 2, [_node(0)]) == "1 of 2 nodes have joined; waiting for node 1"
+    assert waiting_text("static", 4, [_node(2)]) == "1 of 4 nodes have joined; waiting for nodes 0, 1, 3"
+    assert waiting_text("c10d", 3, [_node(0)]) == "1 of 3 nodes have joined (host0); waiting for 2 more"
+    assert waiting_text("static", 2, [_node(0), _node(1)]) == "2 of 2 nodes have joined"
 
 
 def test_the_join_timeout_lists_the_missing_notebooks() -> None:
     text = timeout_text("static", 2, [_node(0)], 5)
     assert text.startswith("node 1 did not join within 5 s (rdzv_conf={'join_timeout': 5})")
-    assert "1 notebook did not join" in timeout_text("c10d", 3, [_node(0), _node(1)], 5)
-    assert "2 of 3 notebooks have joined (host0, host1)" in timeout_text("c10d", 3, [_node(0), _node(1)], 5)
+    assert "1 node did not join" in timeout_text("c10d", 3, [_node(0), _node(1)], 5)
+    assert "2 of 3 nodes have joined (host0, host1)" in timeout_text("c10d", 3, [_node(0), _node(1)], 5)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_a_late_notebook_receives_the_members() -> None:
     members = [_node(0), _node(1)]
     who = "host0 (kernel 100), host1 (kernel 101)"
     text = late_text(members, 3)
-    assert f"began without this notebook, with 2 of 3: {who}; it includes another by a restart" in text
+    assert f"began without this node, with 2 of 3: {who}; it includes another by a restart" in text
     assert "max_restarts=0 leaves none" in text
     full = late_text(members, 2)
-    assert full.startswith(f"the run has its 2 notebooks already: {who}")
+    assert full.startswith(f"the run has its 2 nodes already: {who}")
     assert full.endswith("with num_nodes=3")
 
 

@@ -47,9 +47,9 @@ def test_counters(store: Any) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "message"),
     [
-        ("hush", "wrong", "the other notebooks have another secret"),
+        ("hush", "wrong", "the other nodes have another secret"),
         ("", "hush", "the run has a secret; pass it here too"),
-        ("hush", "", "the other notebooks have no secret"),
+        ("hush", "", "the other nodes have no secret"),
     ],
 )
 def test_different_secrets_are_refused_with_the_reason(store: Any, ours: str, theirs: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The instructions of the first notebook for running the cell in the others."""
+"""The instructions of the first node for starting the run on the others."""
 
 from __future__ import annotations
 
@@ -13,30 +13,49 @@ if TYPE_CHECKING:
 
 WARM = "warm_rank"
 """Name of the function that warm ranks run."""
+SCRIPTS = ("run_script", "run_module")
+"""Names of the functions that the command line's ranks run."""
 _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
 
 
 def instruction_lines(config: LaunchConfig, function: str) -> list[str]:
-    """Return the line of code to run in the other notebooks, and notes about it.
+    """Return the line of code to run in the other notebooks, or the options of the other commands, and notes about it.
 
     Args:
-        config: This notebook's configuration.
+        config: This node's configuration.
         function: Name of the training function.
     """
+    if function in SCRIPTS:
+        return _command_lines(config)
     lines = [f"in the other notebooks: {cell_line(config, function)}"]
     if config.rdzv_backend == "static" and config.num_nodes > 2:
         lines[0] += f" (and node_rank=2 to {config.num_nodes - 1})" if config.num_nodes > 3 else " (and node_rank=2)"
-    address = config.rendezvous_address[0]
-    if _is_loopback(address):
-        own = own_address("192.0.2.1", 9)  # on the default route: reserved for documentation (RFC 5737)
-        example = f": {'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'}={own!r}" if own else ""
-        lines.append(f"{address} is this machine itself; notebooks on other machines need its address{example}")
+    lines += _address_lines(config, "rdzv_endpoint" if config.rdzv_endpoint else "master_addr")
     if not shared_secret(config):
         lines.append(
             "every notebook shows its own ranks; to show all ranks in this one, pass the same "
             f"rdzv_conf={{'secret': '...'}} everywhere (or set {SECRET_VARIABLE})"
         )
     return lines
+
+
+def _command_lines(config: LaunchConfig) -> list[str]:
+    ranks = "=1" if config.num_nodes == 2 else f"=1 to {config.num_nodes - 1}"
+    rank = f" with --machine_rank{ranks}" if config.rdzv_backend == "static" else ""
+    lines = [f"on the other machines: the same command{rank}", *_address_lines(config, "--main_process_ip")]
+    if not shared_secret(config):
+        lines.append(f"each shows its own ranks; to show all here, set {SECRET_VARIABLE} to the same text everywhere")
+    return lines
+
+
+def _address_lines(config: LaunchConfig, setting: str) -> list[str]:
+    """Return a note if the rendezvous' address is one that other machines cannot reach."""
+    address = config.rendezvous_address[0]
+    if not _is_loopback(address):
+        return []
+    own = own_address("192.0.2.1", 9)  # on the default route: reserved for documentation (RFC 5737)
+    example = f": {setting}={own if setting.startswith('-') else repr(own)}" if own else ""
+    return [f"{address} is this machine itself; other machines need its address{example}"]
 
 
 def cell_line(config: LaunchConfig, function: str) -> str:

@@ -343,7 +343,7 @@ class Joining:
         participant, order = self._participant, self._participant.order
         if len({node.name for node in arrived}) >= order.num_nodes:
             names = membership.kernels(arrived)
-            raise JoinError(f"the run has its {order.num_nodes} notebooks already: {names}")
+            raise JoinError(f"the run has its {order.num_nodes} nodes already: {names}")
         text = membership.timeout_text(order.backend, order.num_nodes, arrived, stores.join_seconds(order))
         if participant.connection is None:
             text += f"; no rendezvous answers at {participant.endpoint}"

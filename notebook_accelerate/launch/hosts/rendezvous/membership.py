@@ -73,7 +73,7 @@ def kernels(nodes: Iterable[Node], separator: str = ", ") -> str:
 
 def waiting_text(backend: str, num_nodes: int, arrived: Sequence[Node]) -> str:
     """Return one line with the notebooks that have arrived and those that are missing."""
-    text = f"{len(arrived)} of {num_nodes} notebooks have joined"
+    text = f"{len(arrived)} of {num_nodes} nodes have joined"
     if backend == "static":
         missing = _missing(num_nodes, arrived)
         return f"{text}; waiting for {missing}" if missing else text
@@ -96,7 +96,7 @@ def timeout_text(backend: str, num_nodes: int, arrived: Sequence[Node], seconds:
     if backend == "static":
         return f"{_missing(num_nodes, arrived)} did not join {limit}: {text}"
     missing_count = num_nodes - len(arrived)
-    noun = "notebook" if missing_count == 1 else "notebooks"
+    noun = "node" if missing_count == 1 else "nodes"
     return f"{missing_count} {noun} did not join {limit}: {text}"
 
 
@@ -108,15 +108,15 @@ def late_text(members: Sequence[Node], num_nodes: int) -> str:
         num_nodes: The number of notebooks that the late one was launched with.
     """
     who = kernels(members)
-    again = "stop it in one of them, and run the cell in every notebook again"
+    again = "stop it on one of them, and start it on every node again"
     if len(members) < num_nodes:
         return (
-            f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; it includes another by "
+            f"the run began without this node, with {len(members)} of {num_nodes}: {who}; it includes another by "
             f"a restart, and max_restarts={members[0].max_restarts} leaves none. To include this one, "
             f"{again}: a function that loads the newest checkpoint resumes there"
         )
     more = f"num_nodes={len(members) + 1}"
-    return f"the run has its {num_nodes} notebooks already: {who}. To include this one, {again}, with {more}"
+    return f"the run has its {num_nodes} nodes already: {who}. To include this one, {again}, with {more}"
 
 
 def has_room(members: Sequence[Node], attempt: int, backend: str) -> bool:
@@ -128,27 +128,27 @@ def has_room(members: Sequence[Node], attempt: int, backend: str) -> bool:
 def late_join_text(members: Sequence[Node], num_nodes: int) -> str:
     """Return the message of a late notebook while it waits to join."""
     who = kernels(members)
-    return f"the run began without this notebook, with {len(members)} of {num_nodes}: {who}; they restart with it"
+    return f"the run began without this node, with {len(members)} of {num_nodes}: {who}; they restart with it"
 
 
 def joining_text(node: Node) -> str:
     """Return the message of the running notebooks about a late one."""
-    return f"a late notebook joins, {kernels([node])}: all restart with it"
+    return f"a late node joins, {kernels([node])}: all restart with it"
 
 
 def problem(backend: str, arrived: Sequence[Node]) -> str:
     """Return why these notebooks cannot form one run; "" when they can."""
     given = {node.num_nodes for node in arrived}
     if len(given) > 1:
-        return f"the notebooks have different num_nodes={_values(given)}; pass the same"
+        return f"the nodes have different num_nodes={_values(given)}; pass the same"
     if backend == "static":
         twice = [rank for rank, count in Counter(node.node_rank for node in arrived).items() if count > 1]
         if twice:
             who = kernels((node for node in arrived if node.node_rank == twice[0]), " and ")
-            return f"two notebooks have node_rank={twice[0]}: {who}; pass a different one to each"
+            return f"two nodes have node_rank={twice[0]}: {who}; pass a different one to each"
     kinds = {node.accelerator for node in arrived}
     if len(kinds) > 1:
-        return f"the notebooks have different devices, {_values(kinds)}; to train on the CPU everywhere pass cpu=True"
+        return f"the nodes have different devices, {_values(kinds)}; to train on the CPU everywhere pass cpu=True"
     return ""
 
 
@@ -157,12 +157,12 @@ def _values(values: Collection[object]) -> str:
 
 
 def version_note(nodes: Sequence[Node]) -> str:
-    """Return a warning if the notebooks have different versions of torch; "" otherwise."""
+    """Return a warning if the nodes have different versions of torch; "" otherwise."""
     versions = {node.torch.partition("+")[0] for node in nodes}
     if len(versions) < 2:
         return ""
     each = ", ".join(f"{title(index, node.host)} {node.torch}" for index, node in enumerate(nodes))
-    return f"the notebooks have different versions of torch ({each}); collectives may fail"
+    return f"the nodes have different versions of torch ({each}); collectives may fail"
 
 
 def decide(

@@ -125,14 +125,14 @@ class NotebookGroup:
             )
         except (OSError, LaunchError) as error:
             where = f"{listener.address}:{listener.port}"
-            self._note(f"the first notebook does not show the ranks of this one: {where}: {error}")
+            self._note(f"the first node does not show the ranks of this one: {where}: {error}")
 
     def _accept_connections(self, address: str) -> None:
         """Accept the connections of the others, and stop listening after that."""
         try:
             listener = HostListener(address, self._secret, report=self._note)
         except OSError as error:
-            self._note(f"this notebook shows its own ranks only: it cannot listen on {address}: {error}")
+            self._note(f"this node shows its own ranks only: it cannot listen on {address}: {error}")
             return
         try:
             self._client.send(protocol.ListenerEvent(address, listener.port))
@@ -145,7 +145,7 @@ class NotebookGroup:
                 connection.channel.close()
             self._connections = {}
             names = ", ".join(membership.title(i, self.nodes[i].host) for i in absent)
-            self._note(f"this notebook shows its own ranks only: {names} did not connect to {address}:{listener.port}")
+            self._note(f"this node shows its own ranks only: {names} did not connect to {address}:{listener.port}")
 
     def _is_stopping(self) -> bool:
         self._carry_out()
@@ -173,7 +173,7 @@ class NotebookGroup:
             parts.append(f"{ranks} on {membership.title(index, node.host)}{', here' if index == self.index else ''}")
         if len(parts) > 8:
             parts[7:] = [f"… {parts[-1]}"]
-        return f"all {len(self.nodes)} notebooks have joined: {'; '.join(parts)}"
+        return f"all {len(self.nodes)} nodes have joined: {'; '.join(parts)}"
 
     # ---- while the ranks run
 
@@ -435,4 +435,4 @@ class NotebookGroup:
 
     def _waiting_text(self) -> str:
         others = [membership.title(index, node.host) for index, node in enumerate(self.nodes) if index != self.index]
-        return f"the ranks of this notebook have ended; waiting for {', '.join(others[:8])}"
+        return f"the ranks of this node have ended; waiting for {', '.join(others[:8])}"

@@ -70,7 +70,7 @@ class RankMirror(Relay):
             return
         if self._bytes > MAX_QUEUED:
             self._cut = True
-            self._note("the first notebook reads too slowly; it no longer shows the ranks of this one")
+            self._note("the first node reads too slowly; it no longer shows the ranks of this one")
             self._channel.shut()
             return
         self._queue.put(event)

@@ -188,7 +188,7 @@ class Child:
         elif self._attempt is not None:
             self._attempt.on_store_lost()
         else:
-            text = f"the notebook that hosts the rendezvous at {self._participant.endpoint} left before all had joined"
+            text = f"the node that hosts the rendezvous at {self._participant.endpoint} left before all had joined"
             detail = str(error).partition("\n")[0][:200]
             self._channel.send(protocol.JoinFailedEvent(f"{text} ({type(error).__name__}: {detail})"))
             self._phase = self._idle

@@ -46,12 +46,12 @@ class MessageSigner:
         if hmac.compare_digest(signature, self._signature(key, body)):
             return body
         if signature == UNSIGNED:
-            raise ForgedError("the other notebooks have no secret; pass none here, or the same to all of them")
+            raise ForgedError("the other nodes have no secret; pass none here, or the same to all of them")
         if not self._key:
             raise ForgedError(
                 "the run has a secret; pass it here too: rdzv_conf={'secret': ...} or NOTEBOOK_ACCELERATE_SECRET"
             )
-        raise ForgedError("the other notebooks have another secret")
+        raise ForgedError("the other nodes have another secret")
 
     def _signature(self, key: str, body: bytes) -> bytes:
         if not self._key:
