@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 _BY_REASON: dict[str, list[str]] = {
+    "torch's batched PowerSGD stops with an AssertionError when compression starts; here it is repaired": [
+        "features, 2 ranks: _communication_hook('BATCHED_POWER_SGD')",
+    ],
     "a tracker that fails does not stop the training here; Accelerate raises its error": [
         "trackers.trackers_that_fail_to_log",
     ],
@@ -185,6 +188,7 @@ _BY_REASON: dict[str, list[str]] = {
     ],
     "Accelerate resumes a shuffled pass in another order: samples are read twice, others never": [
         "loaders.stateful_resuming_a_shuffled_pass",
+        "features, 2 ranks: _checkpoints('4')",
     ],
     "Accelerate does not notice that a pass was left early": [
         "loaders.leaving_a_pass_early",

@@ -31,7 +31,7 @@ CALLS_ON_TWO_RANKS = [
     "_local_sgd(2)",
     "_local_sgd(3, steps=2)",
     "_checkpoints('epoch')",
-    "_checkpoints('3')",
+    "_checkpoints('4')",
     "_metrics()",
     "_tracked()",
     "_early_stopping()",
