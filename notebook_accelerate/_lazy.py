@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 class _LazyModule(ModuleType):
     """A module whose exports are not replaced by submodules of the same name: utils.tqdm is both."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # Importing a submodule sets it as an attribute of its package.
         if isinstance(value, ModuleType) and name in self.__all__:
             return
@@ -25,7 +25,7 @@ class _LazyModule(ModuleType):
         super().__setattr__(name, value)
 
 
-def replace_everywhere(home: ModuleType, name: str, value: Any) -> None:
+def replace_everywhere(home: ModuleType, name: str, value: object) -> None:
     """Bind a function's name to another value in its home and in all modules of this package that imported it.
 
     Libraries replace functions of Accelerate where they find them; the callers here look in their own modules.

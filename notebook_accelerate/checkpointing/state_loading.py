@@ -76,7 +76,7 @@ def load_state(
     _continue_numbering(accelerator, checkpoint)
 
 
-def _check_map_location(given: Any) -> None:
+def _check_map_location(given: object) -> None:
     if given not in (None, "cpu", "on_device"):
         raise TypeError(f'map_location={given!r} is not allowed; pass "cpu" or "on_device", or leave it out')
 

@@ -136,7 +136,7 @@ def _select_own(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor
     return rows, experts[:, None], (shares * 0 if none else shares)[:, None]
 
 
-def _sum_outputs(layer: nn.Module, _: Any, output: torch.Tensor | None) -> torch.Tensor | None:
+def _sum_outputs(layer: nn.Module, _: object, output: torch.Tensor | None) -> torch.Tensor | None:
     """Add this rank's rows to their tokens, and sum over the ranks; after an exception, restore the layer only."""
     call: _Call | None = layer.__dict__.pop(_CALL, None)
     if call is None:
