@@ -83,33 +83,32 @@ class ParallelismConfig:
         self._check_experts()
         others = self._active("dp_shard", "cp", "sp", "tp")
         if self.pp_enabled and others:
-            sizes = " and ".join(f"{name}_size={self._degree(name)}" for name in others)
             raise ValueError(
-                f"pp_size={self.pp_size} distributes whole layers, and {sizes} would split them or their inputs; "
-                "combine pp_size with dp_replicate_size only, or train with MegatronLMPlugin(tp_degree=..., "
+                f"pp_size={self.pp_size} distributes whole layers, and {self._sizes(others)} would split them or their "
+                "inputs; combine pp_size with dp_replicate_size only, or train with MegatronLMPlugin(tp_degree=..., "
                 "pp_degree=...)"
             )
-        if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
-            raise ValueError(
-                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size} needs sharding between them, "
-                f"because whole replicas of split tensors cannot be kept equal; write "
-                f"ParallelismConfig(dp_shard_size={self.dp_replicate_size}, tp_size={self.tp_size})"
-            )
+        self._check_replicas("tp", "tensors")
+        self._check_replicas("ep", "experts")
 
     def _check_experts(self) -> None:
         others = self._active("pp", "cp", "sp", "tp")
         if self.ep_enabled and others:
-            sizes = " and ".join(f"{name}_size={self._degree(name)}" for name in others)
             raise ValueError(
-                f"ep_size={self.ep_size} with {sizes} is not supported; combine ep_size with dp_shard_size and "
-                "dp_replicate_size only"
+                f"ep_size={self.ep_size} with {self._sizes(others)} is not supported; combine ep_size with "
+                "dp_shard_size and dp_replicate_size only"
             )
-        if self.ep_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
+
+    def _check_replicas(self, name: str, parts: str) -> None:
+        if self._active(name) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            replicas, split = self.dp_replicate_size, self._sizes([name])
             raise ValueError(
-                f"dp_replicate_size={self.dp_replicate_size} with ep_size={self.ep_size} needs sharding between them, "
-                f"because whole replicas of split experts cannot be kept equal; write "
-                f"ParallelismConfig(dp_shard_size={self.dp_replicate_size}, ep_size={self.ep_size})"
+                f"dp_replicate_size={replicas} with {split} needs sharding between them, because whole replicas of "
+                f"split {parts} cannot be kept equal; write ParallelismConfig(dp_shard_size={replicas}, {split})"
             )
+
+    def _sizes(self, names: list[str]) -> str:
+        return " and ".join(f"{name}_size={self._degree(name)}" for name in names)
 
     def __repr__(self) -> str:
         degrees = ", ".join(f"{name}_size={self._degree(name)}" for name in _DIMENSIONS)

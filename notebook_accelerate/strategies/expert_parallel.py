@@ -18,10 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from notebook_accelerate.big_modeling.sharded_sizes import EXPERTS
 from notebook_accelerate.strategies.module_queries import model_has_dtensor
-from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
+from notebook_accelerate.strategies.sharding.split_layers import SplitLayersStrategy
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
-from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 
 def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
@@ -188,8 +186,8 @@ class _SumOutputs(torch.autograd.Function):
         return None, gradients[0]
 
 
-class ExpertParallelStrategy(ShardedStrategy):
-    """Experts are split; every rank has the same data. Its checkpoints and those of FSDP load into each other."""
+class ExpertParallelStrategy(SplitLayersStrategy):
+    """Experts are split. See `SplitLayersStrategy`."""
 
     name: ClassVar[str] = "ep"
 
@@ -197,28 +195,6 @@ class ExpertParallelStrategy(ShardedStrategy):
         layers = [module for name, module in model.named_modules() if name.rpartition(".")[2] == EXPERTS]
         return any(model_has_dtensor(layer) for layer in layers)
 
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device and split its experts there, in place; every rank must call this.
-
-        Args:
-            model: The model, not split.
-
-        Returns:
-            The model itself, the weights of its experts replaced by their parts.
-
-        Raises:
-            ValueError: As for `split_experts`.
-        """
-        model.to(self.setup.device)
-        broadcast_weights(model, self.setup.device)
+    def split(self, model: nn.Module) -> None:
+        """See `split_experts`."""
         split_experts(model, self.setup.state.device_mesh)
-        return model
-
-    def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
-        split = sum(
-            any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
-            for model in self.models
-            for module in model.modules()
-        )
-        return shard_report.count_shards(self, axis="ep", units=(split, "split layers"))

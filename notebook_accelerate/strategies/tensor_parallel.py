@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,10 +24,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from notebook_accelerate.strategies.module_queries import get_model_tp_size, model_has_dtensor
-from notebook_accelerate.strategies.sharding import shard_report
-from notebook_accelerate.strategies.sharding.sharded_strategy import ShardedStrategy, broadcast_weights
+from notebook_accelerate.strategies.sharding.split_layers import SplitLayersStrategy
 from notebook_accelerate.strategies.tied_weights import retie, tied_names
-from notebook_accelerate.telemetry.sharding_events import ShardReport
 
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -143,36 +141,14 @@ def _check_division(name: str, module: nn.Module, size: int) -> None:
         )
 
 
-class TensorParallelStrategy(ShardedStrategy):
-    """Layers are split; every rank has the same data. Its checkpoints and those of FSDP load into each other."""
+class TensorParallelStrategy(SplitLayersStrategy):
+    """Tensors of layers are split. See `SplitLayersStrategy`."""
 
     name: ClassVar[str] = "tp"
 
     def _has_sharded(self, model: nn.Module) -> bool:
         return _is_split(model, self.setup.state.device_mesh)
 
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device and split it there, in place; every rank must call this.
-
-        Args:
-            model: The model, not split.
-
-        Returns:
-            The model itself, its weights replaced by their parts.
-
-        Raises:
-            ValueError: As for `split_tensors`.
-        """
-        model.to(self.setup.device)
-        broadcast_weights(model, self.setup.device)
+    def split(self, model: nn.Module) -> None:
+        """See `split_tensors`."""
         split_tensors(model, self.setup.state.device_mesh)
-        return model
-
-    def sharding(self) -> ShardReport:
-        """See `Strategy.sharding`."""
-        split = sum(
-            any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
-            for model in self.models
-            for module in model.modules()
-        )
-        return shard_report.count_shards(self, axis="tp", units=(split, "split layers"))
