@@ -12,7 +12,8 @@ A user's own error, a dead worker and a broken launch are different types::
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
     │   └── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
     ├── AskError                        a rank could not answer a question
-    ├── RunNotFinishedError             results were requested before the run ended
+    ├── RunNotFinishedError             results requested, or run closed, before its end
+    ├── ResultsFreedError               results were requested after they were freed
     ├── CheckpointError                 a checkpoint could not be written or loaded
     │   ├── BrokenCheckpointError       it is incomplete or damaged
     │   └── CheckpointMismatchError     it belongs to another world size, strategy or set of objects
@@ -25,7 +26,7 @@ Bad arguments raise plain ``ValueError`` or ``TypeError``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -54,8 +55,7 @@ class RankFailure:
 
     Attributes:
         rank: Global index.
-        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "unpicklable", "interrupted" or "lost" (with
-            its machine).
+        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "interrupted" or "lost" (with its machine).
         time: Seconds since the epoch.
         message: One sentence.
         chain: The exceptions, the one that left the function last; empty when the process just died.
@@ -180,6 +180,25 @@ class AuthenticationError(LaunchError):
     """The other end of a connection did not prove that it belongs to this run."""
 
 
+class _Results(Mapping[int, Any]):
+    """Return values by rank, each of which is unpickled when it is read."""
+
+    def __init__(self, infos: Mapping[int, RankOutcome]) -> None:
+        self._infos = infos
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._infos[rank].result
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __repr__(self) -> str:
+        return f"<results of ranks {', '.join(map(str, self._infos)) or 'none'}>"
+
+
 class WorkerError(NotebookAccelerateError):
     """A run ended without success.
 
@@ -204,7 +223,7 @@ class WorkerError(NotebookAccelerateError):
         """The return values of the ranks that succeeded, by rank."""
         if self.run is None:
             return {}
-        return {info.rank: info.result for info in self.run.ranks if info.state == "succeeded"}
+        return _Results({info.rank: info for info in self.run.ranks if info.state == "succeeded"})
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of the supervisor's own frames."""
@@ -247,8 +266,12 @@ class WorkerDiedError(WorkerError):
     """A rank's process ended without raising: killed by a signal, or by ``os._exit``."""
 
 
-class RunNotFinishedError(NotebookAccelerateError):
-    """The results of a run were requested before it ended."""
+class RunNotFinishedError(NotebookAccelerateError, RuntimeError):
+    """The results of a run were requested, or the run was closed, before it ended."""
+
+
+class ResultsFreedError(NotebookAccelerateError):
+    """The results of a run were requested after they were freed."""
 
 
 class CheckpointError(NotebookAccelerateError, RuntimeError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class Shard:
 
     def _torch(self) -> dict[str, Source]:
         state = read_torch(self.path, mmap=True) if _is_zip(self.path) else read_torch(self.path)
+        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+            raise BrokenCheckpointError(f"{self.path} is broken: it holds no named tensors.")
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         return {name: MemorySource(value, tensors, name) for name, value in tensors.items()}
 

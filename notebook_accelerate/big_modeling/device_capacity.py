@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 import torch
 
 from notebook_accelerate.big_modeling.module_sizes import readable
 from notebook_accelerate.big_modeling.tied_parameters import device_of
-from notebook_accelerate.hardware.detection import memory_bytes
+from notebook_accelerate.hardware.detection import memory_bytes, system_memory
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -23,7 +22,7 @@ def free_bytes(device: torch.device) -> int | None:
         Bytes; None if the device does not report them.
     """
     if device.type == "cpu":
-        return min(int(psutil.virtual_memory().available), memory_bytes())
+        return min(system_memory()[1], memory_bytes())
     backend: Any = getattr(torch, device.type, None)
     if not hasattr(backend, "mem_get_info"):
         return None

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-import psutil
 import torch
 
 from notebook_accelerate.big_modeling.module_sizes import (
@@ -15,6 +14,7 @@ from notebook_accelerate.big_modeling.module_sizes import (
     convert_file_size_to_int,
     get_module_leaves,
 )
+from notebook_accelerate.hardware.detection import system_memory
 
 _LOG = logging.getLogger(__name__)
 _KINDS = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu")
@@ -58,9 +58,9 @@ def _free() -> dict[Any, int]:
             found = {number: module.mem_get_info(number)[0] for number in range(module.device_count())}
             break
     if torch.backends.mps.is_available():
-        found["mps"] = psutil.virtual_memory().available  # shared with the CPU
+        found["mps"] = system_memory()[1]  # shared with the CPU
     else:
-        found["cpu"] = psutil.virtual_memory().available
+        found["cpu"] = system_memory()[1]
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource, Source
+from notebook_accelerate.big_modeling.untrusted_files import read_json
 from notebook_accelerate.big_modeling.weight_files import inside, safetensors_sources
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
@@ -86,7 +87,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
     if not index:
         return
     path = Path(offload_folder) / INDEX_NAME
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = read_json(path) if path.is_file() else {}
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
     partial.replace(path)
@@ -159,7 +160,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.state_dict: Any = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None:
-            index = json.loads((Path(save_folder) / INDEX_NAME).read_text(encoding="utf-8"))
+            index = read_json(Path(save_folder) / INDEX_NAME)
         self.index: Mapping[str, Any] = {} if index is None else index
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import functools
 import json
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,13 @@ import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.big_modeling.tensor_sources import FileSource
+from notebook_accelerate.big_modeling.untrusted_files import (
+    MALFORMED,
+    UNREADABLE,
+    broken_file,
+    check_expansion,
+    read_json,
+)
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
 _DTYPES = {
@@ -39,6 +48,9 @@ _DTYPES = {
 }
 if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
     _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+_MAX_PART = 255
+"""Bytes of the longest name of a file: most systems report longer ones by an error of their own."""
+_CALLERS = (TypeError, AttributeError, ValueError)
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors' own reader."""
 
@@ -57,7 +69,12 @@ def inside(folder: Path, name: str) -> Path:
         CheckpointError: The name is absolute, or leaves the folder by ".." or a link.
     """
     path = folder / name
-    if Path(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        within = not Path(name).is_absolute() and path.resolve().is_relative_to(folder.resolve())
+        within = within and all(len(os.fsencode(part)) <= _MAX_PART for part in path.parts)
+    except (OSError, ValueError, RuntimeError):  # too long, with a null character, or links in a circle
+        within = False
+    if not within:
         raise CheckpointError(
             f"Refused: {folder} lists the file {name!r}, which is outside the folder. A checkpoint may only list its "
             "own files; download it again, from a source you trust."
@@ -77,10 +94,10 @@ def indexed_files(index: AnyPath, folder: Path) -> dict[str, Path]:
         BrokenCheckpointError: It is not an index.
     """
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = read_json(index)
         weight_map = content.get("weight_map", content) or content["weight_map"]
         return {name: inside(folder, file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (BrokenCheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenCheckpointError(f"{index} is broken: it contains no weight_map ({error}).") from error
 
 
@@ -115,7 +132,7 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
     try:
         stat = path.stat()
         return _sources(path, stat.st_mtime_ns, stat.st_size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise BrokenCheckpointError(f"{path} is broken: {error}") from error
 
 
@@ -155,6 +172,7 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
         CheckpointError: The file contains objects that `weights_only` refuses.
     """
     options.setdefault("weights_only", True)
+    check_expansion(file)
     try:
         with torch.serialization.safe_globals(numpy_globals()):
             return torch.load(file, map_location=map_location, **options)
@@ -163,6 +181,14 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
             raise CheckpointError(_refusal(file, error)) from error
         detail = next(iter(str(error).splitlines()), "it ends too early")
         raise BrokenCheckpointError(f"{file} is broken: {detail}") from error
+    except MALFORMED as error:
+        if isinstance(error, _CALLERS) and (not options["weights_only"] or options.keys() - {"weights_only", "mmap"}):
+            raise  # of a class in the file, or about the options
+        raise broken_file(file, error) from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise broken_file(file, error) from error  # torch moved to an offset that the file states
 
 
 def _refusal(file: Any, error: Exception) -> str:

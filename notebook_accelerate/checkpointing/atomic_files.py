@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.big_modeling import temporary_folders
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing import staging
+from notebook_accelerate.hardware import temporary_folders
 
 if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_protocol import RankControl

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -17,8 +19,11 @@ REMOVED_SUFFIX = ".removed"
 """Suffix of the hidden name of a checkpoint that is being removed."""
 JOURNAL_NAME = ".committing"
 """Folder inside an existing checkpoint: complete new files that are being moved to their final names."""
+LOCK_SUFFIX = ".saving"
+"""Suffix, and inside an existing folder the name, of the file that the saving process locks."""
 
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_MAX_STEM = 240
+_NUMBERED = re.compile(r"checkpoint_(\d{1,18})", re.ASCII)
 
 
 def numbered(name: str, index: int, suffix: str) -> str:
@@ -50,27 +55,40 @@ def removal_name(name: str) -> str:
 
 
 def staging_folder(target: Path) -> Path:
-    """Return the folder in which the checkpoint `target` is written before it is renamed.
+    """Return the folder in which the checkpoint `target` is written before it gets its name.
 
-    The folder is on the file system of `target`. Accelerate reads every folder inside ``checkpoints`` as a checkpoint,
-    so the staging folder of an automatically named one is a level higher.
+    An existing folder is filled in place: it keeps its mode, owner and group, may be a link or a mount point, and its
+    parent may be read-only. For a new one the folder is beside it, on the same file system. Accelerate reads every
+    folder inside ``checkpoints`` as a checkpoint, so that of an automatically named one is a level higher.
 
     Args:
         target: Folder of the checkpoint.
     """
-    if target.is_dir() and any(target.iterdir()):
-        return target / STAGING_SUFFIX
+    return target / STAGING_SUFFIX if target.is_dir() else _beside(target, STAGING_SUFFIX)
+
+
+def _beside(target: Path, suffix: str) -> Path:
     automatic = target.parent.name == CHECKPOINTS_FOLDER and is_numbered(target.name)
-    return (target.parent.parent if automatic else target.parent) / _staging_name(target)
+    return (target.parent.parent if automatic else target.parent) / f".{_short(target.name)}{suffix}"
 
 
-def _staging_name(target: Path) -> str:
-    return f".{target.name}{STAGING_SUFFIX}"
+def _short(name: str) -> str:
+    """Return a name to which suffixes can be added: file systems limit names to 255 bytes."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) <= _MAX_STEM else hashlib.sha256(encoded).hexdigest()
+
+
+def lock_of(staging: Path) -> Path:
+    """Return the lock of a staging folder."""
+    return staging.with_name(staging.name.removesuffix(STAGING_SUFFIX) + LOCK_SUFFIX)
+
+
+def staging_folders(target: Path) -> list[Path]:
+    """List the folders in which a checkpoint may have been written, whether it existed then or not."""
+    beside = target.parent / f".{_short(target.name)}{STAGING_SUFFIX}"
+    return list(dict.fromkeys([target / STAGING_SUFFIX, beside, _beside(target, STAGING_SUFFIX)]))
 
 
 def unfinished_staging(target: Path) -> Path | None:
     """Return the staging folder that an ended process left for a checkpoint, or None."""
-    places = [target / STAGING_SUFFIX, target.parent / _staging_name(target)]
-    if target.parent.name == CHECKPOINTS_FOLDER:
-        places.append(target.parent.parent / _staging_name(target))
-    return next((place for place in places if place.is_dir()), None)
+    return next((place for place in staging_folders(target) if place.is_dir()), None)

@@ -69,6 +69,17 @@ class Store(ABC):
             local_main: Whether this is the first rank of its machine.
         """
 
+    @abstractmethod
+    def generation(self) -> Any:
+        """Return a value that another save to this folder changes, never None.
+
+        Equal values before and after reading show that all that was read is of one save.
+        """
+
+    @abstractmethod
+    def source(self) -> AnyPath:
+        """Return the folder that holds the files of the newest complete save, as `generation` found it."""
+
     # -- saving -------------------------------------------------------------------------------------------------------
 
     @abstractmethod

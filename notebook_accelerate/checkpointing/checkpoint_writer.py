@@ -148,7 +148,8 @@ class PendingSave:
                 for name, (size, crc) in file.write(file.value, path, self.process_group).items():
                     self._records[f"{file.name}/{name}"] = FileRecord(size=size, crc32=f"{crc:08x}")
             else:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.parent != self.target.staging:
+                    path.parent.mkdir(parents=True, exist_ok=True)
                 tensor_files.write(file.value, path)
                 self._records[file.name] = make_record(path)
                 self.target.store.sync(path)

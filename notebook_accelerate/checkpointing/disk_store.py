@@ -12,6 +12,7 @@ from typing import Any
 from notebook_accelerate.checkpointing import checkpoint_layout, staging
 from notebook_accelerate.checkpointing.checkpoint_stores import FileRecords, ReadLocation, Store
 from notebook_accelerate.checkpointing.manifest import Manifest, files_below, make_record, manifest_json
+from notebook_accelerate.checkpointing.save_lock import SaveLock
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.state.world import world_from_environ
@@ -28,7 +29,7 @@ class DiskStore(Store):
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self._token: Path | None = None
+        self._lock: SaveLock | None = None
 
     def is_checkpoint(self) -> bool:
         """See `Store.is_checkpoint`; on a disk only a complete checkpoint gets its name."""
@@ -48,26 +49,37 @@ class DiskStore(Store):
     def finish_commit(self, main: bool, local_main: bool) -> None:
         """See `Store.finish_commit`; the first rank of each machine does it."""
         if local_main:
-            staging.finish_journal(self.target)
+            staging.finish_abandoned_journal(self.target)
+
+    def generation(self) -> Any:
+        """See `Store.generation`; another value each time while a save is moving its files."""
+        if (self.target / checkpoint_layout.JOURNAL_NAME).exists():  # first: a save that ended since has a new manifest
+            return object()
+        try:
+            manifest = (self.target / checkpoint_layout.MANIFEST_NAME).stat()
+        except OSError:
+            return self.target.is_dir()
+        return manifest.st_dev, manifest.st_ino, manifest.st_size, manifest.st_mtime_ns
+
+    def source(self) -> Path:
+        """See `Store.source`."""
+        return self.target
 
     def open(self, token: str) -> None:
-        """See `Store.open`; creates an empty staging folder."""
+        """See `Store.open`; locks the folder and creates an empty staging folder."""
         try:
-            self.folder = staging.create_staging(self.target)
-            self._token = self.folder / token
-            self._token.touch()
+            self.folder, self._lock = staging.open_staging(self.target, token)
         except OSError as error:
             raise staging.write_error(self.target, error) from error
 
     def can_see(self, token: str) -> bool:
         """See `Store.can_see`; False on a machine with a disk of its own."""
-        self.folder = checkpoint_layout.staging_folder(self.target)
-        return (self.folder / token).exists()
+        if self._lock is None:
+            self.folder = checkpoint_layout.staging_folder(self.target) / token
+        return self.folder.is_dir()
 
     def prepare_folder(self) -> None:
-        """See `Store.prepare_folder`; ranks write into the staging folder."""
-        if self._token is not None:
-            self._token.unlink()
+        """See `Store.prepare_folder`; ranks write into the staging folder, which `open` has created."""
 
     def sync(self, path: Path) -> None:
         """See `Store.sync`."""
@@ -117,12 +129,15 @@ class DiskStore(Store):
         path = self.folder / checkpoint_layout.MANIFEST_NAME
         path.write_text(manifest_json(manifest), encoding="utf-8")
         staging.sync_file(path)
-        staging.commit(self.folder, self.target)
+        assert self._lock is not None
+        staging.commit(self.folder, self.target, self._lock)
 
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """See `Store.discard`; the rank that created the staging folder removes it."""
-        if opened:
-            staging.discard(self.folder)
+        """See `Store.discard`; the rank that created the staging folder removes it and its lock."""
+        if opened and self._lock is not None:
+            if self._lock.is_held():
+                staging.discard(self.folder.parent)
+            self._lock.release()
 
     def remove_checkpoints(self, surplus: Sequence[Any]) -> None:
         """See `Store.remove_checkpoints`."""

@@ -8,16 +8,28 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
+from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, read_json
 from notebook_accelerate.big_modeling.weight_files import inside
-from notebook_accelerate.checkpointing.checkpoint_layout import MANIFEST_NAME
+from notebook_accelerate.checkpointing.checkpoint_layout import (
+    JOURNAL_NAME,
+    LOCK_SUFFIX,
+    MANIFEST_NAME,
+    STAGING_SUFFIX,
+)
 from notebook_accelerate.checkpointing.sharded_protocol import WHOLE
 from notebook_accelerate.errors import BrokenCheckpointError
 
 FORMAT = 1
 """Version of the manifest's own format; a newer one is refused."""
 _CHUNK = 1 << 22
+_MAX_SIZE = 1 << 63
+_MAX_NAME = 4096
+_RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, JOURNAL_NAME, LOCK_SUFFIX}
+_MAX_LINES = 20
+"""How many damaged files an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +100,48 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] > FORMAT:
-            raise BrokenCheckpointError(
-                f"{path} has format {content['format']}, this version reads formats up to {FORMAT}: "
-                "pip install -U notebook-accelerate"
-            )
-        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        return Manifest(**content, files=files)
-    except (ValueError, KeyError, TypeError) as error:
-        raise BrokenCheckpointError(f"Checkpoint {folder} is broken: {path.name} cannot be read ({error}).") from error
+        return _parse(read_json(path), path)
+    except FileNotFoundError:  # it was there a moment ago: another process is replacing the checkpoint
+        return None
+    except MALFORMED as error:
+        raise _unreadable(folder, str(error)) from error
+    except BrokenCheckpointError as error:
+        if error.__cause__ is None:
+            raise
+        raise _unreadable(folder, str(error.__cause__)) from error
+
+
+def _unreadable(folder: AnyPath, detail: str) -> BrokenCheckpointError:
+    return BrokenCheckpointError(f"Checkpoint {folder} is broken: {MANIFEST_NAME} cannot be read ({detail[:500]}).")
+
+
+def _parse(content: Any, path: AnyPath) -> Manifest:
+    if content["format"] > FORMAT:
+        raise BrokenCheckpointError(
+            f"{path} has format {content['format']}, this version reads formats up to {FORMAT}: "
+            "pip install -U notebook-accelerate"
+        )
+    files = {_checked_name(name): FileRecord(**record) for name, record in content.pop("files").items()}
+    manifest = Manifest(**content, files=files)
+    _check_types(manifest)
+    return manifest
+
+
+def _checked_name(name: str) -> str:
+    """Return the name of a file; raise ValueError if it cannot be a path inside the checkpoint."""
+    parts = name.split("/")
+    if not all(parts) or {".", "..", *_RESERVED} & set(parts) or len(name) > _MAX_NAME or "\0" in name:
+        raise ValueError(f"{name[:100]!r} is not a path inside a checkpoint")
+    return name
+
+
+def _check_types(manifest: Manifest) -> None:
+    sizes = [manifest.world_size, manifest.format, *(record.size for record in manifest.files.values())]
+    texts = [manifest.layout, manifest.strategy, manifest.producer, *(each.crc32 for each in manifest.files.values())]
+    if not all(isinstance(size, int) and 0 <= size < _MAX_SIZE for size in sizes):
+        raise ValueError("a size is not a whole number that a file can have")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a name or checksum is not a text")
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
@@ -128,7 +172,9 @@ def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[
 
 def broken_checkpoint(folder: AnyPath, lines: Iterable[str]) -> BrokenCheckpointError:
     """Return the error for a checkpoint whose files do not match its manifest."""
-    text = "\n".join(f"  - {line}" for line in lines)
+    found = list(lines)
+    shown = found[:_MAX_LINES] + ([f"and {len(found) - _MAX_LINES:,} more"] if len(found) > _MAX_LINES else [])
+    text = "\n".join(f"  - {line}" for line in shown)
     return BrokenCheckpointError(
         f"Checkpoint {folder} is broken and was not loaded:\n{text}\n"
         f"Load an earlier one. (If another program changed files on purpose, remove {MANIFEST_NAME} and load again.)"

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from notebook_accelerate.big_modeling import temporary_folders
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
 from notebook_accelerate.big_modeling.weight_files import inside, read_torch
 from notebook_accelerate.checkpointing.atomic_files import make_folder
 from notebook_accelerate.checkpointing.model_weights import write_weights
 from notebook_accelerate.config import constants
+from notebook_accelerate.hardware import temporary_folders
 from notebook_accelerate.state import PartialState
 
 _METADATA = ".metadata"

@@ -14,10 +14,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.big_modeling import temporary_folders
 from notebook_accelerate.big_modeling.remote_paths import RemotePath
 from notebook_accelerate.big_modeling.weight_files import inside
 from notebook_accelerate.checkpointing.checkpoint_layout import (
@@ -37,12 +37,33 @@ from notebook_accelerate.checkpointing.manifest import (
     manifest_json,
     read_manifest,
 )
+from notebook_accelerate.checkpointing.process_liveness import parse_identity, this_process
 from notebook_accelerate.checkpointing.rank_agreement import gather_values
+from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.hardware import temporary_folders
 from notebook_accelerate.state.world import world_from_environ
 
 _HEARTBEAT = 30.0
 """Seconds between two heartbeats of a rank that is uploading: a store does not show partial files."""
+
+
+def _read_message(path: RemotePath) -> dict[str, Any]:
+    """Return the content of a rank's message; empty if it cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _planned(plan: RemotePath) -> list[str]:
+    """Return the names of the files that a rank was going to upload; none if the message was not complete."""
+    try:
+        names = json.loads(plan.read_text())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 class ObjectStore(Store):
@@ -58,7 +79,7 @@ class ObjectStore(Store):
         self.target = target
         self._messages = target / STAGING_SUFFIX
         self._journal = target / JOURNAL_NAME
-        self._destination = target
+        self._destination = self._source = target
 
     # -- existing checkpoints -----------------------------------------------------------------------------------------
 
@@ -79,12 +100,10 @@ class ObjectStore(Store):
         if self.is_checkpoint():
             return None
         opened = [path for path in self._messages.iterdir() if path.name.startswith("open_")]
-        return str(self._messages) if any(json.loads(path.read_text())["into"] == "" for path in opened) else None
+        return str(self._messages) if any(_read_message(path).get("into") == "" for path in opened) else None
 
     def finish_commit(self, main: bool, local_main: bool) -> None:
-        """See `Store.finish_commit`; the main rank does it."""
-        if main:
-            self._finish_journal()
+        """See `Store.finish_commit`; does nothing: files are read from a complete journal (`source`)."""
 
     def _finish_journal(self) -> None:
         """Copy the files of a complete journal over the old ones; idempotent."""
@@ -99,15 +118,37 @@ class ObjectStore(Store):
         (self._journal / MANIFEST_NAME).unlink(missing_ok=True)  # first: without it the other files are ignored
         self._journal.remove_tree()
 
+    def generation(self) -> Any:
+        """See `Store.generation`; the text of the manifest and where it is."""
+        for folder in (self._journal, self.target):
+            self._source = folder
+            with contextlib.suppress(FileNotFoundError):
+                return str(folder), (folder / MANIFEST_NAME).read_text()
+        return str(self.target), ""
+
+    def source(self) -> RemotePath:
+        """See `Store.source`; a complete journal, which its writer or the next save copies to the final names."""
+        return self._source
+
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def open(self, token: str) -> None:
-        """See `Store.open`; records that a save has started."""
+        """See `Store.open`; records that a save has started, and by which process."""
+        self._refuse_second_writer()
         self._finish_journal()
         self._finish_removals()
         self._remove_unfinished()
         into = JOURNAL_NAME if any(True for _ in self.target.iterdir()) else ""
-        self._open_message(token).write_text(json.dumps({"into": into}))
+        self._message = self._open_message(token)
+        self._message.write_text(json.dumps({"into": into, "owner": asdict(this_process())}))
+
+    def _refuse_second_writer(self) -> None:
+        """Raise if another process of this machine is saving to this folder; `commit` notices those of others."""
+        here = this_process()
+        opened = [path for path in self._messages.iterdir() if path.name.startswith("open_")]
+        for owner in (parse_identity(_read_message(path).get("owner")) for path in opened):
+            if owner and owner.machine == here.machine and owner != here and not owner.has_ended():
+                raise CheckpointError(second_writer_error(self.target, str(owner)))
 
     def _open_message(self, token: str) -> RemotePath:
         return self._messages / f"open_{token.strip('.')}.json"
@@ -119,7 +160,7 @@ class ObjectStore(Store):
             return
         if not self.is_checkpoint():
             plans = [path for path in messages if path.name.startswith("plan_")]
-            self.target.remove_files({name for plan in plans for name in json.loads(plan.read_text())})
+            self.target.remove_files({name for plan in plans for name in _planned(plan)})
         self._journal.remove_tree()
         self._messages.remove_tree()
 
@@ -202,6 +243,8 @@ class ObjectStore(Store):
                 known = manifest.files.setdefault(name, record)
                 if writers[name] > 1 and known != record:  # hooks on several ranks wrote it: the last upload is stored
                     manifest.files[name] = self._stored_record(name)
+        if not self._message.is_file():
+            raise CheckpointError(second_writer_error(self.target, "another run"))
         (self._destination / MANIFEST_NAME).write_text(manifest_json(manifest))
         if self._destination != self.target:
             self._finish_journal()
@@ -217,9 +260,13 @@ class ObjectStore(Store):
         """See `Store.discard`; uploaded files stay for the next save, because other ranks may still be uploading."""
         if hasattr(self, "folder"):
             temporary_folders.remove(self.folder.parent)
-        if opened and not delivering:
-            with contextlib.suppress(CheckpointError):
+        if not opened:
+            return
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            if not delivering:
                 self._messages.remove_tree()
+            elif self._message.is_file():  # no longer this process's
+                self._message.write_text(json.dumps({"into": _read_message(self._message).get("into")}))
 
     # -- numbered checkpoints -----------------------------------------------------------------------------------------
 
@@ -264,11 +311,11 @@ class ObjectStore(Store):
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
         """See `Store.fetch`; the verification reports files that are missing in the store."""
         if names is None:
-            names = sorted(name for name in self.target.files() if not name.startswith((STAGING_SUFFIX, JOURNAL_NAME)))
+            names = sorted(name for name in self._source.files() if not name.startswith((STAGING_SUFFIX, JOURNAL_NAME)))
         share = list(names)[location.share]
         for name in share:
             destination = inside(location.folder, name)
             destination.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                (self.target / name).download(destination)
+                (self._source / name).download(destination)
         return share

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
+from notebook_accelerate.hardware.process_stat import STARTED, STATE, read_stat
 
 _PROC = Path("/proc")
+_ENDED = {"Z", "X", "x"}
+"""States of a zombie, whose parent has not read its exit status yet, and of a process that is being removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,31 +23,63 @@ class ProcessIdentity:
     """Identifies its machine and PID namespace; empty where the system provides no identifier."""
     pid: int
     """Its process ID in that namespace."""
+    started: int = 0
+    """When it started, in clock ticks since the machine started; 0: unknown. Process IDs are used again."""
+    host: str = ""
+    """The name of its machine, for messages."""
 
     def has_ended(self) -> bool:
-        """Tell whether the process is known to have ended; False also where this process cannot look.
-
-        A zombie, whose parent has not read its exit status yet, has ended.
-        """
+        """Tell whether the process is known to have ended; False also where this process cannot look."""
         if not self.machine or self.machine != _machine_identity():
             return False
         try:
-            return psutil.Process(self.pid).status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
-        except psutil.NoSuchProcess:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, OverflowError):
             return True
-        except psutil.Error:
+        except PermissionError:  # it exists, and belongs to another user
+            pass
+        fields = read_stat(_PROC / str(self.pid))
+        if not fields:  # /proc may hide the processes of other users
             return False
+        return fields[STATE] in _ENDED or self.started not in {0, int(fields[STARTED])}
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "another process"
+        return f"process {self.pid}" + (f" on {self.host}" if self.host else "")
+
+
+UNKNOWN = ProcessIdentity(machine="", pid=0)
+"""A process that cannot be identified; as far as is known it is alive."""
 
 
 def this_process() -> ProcessIdentity:
     """Return the identity of this process."""
-    return ProcessIdentity(machine=_machine_identity(), pid=os.getpid())
+    pid = os.getpid()
+    fields = read_stat(_PROC / str(pid))
+    started = int(fields[STARTED]) if fields else 0
+    return ProcessIdentity(machine=_machine_identity(), pid=pid, started=started, host=socket.gethostname())
+
+
+def parse_identity(content: Any) -> ProcessIdentity | None:
+    """Return the identity that a file records; None if it records none.
+
+    Args:
+        content: The fields of a `ProcessIdentity`, from JSON.
+    """
+    try:
+        identity = ProcessIdentity(**content)
+    except TypeError:
+        return None
+    texts = isinstance(identity.machine, str) and isinstance(identity.host, str)
+    numbers = isinstance(identity.pid, int) and isinstance(identity.started, int) and identity.pid > 0
+    return identity if texts and numbers else None
 
 
 def _machine_identity() -> str:
     """Return the boot ID of this machine and its PID namespace (a container has its own); "" if unknown."""
     try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
     except OSError:
         return ""

@@ -1,9 +1,9 @@
 """Writes a checkpoint in a staging folder and moves it to its final place when it is complete.
 
-A new folder is written under another name and renamed. An existing one (its other files stay, and it may be a mount
-point or the working directory, which cannot be renamed) gets the new files in a folder inside it; that folder is
-renamed to mark it complete (the journal), then its entries are moved up. Any process that finds a journal finishes the
-moves.
+A new folder is written under another name and renamed. An existing one (its other files and its mode stay, and it may
+be a mount point or the working directory, which cannot be renamed) gets the new files in a folder inside it; that
+folder is renamed to mark it complete (the journal), then its entries are moved up. Any process that finds a journal
+finishes the moves, if the one that made it has ended: the lock beside the staging folder shows that.
 """
 
 from __future__ import annotations
@@ -11,31 +11,43 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from notebook_accelerate.big_modeling.weight_files import inside
 from notebook_accelerate.checkpointing import checkpoint_layout
 from notebook_accelerate.checkpointing.manifest import read_manifest
-from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.checkpointing.save_lock import (
+    LockHeldError,
+    SaveLock,
+    acquire_lock,
+    live_owner,
+    second_writer_error,
+)
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 
 _DISK_FULL = (28, 122)
 """ENOSPC, and EDQUOT: a quota is used up."""
 _NEARLY_FULL = 1 << 20
+_JOURNAL_LIMIT = 60.0
+"""Seconds to wait for another process to finish its journal: it only renames and removes files."""
+_JOURNAL_PAUSE = 0.01
 
 
-def create_staging(target: Path) -> Path:
-    """Create an empty staging folder for a checkpoint; one that an ended process left behind is removed first.
+def open_staging(target: Path, name: str) -> tuple[Path, SaveLock]:
+    """Lock a checkpoint's folder and create a staging folder; what an ended process left behind is removed first.
 
     Args:
         target: Folder of the checkpoint.
+        name: A unique name: what a rank of an ended save still writes cannot get into this one.
 
     Returns:
-        The staging folder.
+        The staging folder and the lock.
 
     Raises:
-        CheckpointError: `target` is a file.
+        CheckpointError: `target` is a file, or another process is saving there.
         OSError: The folder cannot be created.
     """
     if target.exists() and not target.is_dir():
@@ -43,51 +55,152 @@ def create_staging(target: Path) -> Path:
             f"Cannot write the checkpoint {target}: there is a file of that name. Pass another folder: "
             'accelerator.save_state("my_checkpoint")'
         )
-    finish_journal(target)
-    if (old := checkpoint_layout.unfinished_staging(target)) is not None:
-        shutil.rmtree(old)
     staging = checkpoint_layout.staging_folder(target)
-    staging.mkdir(parents=True)
-    return staging
+    if staging.parent != target:
+        staging.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(target, staging)
+    try:
+        _remove_unfinished(target, lock)
+        if staging.parent == target:
+            finish_journal(target)
+        (staging / name).mkdir(parents=True)
+    except BaseException:
+        lock.release()
+        raise
+    return staging / name, lock
 
 
-def commit(staging: Path, target: Path) -> None:
-    """Move a complete staging folder (with its manifest) to its final place.
+def _lock(target: Path, staging: Path) -> SaveLock:
+    try:
+        return acquire_lock(checkpoint_layout.lock_of(staging))
+    except LockHeldError as error:
+        raise CheckpointError(second_writer_error(target, error.owner)) from error
+
+
+def _remove_unfinished(target: Path, lock: SaveLock) -> None:
+    for left in checkpoint_layout.staging_folders(target):
+        own = checkpoint_layout.lock_of(left) == lock.path
+        if not own and not left.exists() and not checkpoint_layout.lock_of(left).exists():
+            continue
+        with nullcontext() if own else _lock(target, left):
+            _remove_folder(left)
+
+
+def _remove_folder(folder: Path) -> None:
+    if folder.is_symlink():  # a save creates no links: the target is left alone
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def commit(folder: Path, target: Path, lock: SaveLock) -> None:
+    """Move a complete staging folder (with its manifest) to its final place, and release the lock.
 
     Args:
-        staging: The folder that `create_staging` returned.
+        folder: The folder that `open_staging` returned.
         target: Folder of the checkpoint.
+        lock: Its lock.
+
+    Raises:
+        CheckpointError: The lock was lost, or another process is saving to the folder, which was created meanwhile.
     """
-    sync_folders(staging)
-    if target.is_dir() and any(target.iterdir()):  # also if files were added while the checkpoint was written
-        journal = target / checkpoint_layout.JOURNAL_NAME
-        staging.rename(journal)
-        sync_folder(target)
-        finish_journal(target)
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.rename(target)
-        sync_folder(target.parent)
+    sync_folders(folder)
+    if not lock.is_held():
+        raise CheckpointError(
+            f"The checkpoint {target} was not written: the lock {lock.path} was removed while it was being saved. What "
+            "was there before is unchanged. Save again."
+        )
+    if not _become(folder, target):
+        inner = target / checkpoint_layout.STAGING_SUFFIX
+        with nullcontext() if folder.parent == inner else _lock(target, inner):
+            folder.rename(target / checkpoint_layout.JOURNAL_NAME)
+            _remove_empty(folder.parent)
+            sync_folder(target)
+            finish_journal(target)
+    _remove_empty(folder.parent)
+    lock.release()
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _become(folder: Path, target: Path) -> bool:
+    """Rename a staging folder to the checkpoint's name; return whether that was possible: there is no such folder."""
+    if target.is_dir():
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.rename(target)
+    except OSError:
+        if target.is_dir():  # created meanwhile, and not empty
+            return False
+        raise
+    sync_folder(target.parent)
+    return True
+
+
+def finish_abandoned_journal(target: Path) -> None:
+    """Finish the journal of a process that has ended; wait for a process that is alive to finish its own.
+
+    Args:
+        target: Folder of the checkpoint.
+
+    Raises:
+        CheckpointError: A process that is alive does not finish, or this one must not write to the folder.
+    """
+    journal, lock = target / checkpoint_layout.JOURNAL_NAME, target / checkpoint_layout.LOCK_SUFFIX
+    deadline = time.monotonic() + _JOURNAL_LIMIT
+    while journal.is_dir():
+        if (owner := live_owner(lock)) is None:
+            try:
+                with acquire_lock(lock):
+                    return finish_journal(target)
+            except LockHeldError:  # another process was faster
+                continue
+            except OSError as error:
+                raise CheckpointError(
+                    f"Checkpoint {target} was not loaded: the process that saved it ended while it moved the new files "
+                    f"from {journal.name}, and this one cannot finish that ({error}). Load it once where you may write "
+                    "to the folder."
+                ) from error
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"Checkpoint {target} was not loaded: {owner} has been moving new files there for {_JOURNAL_LIMIT:.0f} "
+                "s. Load it when that save has ended."
+            )
+        time.sleep(_JOURNAL_PAUSE)
+    return None
 
 
 def finish_journal(target: Path) -> None:
-    """Finish moving new files to their final names after a process ended in the middle of it; idempotent.
+    """Move new files to their final names, also after a process ended in the middle of it; idempotent.
+
+    Only the process that holds the lock of the folder may call this.
 
     Args:
         target: Folder of the checkpoint.
+
+    Raises:
+        BrokenCheckpointError: The journal is a link, or its manifest cannot be read.
     """
     journal = target / checkpoint_layout.JOURNAL_NAME
     if not journal.is_dir():
         return
+    if journal.is_symlink():
+        raise BrokenCheckpointError(f"{journal} is a link, which no save makes: remove it, and load or save again.")
     if (new := read_manifest(journal)) is not None:  # moved last: without it, stale files were removed already
         _remove_stale(target, keep={Path(name).parts[0] for name in new.files})
     entries = sorted(journal.iterdir(), key=lambda entry: entry.name == checkpoint_layout.MANIFEST_NAME)
     for entry in entries:
+        if entry.name in {checkpoint_layout.LOCK_SUFFIX, checkpoint_layout.STAGING_SUFFIX}:  # no save's
+            continue
         destination = target / entry.name
         if destination.is_dir() and not destination.is_symlink():
             shutil.rmtree(destination)
         entry.replace(destination)
-    journal.rmdir()
+    shutil.rmtree(journal)
     sync_folder(target)
 
 
@@ -99,7 +212,7 @@ def _remove_stale(target: Path, keep: set[str]) -> None:
         return
     for name in {Path(name).parts[0] for name in old.files} - keep if old else ():
         entry = inside(target, name)
-        if entry.is_dir():
+        if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)

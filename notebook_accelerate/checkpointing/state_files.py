@@ -144,7 +144,8 @@ def sampler_state(loader: Any) -> dict[str, Any]:
     Returns:
         Plain data: `iteration`; for a seedable sampler its `epoch` and `initial_seed`; for another sampler with a
         generator of its own the `generator` state; `state_dict` of a sampler that has one; within an epoch, `order`:
-        the random state from which its order was drawn; `workers_seeded` if workers persist.
+        the random state from which its order was drawn; `exhausted` after the epoch's last batch;
+        `workers_seeded` if workers persist.
     """
     state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
     sampler = get_sampler(loader)
@@ -156,6 +157,8 @@ def sampler_state(loader: Any) -> dict[str, Any]:
         state["state_dict"] = sampler.state_dict()
     if (order := getattr(loader, "order_state", lambda: None)()) is not None:
         state["order"] = order
+    if getattr(loader, "exhausted", False) and not getattr(loader, "use_stateful_dataloader", False):
+        state["exhausted"] = True
     if getattr(loader, "workers_seeded", False):
         state["workers_seeded"] = True
     return state
@@ -179,7 +182,7 @@ def restore_sampler(loader: Any, state: Any) -> None:
     if "state_dict" in state and callable(getattr(sampler, "load_state_dict", None)):
         sampler.load_state_dict(state["state_dict"])
     if hasattr(loader, "load_order_state"):
-        loader.load_order_state(state.get("order"))
+        loader.load_order_state(state.get("order"), state.get("exhausted", False))
     if hasattr(loader, "workers_seeded"):
         loader.workers_seeded = state.get("workers_seeded", False)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
+from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, naming_file
 from notebook_accelerate.checkpointing import automatic_naming, checkpoint_layout, state_files
 from notebook_accelerate.checkpointing.checkpoint_layout import numbered
 from notebook_accelerate.checkpointing.checkpoint_stores import ReadLocation, store_for
 from notebook_accelerate.checkpointing.manifest import Manifest, broken_checkpoint, find_damage, read_manifest
-from notebook_accelerate.checkpointing.rank_agreement import raise_on_all_ranks, raising_on_all_ranks
+from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.rng_states import restore_rng_state
 from notebook_accelerate.checkpointing.sharded_protocol import WHOLE, saves_own_state, schedulers_to_save
 from notebook_accelerate.checkpointing.state_saving import wait_for_saves
@@ -32,6 +35,11 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.accelerator_protocol import PreparedObjects
 
 _CALL = "load_state"
+_STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)
+"""What objects raise for a state of another form; ValueError is torch's for a state of other parameters."""
+_UNREADABLE = (LookupError, UnicodeError, RecursionError, EOFError, pickle.UnpicklingError)
+_ATTEMPTS = 10
+"""How often a checkpoint that another process replaces meanwhile is read."""
 
 
 def load_state(
@@ -62,18 +70,78 @@ def load_state(
     if saves_own_state(accelerator.strategy):
         wait_for_all_ranks(_CALL)
     wait_for_saves(_CALL)
-    checkpoint = _find_checkpoint(accelerator, None if input_dir is None else path_of(input_dir).absolute())
-    with store_for(checkpoint).open_for_reading(accelerator.local_process_index) as location:
-        manifest = _fetch_and_verify(checkpoint, location)
+    folder = None if input_dir is None else path_of(input_dir).absolute()
+    for attempt in itertools.count(1):
+        reading = _Reading(_find_checkpoint(accelerator, folder))
+        failure = None
+        try:
+            _load_checkpoint(accelerator, reading, elastic, load_kwargs or {}, load_model_func_kwargs)
+        except Exception as error:  # noqa: BLE001 - raised below, unless the files were changing
+            failure = error
+        if not any(gather_results(reading.has_changed, _CALL, CheckpointError, OSError)):
+            break
+        if attempt == _ATTEMPTS:
+            raise CheckpointError(_changing_error(reading.checkpoint)) from failure
+    if failure is not None:
+        raise failure
+    _continue_numbering(accelerator, reading.checkpoint)
+
+
+class _Reading:
+    """One attempt to read a checkpoint, which another process may be replacing.
+
+    Args:
+        checkpoint: Its folder.
+    """
+
+    def __init__(self, checkpoint: AnyPath) -> None:
+        self.checkpoint = checkpoint
+        self.store = store_for(checkpoint)
+        self._generation: Any = None
+
+    def begin(self) -> None:
+        """Record which save is there; called before the manifest is read."""
+        self._generation = self.store.generation()
+
+    def has_changed(self) -> bool:
+        """Tell whether another save replaced files; called on every rank after all ranks have read theirs."""
+        return self._generation is not None and self.store.generation() != self._generation
+
+
+def _changing_error(checkpoint: AnyPath) -> str:
+    return (
+        f"Checkpoint {checkpoint} was not loaded: another process saved to it each of the {_ATTEMPTS} times that it "
+        "was read. What the objects hold now may be of several saves: load again when that run has ended, or load a "
+        "checkpoint that is not being replaced."
+    )
+
+
+def _load_checkpoint(
+    accelerator: PreparedObjects,
+    reading: _Reading,
+    elastic: bool,
+    load_kwargs: dict[str, Any],
+    model_options: dict[str, Any],
+) -> None:
+    """Verify and load a checkpoint; every rank raises if one does."""
+    checkpoint = reading.checkpoint
+    with reading.store.open_for_reading(accelerator.local_process_index) as location:
+        manifest = _fetch_and_verify(reading, location)
         folder = location.folder
-        names = [path.name for path in folder.iterdir()] if manifest is None else list(manifest.files)
+        names = _names_in(folder) if manifest is None else list(manifest.files)
         raise_on_all_ranks(_find_mismatch(accelerator, checkpoint, names, manifest, elastic), _CALL)
         models = list(accelerator._models)
-        for hook in list(accelerator._load_model_state_pre_hook.values()):
-            hook(models, str(folder))
         with raising_on_all_ranks(_CALL, Exception):
-            _load_all(accelerator, models, folder, names, load_kwargs or {}, load_model_func_kwargs)
-    _continue_numbering(accelerator, checkpoint)
+            for hook in list(accelerator._load_model_state_pre_hook.values()):
+                hook(models, str(folder))
+            _load_all(accelerator, models, folder, names, load_kwargs, model_options)
+            _load_custom(accelerator, folder, load_kwargs, verified=manifest is not None)
+            _load_rank(accelerator, folder, names, load_kwargs)
+
+
+def _names_in(folder: Path) -> list[str]:
+    """List the files and folders; to read a pipe or a device would never end."""
+    return [path.name for path in folder.iterdir() if path.is_file() or path.is_dir()]
 
 
 def _check_map_location(given: object) -> None:
@@ -124,13 +192,15 @@ def _newest_checkpoint(accelerator: PreparedObjects) -> AnyPath:
     return found[-1]
 
 
-def _fetch_and_verify(checkpoint: AnyPath, location: ReadLocation) -> Manifest | None:
+def _fetch_and_verify(reading: _Reading, location: ReadLocation) -> Manifest | None:
     """Read the manifest, fetch this rank's share of the files and compare it with the manifest."""
+    checkpoint = reading.checkpoint
     with raising_on_all_ranks(_CALL, CheckpointError, OSError):
-        manifest = read_manifest(checkpoint)
+        reading.begin()
+        manifest = read_manifest(reading.store.source())
         if manifest is None:
             _refuse_unfinished(checkpoint)
-        share = store_for(checkpoint).fetch(None if manifest is None else sorted(manifest.files), location)
+        share = reading.store.fetch(None if manifest is None else sorted(manifest.files), location)
         if manifest is not None and (lines := find_damage(location.folder, manifest, share)):
             raise broken_checkpoint(checkpoint, lines)
     return manifest
@@ -198,7 +268,8 @@ def _load_all(
 ) -> None:
     strategy = accelerator.strategy
     if saves_own_state(strategy):
-        strategy.load_state(folder, models=models, **model_options)
+        with naming_file(folder, _UNREADABLE):
+            strategy.load_state(folder, models=models, **model_options)
     else:
         for index, model in enumerate(models):
             load_model(model, _model_path(folder, index, names), model_options)
@@ -206,10 +277,8 @@ def _load_all(
     _load_each(folder, constants.SCHEDULER_NAME, schedulers_to_save(accelerator._schedulers), options)
     _load_loaders(accelerator, folder, names, options)
     if accelerator.scaler is not None and constants.SCALER_NAME in names:
-        accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))
-    for index, custom in enumerate(accelerator._custom_objects):
-        custom.load_state_dict(read(folder / state_files.custom_file(index), **options))
-    _load_rank(accelerator, folder, names, options)
+        with naming_file(folder / constants.SCALER_NAME):
+            accelerator.scaler.load_state_dict(read(folder / constants.SCALER_NAME, **options))
 
 
 def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> None:
@@ -221,7 +290,9 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
         options: Arguments of ``load_state_dict``.
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
-    inner.load_state_dict(add_tied_names(dict(read(path)), inner), **options)
+    with naming_file(path, _STRUCTURE if not options else (LookupError, AttributeError)):
+        state = dict(read(path))
+        inner.load_state_dict(add_tied_names(state, inner), **options)
 
 
 def _model_path(folder: Path, index: int, names: Sequence[str]) -> Path:
@@ -243,7 +314,20 @@ def _load_each(folder: Path, name: str, objects: Sequence[Any], options: dict[st
                 f"Checkpoint {folder} has no {path.name}, but {len(objects)} {name}(s) are prepared. Prepare the same "
                 "objects in the same order as before saving."
             )
-        item.load_state_dict(read(path, **options))
+        with naming_file(path, _STRUCTURE):
+            item.load_state_dict(_checked(read(path, **options), path, name))
+
+
+def _checked(state: Any, path: Path, kind: str) -> Any:
+    """Return the state of an optimizer or scheduler if it has the form of one."""
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    correct = isinstance(state, Mapping)
+    if kind == constants.OPTIMIZER_NAME and groups is not None:
+        correct = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+        correct = correct and isinstance(state.get("state"), Mapping)
+    if not correct:
+        raise BrokenCheckpointError(f"{path} is broken: it does not hold the state of {kind}s.")
+    return state
 
 
 def _load_loaders(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:
@@ -253,22 +337,34 @@ def _load_loaders(accelerator: PreparedObjects, folder: Path, names: Sequence[st
         own = _load_sampler(loader, folder / sampler, options) if sampler in names else {}
         position = numbered(checkpoint_layout.DATALOADER_STATE_NAME, index, ".bin")
         if position in names and getattr(loader, "use_stateful_dataloader", False):
-            loader.load_state_dict(LoaderState(read(folder / position, **options), own))
+            with naming_file(folder / position):
+                loader.load_state_dict(LoaderState(read(folder / position, **options), own))
 
 
 def _load_sampler(loader: Any, path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Restore a loader's epoch and sampler; return what a stateful loader saved in addition to torchdata's state."""
     try:
         state = read(path, **options)
-    except CheckpointError:
+    except CheckpointError as error:
+        if isinstance(error, BrokenCheckpointError) and not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise
         state = None  # Accelerate pickles the sampler object itself, which weights_only loading refuses
     if isinstance(state, dict) and "iteration" in state:
-        state_files.restore_sampler(loader, state)
-        return dict(state.get("position", {}))
+        with naming_file(path, (*MALFORMED, RuntimeError)):
+            state_files.restore_sampler(loader, state)
+            return dict(state.get("position", {}))
     warn_once(
         f"{path} contains a pickled sampler and was left out: the order of samples starts from the first epoch's."
     )
     return {}
+
+
+def _load_custom(accelerator: PreparedObjects, folder: Path, options: dict[str, Any], verified: bool) -> None:
+    for index, custom in enumerate(accelerator._custom_objects):
+        path = folder / state_files.custom_file(index)
+        state = read(path, **options)
+        with naming_file(path, () if verified else MALFORMED):  # of a verified file, an error is the object's own
+            custom.load_state_dict(state)
 
 
 def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str], options: dict[str, Any]) -> None:
@@ -277,8 +373,9 @@ def _load_rank(accelerator: PreparedObjects, folder: Path, names: Sequence[str],
         warn_once(f"{folder} has no {name}: the random state of rank {accelerator.process_index} is unchanged.")
         return
     state = read(folder / name, **options)
-    accelerator.step = state.get("step", accelerator.step)
-    restore_rng_state(state, accelerator.device.type)
+    with naming_file(folder / name, (*MALFORMED, RuntimeError)):
+        accelerator.step = int(state.get("step", accelerator.step))
+        restore_rng_state(state, accelerator.device.type)
 
 
 def _continue_numbering(accelerator: PreparedObjects, folder: AnyPath) -> None:

@@ -175,7 +175,11 @@ def _open_target(accelerator: PreparedObjects, folder: AnyPath) -> SaveTarget:
             store.open(token)
         return visible, local_main, this_process()
 
-    views = gather_results(open_own_disk, _CALL, CheckpointError, OSError)
+    try:
+        views = gather_results(open_own_disk, _CALL, CheckpointError, OSError)
+    except Exception:
+        store.discard(main, delivering=False)
+        raise
     commits = main or (local_main and not views[rank][0])
     return SaveTarget(folder=folder, store=store, rank=rank, commits=commits, peers=_peers_of(rank, views))
 

@@ -12,6 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, broken_file
 from notebook_accelerate.big_modeling.weight_files import read_torch
 from notebook_accelerate.checkpointing.snapshot import is_plain_tensor
 from notebook_accelerate.checkpointing.tied_tensors import clean_state_dict_for_safetensors
@@ -125,4 +126,6 @@ def read(path: Path, **options: Any) -> Any:
             return safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise BrokenCheckpointError(f"{path} is broken: {error}") from error
+        except MALFORMED as error:  # an unknown dtype, for instance
+            raise broken_file(path, error) from error
     return read_torch(path, **options)

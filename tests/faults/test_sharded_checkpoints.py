@@ -34,7 +34,7 @@ def save_until_killed(folder: str, place: str) -> None:
     training.accelerator.save_state(f"{folder}/first")
 
     def audit(name: str, arguments: tuple[object, ...]) -> None:
-        if name == event and str(arguments[0]).endswith(path) and (name != "open" or "w" in str(arguments[1])):
+        if name == event and path in str(arguments[0]) and (name != "open" or "w" in str(arguments[1])):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if training.accelerator.process_index == rank:

@@ -268,7 +268,7 @@ def test_folder_size_skips_files_renamed_while_listing(tmp_path: Path, monkeypat
 
 def test_an_ended_process_is_detected() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        peer = dataclasses.replace(this_process(), pid=process.pid)
+        peer = dataclasses.replace(this_process(), pid=process.pid, started=0)
         if not peer.machine:
             pytest.skip("this system does not tell machines apart")
         assert not peer.has_ended()
@@ -281,3 +281,4 @@ def test_an_ended_process_is_detected() -> None:
     assert not this_process().has_ended()
     assert not dataclasses.replace(peer, machine="another").has_ended()
     assert not dataclasses.replace(peer, machine="").has_ended()
+    assert dataclasses.replace(this_process(), started=1).has_ended(), "another process has its ID now"

@@ -1,4 +1,4 @@
-"""Temporary folders for files on their way to and from remote stores.
+"""Private temporary folders: for the ranks of a run, and for files on their way to and from remote stores.
 
 Each is locked by its process. The next process removes the folders, perhaps gigabytes, that a killed one left.
 """
@@ -19,19 +19,29 @@ _LOCK = ".lock"
 _locks: dict[Path, int] = {}
 
 
-def make() -> Path:
-    """Make an empty folder, and remove those of ended processes; see `remove`."""
-    _remove_abandoned()
+def make(parent: Path | None = None) -> Path:
+    """Make an empty folder of mode 0700, and remove those of ended processes; see `remove`.
+
+    Args:
+        parent: Where; None means the system's folder for temporary files.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
     while True:
-        descriptor, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getuid()}-", suffix=_LOCK)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:  # otherwise another process removed it before it was locked
-            break
-        os.close(descriptor)
-    folder = Path(name.removesuffix(_LOCK))
-    folder.mkdir(mode=0o700)
-    _locks[folder] = descriptor
-    return folder
+        descriptor, name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getuid()}-", suffix=_LOCK, dir=parent)
+        folder = Path(name.removesuffix(_LOCK))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:  # otherwise another process removed it before it was locked
+                folder.mkdir(mode=0o700)
+                _locks[folder] = descriptor
+                return folder
+        except FileExistsError:  # another user saw the name of the lock
+            pass
+        finally:
+            if folder not in _locks:
+                Path(name).unlink(missing_ok=True)
+                os.close(descriptor)
 
 
 def remove(folder: Path) -> None:
@@ -61,8 +71,8 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(folder.name + _LOCK)
 
 
-def _remove_abandoned() -> None:
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{os.getuid()}-*{_LOCK}"):
+def _remove_abandoned(parent: Path) -> None:
+    for lock in parent.glob(f"{_PREFIX}{os.getuid()}-*{_LOCK}"):
         with contextlib.suppress(OSError):  # in use, or another process removes it too
             descriptor = os.open(lock, os.O_RDWR)
             try:
