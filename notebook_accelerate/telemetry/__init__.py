@@ -17,10 +17,12 @@ from notebook_accelerate.telemetry.channel import (
     encode as encode,
 )
 from notebook_accelerate.telemetry.events import (
+    AgentFailedEvent as AgentFailedEvent,
     AnsweredEvent as AnsweredEvent,
     DisplayEvent as DisplayEvent,
     DroppedEvent as DroppedEvent,
     Event as Event,
+    ExitWaitEvent as ExitWaitEvent,
     GroupTimeoutEvent as GroupTimeoutEvent,
     InputReply as InputReply,
     InputRequest as InputRequest,

@@ -7,25 +7,30 @@ connected stream socket: a socket pair locally. A frame is ``!IQ`` (length of th
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
+import os
 import select
 import socket
 import struct
 import threading
-import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from notebook_accelerate.errors import ChannelClosedError
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.events import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _HEADER = struct.Struct("!IQ")
 _CHUNK = 1 << 18
 MAX_ROWS = 500
 """Most events of a frame: parsing JSON holds the reader's GIL, half a millisecond for this many."""
+_ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+_CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 MAX_JSON_BYTES = 1 << 28
 """A longer JSON part is not of this protocol: the stream is broken or hostile."""
 
@@ -63,7 +68,7 @@ def _plain(value: object) -> object:
     """Convert number-like objects (numpy scalars, 0-d tensors) to plain numbers, anything else to text."""
     try:
         return value.item()  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001 - no such method, or more than one element
+    except (Exception, SystemExit):  # noqa: BLE001 - no such method, or more than one element
         return str(value)
 
 
@@ -107,7 +112,7 @@ def _decode_frames(data: bytes | bytearray, found: list[Stamped]) -> int:
             break
         try:
             _decode_frame(data[body : body + json_length], data[body + json_length : end], found)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ChannelClosedError(f"received a frame that is not of this protocol: {error}") from error
         start = end
     return start
@@ -122,6 +127,8 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
     rows, end = _parse(document)
     if end != len(document):
         raise ValueError("there is text after its JSON")
+    if "\\ud" in document:  # Python's JSON has lone surrogates, which neither UTF-8 nor a front end has
+        rows = _printable(rows)
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
         if kind is None:  # an event of a newer peer is skipped
@@ -132,6 +139,17 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
             found.append(Stamped(stamp, kind(**arguments)))
         else:  # so are additional fields of a newer peer
             found.append(Stamped(stamp, kind(*values[: len(names)])))
+
+
+def _printable(value: object) -> Any:
+    """Return a JSON value with escapes in place of lone surrogates."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return value
 
 
 class Sender(Protocol):
@@ -165,10 +183,15 @@ class Channel:
 
     Args:
         connection: A connected stream socket, or an equivalent; the channel owns it from now on.
+
+    Attributes:
+        descriptors: Descriptors of files that were received, in order; None if this end receives none. Those that
+            were not taken are closed with the channel.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._socket = connection
+        self.descriptors: deque[int] | None = None
         self._decoder = Decoder()
         self._send_lock = threading.Lock()
         self._unread: list[Stamped] = []
@@ -181,7 +204,9 @@ class Channel:
         with contextlib.suppress(OSError):
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        return cls(ours), theirs
+        channel = cls(ours)
+        channel.descriptors = deque()
+        return channel, theirs
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -193,7 +218,7 @@ class Channel:
         Raises:
             ChannelClosedError: The other end has closed.
         """
-        now = time.time()
+        now = steady_time.now()
         self.send_stamped([Stamped(now, event) for event in events])
 
     def send_stamped(self, messages: list[Stamped]) -> None:
@@ -237,7 +262,10 @@ class Channel:
             ChannelClosedError: The end of the stream.
         """
         try:
-            data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+            if self.descriptors is None:
+                data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+            else:
+                data = self._receive_descriptors(self.descriptors)
         except BlockingIOError:
             return b""
         except OSError as error:
@@ -246,18 +274,34 @@ class Channel:
             raise ChannelClosedError("the other end has closed")
         return data
 
+    def _receive_descriptors(self, received: deque[int]) -> bytes:
+        assert isinstance(self._socket, socket.socket)
+        flags = socket.MSG_DONTWAIT | _CLOSE_ON_EXEC
+        data, messages, _, _ = self._socket.recvmsg(_CHUNK, _ANCILLARY, flags)
+        for level, kind, content in messages:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found = array.array("i")
+                found.frombytes(content[: len(content) - len(content) % found.itemsize])
+                for descriptor in found if not _CLOSE_ON_EXEC else ():
+                    os.set_inheritable(descriptor, False)
+                received.extend(found)
+        return data
+
     def decode(self, data: bytes) -> list[Stamped]:
         """Return the events that ``data`` completes, which follows the bytes decoded before."""
         return self._decoder.feed(data)
 
-    def send_bytes(self, data: bytes) -> None:
-        """Send encoded frames; safe from any thread.
+    def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send encoded frames, with copies of ``descriptors`` over a local socket; safe from any thread.
 
         Raises:
             ChannelClosedError: The other end has closed.
         """
         with self._send_lock:
             try:
+                if descriptors:
+                    assert isinstance(self._socket, socket.socket)
+                    data = data[socket.send_fds(self._socket, [data], list(descriptors)) :]
                 self._socket.sendall(data)
             except OSError as error:
                 raise ChannelClosedError(f"the other end has closed: {error}") from None
@@ -271,3 +315,5 @@ class Channel:
         """Close this end; closing twice does nothing."""
         self._closed = True
         self._socket.close()
+        while self.descriptors:
+            os.close(self.descriptors.popleft())

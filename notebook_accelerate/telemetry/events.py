@@ -135,6 +135,21 @@ class AnsweredEvent(Event):
 
 
 @dataclass(slots=True)
+class AgentFailedEvent(Event):
+    """The thread of this package in a rank has failed with ``error``, and has ``ended`` or goes on."""
+
+    error: str
+    ended: bool
+
+
+@dataclass(slots=True)
+class ExitWaitEvent(Event):
+    """The function of a rank has ended some time ago, and its process has not: ``text`` says why."""
+
+    text: str
+
+
+@dataclass(slots=True)
 class DroppedEvent(Event):
     """The channel could not keep up, and ``count`` droppable events were lost."""
 
@@ -143,9 +158,17 @@ class DroppedEvent(Event):
 
 @dataclass(slots=True)
 class ResultEvent(Event):
-    """The function returned; ``payload`` is its pickled value."""
+    """The function returned; ``payload`` is its pickled value.
+
+    A large value is in two files, whose descriptors are sent with this event: its pickle, and its buffers with their
+    ``sizes``. ``error`` is why the value cannot be sent; "" if it is. ``advice`` is what to return instead of a value
+    that cannot be read.
+    """
 
     payload: bytes
+    sizes: list[int] | None = None
+    error: str = ""
+    advice: str = ""
 
 
 @dataclass(slots=True)

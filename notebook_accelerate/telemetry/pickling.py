@@ -16,9 +16,10 @@ import pickle
 import struct
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -71,7 +72,7 @@ def load_file(descriptor: int) -> Any:
 def anonymous_file() -> int:
     """Return the descriptor of an unnamed file, which is deleted when its last descriptor is closed."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("notebook-accelerate-payload")
+        return os.memfd_create("notebook-accelerate-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -116,20 +117,30 @@ def _rebuild_tensor(
     return tensor
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Writer(Protocol):
+    """Receives a pickle."""
+
+    def write(self, data: bytes, /) -> int:
+        """Write all of ``data``."""
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle with plain dense tensors out of band.
 
     Args:
+        file: Receives the pickle; has ``write``.
+        buffers: Receives the buffers.
         keep_device: Whether tensors are restored on their device; results are restored on the CPU, so that the kernel
             starts no accelerator runtime.
     """
 
-    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], *, keep_device: bool) -> None:
+    def __init__(self, file: Writer, buffers: list[pickle.PickleBuffer], *, keep_device: bool) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._storages: dict[int, _StorageHandle] = {}
         self._keep_device = keep_device
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce plain tensors, and names that only a kernel has."""
         torch: Any = sys.modules.get("torch")
         ours = torch is not None and hasattr(torch, "nn") and type(obj) in (torch.Tensor, torch.nn.Parameter)
         if ours and _is_dense(torch, obj):
@@ -193,7 +204,7 @@ def dump(value: Any, what: str, *, keep_device: bool = True) -> Payload:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     try:
-        _Pickler(file, buffers, keep_device=keep_device).dump(value)
+        Pickler(file, buffers, keep_device=keep_device).dump(value)
         return Payload(file.getvalue(), tuple(buffer.raw() for buffer in buffers))
     except SerializationError:
         raise
@@ -204,7 +215,12 @@ def dump(value: Any, what: str, *, keep_device: bool = True) -> Payload:
 def dump_bytes(value: Any, what: str) -> bytes:
     """Pickle ``value`` in band, tensors as CPU tensors; raises ``SerializationError`` like ``dump``."""
     payload = dump(value, what, keep_device=False)
-    return pickle.dumps((payload.pickled, [bytearray(buffer) for buffer in payload.buffers]), protocol=5)
+    return pickle_in_band(payload.pickled, payload.buffers)
+
+
+def pickle_in_band(pickled: bytes, buffers: Sequence[memoryview]) -> bytes:
+    """Return a pickle and its buffers as the bytes that ``load_bytes`` reads."""
+    return pickle.dumps((pickled, [bytearray(buffer) for buffer in buffers]), protocol=5)
 
 
 def load_bytes(data: bytes) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.hardware.detection import system_memory
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.events import ResourceEvent
 from notebook_accelerate.telemetry.store import Record
 
@@ -114,21 +115,18 @@ class Sampler:
             try:
                 process = self._processes.get(rank) or self._processes.setdefault(rank, psutil.Process(pid))
                 cpu = process.cpu_percent()
-            except psutil.Error:
+                memory = proportional_memory(pid)
+            except (psutil.Error, OSError):  # it has ended, or this process has no descriptor left
                 continue
-            memory = proportional_memory(pid)
             if memory:
                 busy, held = gpu.get(pid, (None, None))
-                records.append(Record(rank, time.time(), ResourceEvent(cpu, memory, busy, held)))
+                records.append(Record(rank, steady_time.now(), ResourceEvent(cpu, memory, busy, held)))
         return records
 
 
 def machine_memory() -> tuple[int, int]:
     """Return total and available memory in bytes, within the control group's limit where one is set."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
+    total, available = system_memory()
     for limit_path, used_path in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

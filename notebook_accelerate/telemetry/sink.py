@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.telemetry.channel import Channel, Stamped
+from notebook_accelerate.telemetry import steady_time
+from notebook_accelerate.telemetry.channel import Channel, Stamped, encode
+from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.event_bounds import BOUNDS, MAX_EVENT_CHARS
 from notebook_accelerate.telemetry.events import DroppedEvent
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ class Sink:
         self._queue: deque[tuple[float, Event]] = deque()
         self._dropped = 0
         self._flush_lock = threading.Lock()
+        self._noted: set[str] = set()
         self.on_step: Callable[[], None] | None = None
         """Called at every step boundary, on the training thread, while a request waits for one."""
 
@@ -42,7 +47,7 @@ class Sink:
         if len(self._queue) >= QUEUE_LIMIT and event.droppable:
             self._dropped += 1
             return
-        self._queue.append((time.time(), event))
+        self._queue.append((steady_time.now(), event))
         if not event.boundary:
             self.urgent = True
             return
@@ -58,17 +63,61 @@ class Sink:
         """
         with self._flush_lock:
             self.urgent = False
-            batch = [Stamped(*self._queue.popleft()) for _ in range(len(self._queue))]
+            batch = [self._within_bounds(*self._queue.popleft()) for _ in range(len(self._queue))]
             if self._dropped:
-                batch.append(Stamped(time.time(), DroppedEvent(self._dropped)))
+                batch.append(Stamped(steady_time.now(), DroppedEvent(self._dropped)))
                 self._dropped = 0
             if batch:
-                self.channel.send_stamped(batch)
+                self.channel.send_bytes(self._encode(batch))
+
+    def _within_bounds(self, stamp: float, event: Event) -> Stamped:
+        bound = BOUNDS.get(type(event))
+        if bound is not None:
+            with suppress(Exception):  # of another type than its field: it cannot be encoded either, which is noted
+                event, note = bound(event)
+                if note:
+                    self._note(type(event).__name__, note)
+        return Stamped(stamp, event)
+
+    def _encode(self, batch: list[Stamped]) -> bytes:
+        """Return the frames of a batch, without the events that cannot be encoded, each kind of which is noted once."""
+        try:
+            data = encode(batch)
+        except Exception:  # noqa: BLE001 - values of the user's raise what they like
+            return b"".join(self._encode_one(message) for message in batch)
+        if len(data) <= MAX_EVENT_CHARS:
+            return data
+        return b"".join(self._encode_one(message) for message in batch)
+
+    def _encode_one(self, message: Stamped) -> bytes:
+        name = type(message.event).__name__
+        try:
+            data = encode([message])
+        except Exception as error:  # noqa: BLE001 - the same
+            self._note(name, f"a {name} cannot be sent to the notebook ({describe_error(error, 200)})")
+            return b""
+        if len(data) > MAX_EVENT_CHARS and not message.event.has_payload:
+            size = f"{len(data):,} bytes is not sent to the notebook: at most {MAX_EVENT_CHARS:,} are"
+            self._note(name, f"a {name} of {size}")
+            return b""
+        return data
+
+    def _note(self, kind: str, text: str) -> None:
+        """Write one line for each kind of event to the rank's output, which needs no channel."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            with suppress(OSError):  # closed by the function
+                os.write(2, f"notebook_accelerate: {text}; further ones are not noted\n".encode(errors="replace"))
 
     def send(self, event: Event) -> None:
         """Queue ``event`` and send everything now."""
-        self._queue.append((time.time(), event))
+        self._queue.append((steady_time.now(), event))
         self.flush()
+
+    def send_with(self, descriptors: Sequence[int], event: Event) -> None:
+        """Send everything that is queued, then ``event`` with copies of ``descriptors``."""
+        self.flush()
+        self.channel.send_bytes(encode([Stamped(steady_time.now(), event)]), descriptors)
 
 
 _sink: Sink | None = None

@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from notebook_accelerate.telemetry.cell_sources import NAMED_CELL, is_cell
 
 MAX_FRAMES = 60
 """Frames kept of one exception: the first and the last half of a deeper one."""
+MAX_MEMBERS = 50
+"""Exceptions of a group that are shown."""
 _OWN = tuple(
     str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "worker", "debug", "telemetry", "commands")
 )
@@ -51,13 +54,27 @@ def _type_name(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
+    """Return the text of an exception, of the members of a group, and its notes; a class may define all of them."""
+    members = [part for part in _items(error, "exceptions") if isinstance(part, BaseException)]
+    lines = [_text(error), *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
+    if len(members) > MAX_MEMBERS:
+        lines.append(f"  … {len(members) - MAX_MEMBERS:,} more exceptions …")
+    return "\n".join([*lines, *map(_text, _items(error, "__notes__"))])
+
+
+def _text(value: object) -> str:
     try:
-        text = str(error)
-    except Exception as problem:  # noqa: BLE001 - a broken __str__ must not hide the error
-        text = f"<its message cannot be shown: {type(problem).__name__}>"
-    parts = getattr(error, "exceptions", ())  # of an exception group
-    inside = [f"  {_type_name(part)}: {_message(part)}" for part in parts if isinstance(part, BaseException)]
-    return "\n".join([text, *inside, *getattr(error, "__notes__", [])])
+        return str(value)
+    except BaseException as problem:  # noqa: BLE001 - a broken __str__, also one that exits, must not hide the error
+        return f"<its message cannot be shown: {type(problem).__name__}>"
+
+
+def _items(error: BaseException, name: str) -> Sequence[object]:
+    try:
+        found = getattr(error, name, ())
+    except Exception:  # noqa: BLE001 - the same
+        return ()
+    return found if isinstance(found, (tuple, list)) else ()
 
 
 def _frames(error: BaseException) -> tuple[FrameInfo, ...]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from notebook_accelerate import telemetry
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.telemetry.events import MetricEvent
-from notebook_accelerate.tracking.loggable_values import number_of
+from notebook_accelerate.tracking.loggable_values import check_names, number_of
 from notebook_accelerate.tracking.tracker import GeneralTracker
 
 
@@ -30,17 +30,30 @@ class LiveTracker(GeneralTracker):
             values: The values by name. Texts and media are for the other trackers.
             step: The step.
             kwargs: Not used.
+
+        Raises:
+            LogValueError: A name is not a text.
         """
+        check_names(values)
         if telemetry.current_sink() is None:
             return
         numbers: dict[str, float] = {}
         for name, value in values.items():
             if isinstance(value, dict):
-                parts = {f"{name}/{key}": number_of(item) for key, item in value.items()}
+                parts = {f"{name}/{key}": _float_of(item) for key, item in value.items()}
             else:
-                parts = {name: number_of(value)}
+                parts = {name: _float_of(value)}
             if None in parts.values():
                 warn_once(f"The live panel shows numbers: {name!r} ({type(value).__name__}) is left out there.")
-            numbers.update({key: float(number) for key, number in parts.items() if number is not None})
+            numbers.update({key: number for key, number in parts.items() if number is not None})
         if numbers:
             telemetry.emit(MetricEvent(numbers, step))
+
+
+def _float_of(value: object) -> float | None:
+    """Return a number; None for what is none, or is too large for the panel."""
+    number = number_of(value)
+    try:
+        return None if number is None else float(number)
+    except OverflowError:
+        return None

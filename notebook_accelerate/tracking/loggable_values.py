@@ -14,6 +14,22 @@ class LogValueError(ValueError):
     """A value cannot be logged. The caller's mistake: it is raised, unlike a failure of a tracker."""
 
 
+def check_names(values: Mapping[Any, Any]) -> None:
+    """Raise ``LogValueError`` if a name is not a text: no tracker, and no panel, can show such a metric."""
+    for name in values:
+        if not isinstance(name, str):
+            raise LogValueError(
+                f"log() got the name {name!r} ({type(name).__name__}); names are texts: "
+                f'accelerator.log({{"{_as_text(name)}": ...}})'
+            )
+
+
+def _as_text(name: object) -> str:
+    if isinstance(name, bytes):
+        return name.decode(errors="replace")
+    return "/".join(map(str, name)) if isinstance(name, tuple) else str(name)
+
+
 def number_of(value: Any) -> float | int | None:
     """Convert a value to a plain number.
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from notebook_accelerate.launch.output.rank_lines import BURST_BYTES, BYTES_PER_SECOND
+from notebook_accelerate.launch.output.output_budget import BURST_BYTES, BYTES_PER_SECOND
 from tests.notebook.conftest import Answers
 from tests.support.kernel import Cell, Kernel
 from tests.support.launching import open_gate, said

@@ -10,9 +10,12 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import ipython_shell
+from notebook_accelerate.launch.output.output_budget import OutputBudget, WaitingDisplays, display_size
+from notebook_accelerate.launch.output.standard_streams import StandardStream
+from notebook_accelerate.telemetry.error_text import describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,8 +26,8 @@ MAX_LINE_BYTES = 1 << 20
 """Longer lines are broken, so that a rank that writes no line breaks cannot fill the kernel's memory."""
 FLUSH_SECONDS = 0.1
 """The shortest time between two messages to the front end, which draws the page once for each."""
-BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
-"""Limits of what the front end receives: Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
+MAX_BAR_CHARS = 1_000
+"""Longer progress bars are cut: all of them are sent again whenever one changes."""
 PROGRESS_SECONDS = 0.2
 """The shortest time between two redraws of progress bars."""
 
@@ -121,7 +124,7 @@ class Publisher(ABC):
     def bar(self, rank: int, text: str, label: str) -> None:
         """Show ``text`` as the progress bar of ``rank``; "" removes the bar."""
         if text:
-            self._bars[rank] = label + text
+            self._bars[rank] = label + (text if len(text) <= MAX_BAR_CHARS else text[:MAX_BAR_CHARS] + " …")
         elif self._bars.pop(rank, None) is None:
             return
         self._bars_changed = True
@@ -151,13 +154,11 @@ class TextPublisher(Publisher):
 
     def __init__(self) -> None:
         super().__init__()
-        self._streams: dict[str, TextIO] = {"stdout": sys.stdout, "stderr": sys.stderr}
+        streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._streams = {name: StandardStream(stream, name) for name, stream in streams.items()}
 
     def _write(self, stream: str, text: str) -> None:
-        target = self._streams[stream]
-        if not target.closed:
-            target.write(text)
-            target.flush()
+        self._streams[stream].write(text)
 
     def display(self, event: DisplayEvent, label: str) -> None:
         """See ``Publisher.display``."""
@@ -173,7 +174,7 @@ class NotebookPublisher(Publisher):
         self._parent = parent_message(kernel)
         self._bars_shown = False
         self._bars_id = f"notebook-accelerate-{run_id}-progress"
-        self._budget, self._budget_time = float(BURST_BYTES), time.monotonic()
+        self._budget, self._waiting = OutputBudget(), WaitingDisplays()
         self._withheld = 0
 
     def show_under(self, cell: Any) -> None:
@@ -187,21 +188,30 @@ class NotebookPublisher(Publisher):
         self._kernel.session.send(socket, kind, content, parent=self._parent, ident=ident)
 
     def _write(self, stream: str, text: str) -> None:
-        now = time.monotonic()
-        refill = (now - self._budget_time) * BYTES_PER_SECOND
-        self._budget, self._budget_time = min(BURST_BYTES, self._budget + refill), now
-        if self._budget <= 0:
+        left = self._budget.left
+        if left <= 0:
             self._withheld += len(text)
             return
-        shown = text if len(text) <= self._budget else text[: text.rfind("\n", 0, int(self._budget)) + 1]
-        self._budget -= len(text)
+        shown = text if len(text) <= left else text[: text.rfind("\n", 0, left) + 1]
+        self._budget.spend(len(text))
         self._withheld += len(text) - len(shown)
         self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
 
     def display(self, event: DisplayEvent, label: str) -> None:
         """See ``Publisher.display``."""
-        self.flush(force=True)
-        self._send_display(event.data, event.metadata, event.display_id, update=event.update)
+        super().flush(force=True)
+        event = self._waiting.first_shown(event)
+        if self._budget.left <= 0 or self._waiting.waits(event):
+            self._waiting.put(event)
+        else:
+            self._show(event, label)
+
+    def _show(self, event: DisplayEvent, label: str = "") -> None:
+        self._budget.spend(display_size(event))
+        try:
+            self._send_display(event.data, event.metadata, event.display_id, update=event.update)
+        except Exception as error:  # noqa: BLE001 - whatever a front end's encoder raises for a user's value
+            self.lines("stderr", f"a display cannot be shown: {describe_error(error, 200)}", label)
 
     def _send_display(self, data: Any, metadata: Any, display_id: str | None, *, update: bool) -> None:
         transient = {} if display_id is None else {"display_id": display_id}
@@ -209,16 +219,32 @@ class NotebookPublisher(Publisher):
         self._send(kind, {"data": data, "metadata": metadata, "transient": transient}, kind)
 
     def _draw_bars(self, text: str) -> None:
+        if text and self._budget.left <= 0:
+            self._bars_changed = True  # they are drawn later; that they have ended is shown now
+            return
+        self._budget.spend(len(text))
         self._send_display({"text/plain": text}, {}, self._bars_id, update=self._bars_shown)
         self._bars_shown = True
 
     def flush(self, *, force: bool = False) -> None:
         """See ``Publisher.flush``; with ``force`` it also reports how much output was withheld."""
         super().flush(force=force)
-        if force and self._withheld:
-            note = f"… {self._withheld:,} characters not shown here: run.logs() keeps the end of each rank's output\n"
-            self._send("stream", {"name": "stderr", "text": note}, "stream.stderr")
-            self._withheld = 0
+        while self._waiting and (force or self._budget.left > 0):
+            self._show(self._waiting.take())
+        if force:
+            self._note_withheld()
+
+    def _note_withheld(self) -> None:
+        notes = []
+        if self._withheld:
+            notes.append(
+                f"… {self._withheld:,} characters not shown here: run.logs() keeps the end of each rank's output"
+            )
+        if self._waiting.left_out:
+            notes.append(f"… {self._waiting.left_out:,} displays not shown here: there were too many at once")
+        self._withheld = self._waiting.left_out = 0
+        if notes:
+            self._send("stream", {"name": "stderr", "text": "\n".join([*notes, ""])}, "stream.stderr")
 
 
 _published_under: ContextVar[Any] = ContextVar("published_under", default=None)

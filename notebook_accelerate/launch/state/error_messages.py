@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
-import time
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.errors import WorkerError
+from notebook_accelerate.errors import LaunchError, WorkerError
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_events import RunEnded
-from notebook_accelerate.telemetry import tracebacks
+from notebook_accelerate.telemetry import steady_time, tracebacks
 from notebook_accelerate.telemetry.cell_sources import is_cell
 from notebook_accelerate.telemetry.rank_names import rank_names
 
@@ -54,9 +54,20 @@ def failed(run_id: int, state: RunState) -> RunEnded:
     return RunEnded("failed", kind, message)
 
 
+def system_error(error: OSError) -> BaseException:
+    """Return the error of a launch that the system refused; an OSError of the user's, without a number, stays."""
+    if error.errno is None:
+        return error
+    limits = {errno.EMFILE: "ulimit -n", errno.ENFILE: "sysctl fs.file-max", errno.EAGAIN: "ulimit -u"}
+    hint = f"; raise the limit: {limits[error.errno]}" if error.errno in limits else ""
+    found = LaunchError(f"the ranks could not be started: {error}{hint}")
+    found.__cause__ = error
+    return found
+
+
 def stopped(run_id: int, started: float) -> RunEnded:
     """Return the end of a run that the user stopped; ``started`` is in seconds since the epoch."""
-    return RunEnded("stopped", "RunStoppedError", f"run {run_id} was stopped after {time.time() - started:.1f} s")
+    return RunEnded("stopped", "RunStoppedError", f"run {run_id} was stopped after {steady_time.now() - started:.1f} s")
 
 
 def original(error: WorkerError) -> BaseException | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -11,36 +12,72 @@ from pathlib import Path
 
 from notebook_accelerate.errors import NotebookAccelerateError
 from notebook_accelerate.launch.state.rank_exit import Exit
-from notebook_accelerate.telemetry import FailureEvent, RankFailure, tracebacks
+from notebook_accelerate.telemetry import FailureEvent, RankFailure, steady_time, tracebacks
 from notebook_accelerate.telemetry.cell_sources import is_cell
+from notebook_accelerate.telemetry.error_text import describe_error
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.sampler import machine_memory
 
+UNPICKLE_SECONDS = 2.0
+"""Seconds that all exceptions of a run together may take to be unpickled."""
 _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|connectFullMesh|recvValue failed|"
     r"failed to recv|caused pair closure|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
 )
 """Messages of torch in a rank whose peer is lost."""
+_UNKNOWN_EXIT = "; its exit status is unknown, because the kernel ignores SIGCHLD or one of its threads called os.wait"
 
 
-def from_event(rank: int, event: FailureEvent) -> RankFailure:
+class ExceptionLoader:
+    """Unpickles the exceptions that the ranks of one run sent, within ``UNPICKLE_SECONDS`` for all of them.
+
+    Usually all ranks raise the same exception: with a limit for each, slow ones would delay the run by the number of
+    ranks.
+    """
+
+    def __init__(self) -> None:
+        self._left = UNPICKLE_SECONDS
+
+    def load(self, payload: bytes) -> tuple[BaseException | None, str]:
+        """Return an exception object, or None and why it cannot be unpickled.
+
+        Its class may do anything when it is unpickled, on a thread of its own: the run's thread must not wait for it.
+        """
+        if self._left <= 0:
+            return None, f"not unpickled: those of other ranks took {UNPICKLE_SECONDS:g} s"
+        found: list[tuple[BaseException | None, str]] = []
+        thread = threading.Thread(
+            target=lambda: found.append(_unpickled(payload)), name="notebook-accelerate-exception", daemon=True
+        )
+        began = time.monotonic()
+        thread.start()
+        thread.join(self._left)
+        self._left -= time.monotonic() - began
+        if found:
+            return found[0]
+        self._left = 0.0
+        return None, f"the exception takes more than {UNPICKLE_SECONDS:g} s to be unpickled"
+
+
+def _unpickled(payload: bytes) -> tuple[BaseException | None, str]:
+    try:
+        value = load_bytes(payload)
+    except BaseException as error:  # noqa: BLE001 - an exception class may refuse its own arguments
+        return None, f"the exception cannot be unpickled: {describe_error(error)}"
+    return (value if isinstance(value, BaseException) else None), ""
+
+
+def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> RankFailure:
     """Return the failure that a rank reported."""
     chain = tracebacks.name_cells_of(event.chain)
     last = chain[-1]
-    exception, note = None, event.note
-    if event.payload:
-        try:
-            exception = load_bytes(event.payload)
-        except Exception as error:  # noqa: BLE001 - an exception class may refuse its own arguments
-            note = f"the exception cannot be unpickled: {type(error).__name__}: {error}"
+    exception, note = exceptions.load(event.payload) if event.payload else (None, event.note)
     message = f"{last.type}: {last.message}".rstrip(": ")
     if event.kind == "exit":
         code = repr(exception.code) if isinstance(exception, SystemExit) else last.message
         message = f"the function called sys.exit({code})"
-    if note and event.kind != "unpicklable":
+    if note:
         message += f"  ({note})"
-    if not isinstance(exception, BaseException):
-        exception = None
     if isinstance(exception, NotebookAccelerateError):  # exceptions of the user keep their arguments
         exception.args = tuple(
             tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
@@ -48,20 +85,24 @@ def from_event(rank: int, event: FailureEvent) -> RankFailure:
     return RankFailure(rank, event.kind, event.time, message, chain, exception)
 
 
-def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:
+def from_exit(rank: int, end: Exit, *, oom_kills: int, channel_error: str = "") -> RankFailure:
     """Return the failure of a rank that died without reporting one.
 
     Args:
         rank: Global index.
         end: How its process ended.
         oom_kills: How many processes of this control group the system's out-of-memory killer ended during the run.
+        channel_error: Why nothing was read from its channel at the end; "" where everything was.
     """
-    now = time.time()
+    now = steady_time.now()
     if end.lost:
         return RankFailure(rank, "lost", now, end.lost)
+    if end.signal is None and channel_error:
+        return RankFailure(rank, "exit", now, f"its result is lost, because its channel ended: {channel_error}")
     if end.signal is None:
-        status = f"with exit status {end.code}" if end.code is not None else "with an unknown exit status"
-        message = f"its process ended {status} before the function returned (os._exit?)"
+        status = f" with exit status {end.code}" if end.code is not None else ""
+        message = f"its process ended{status} before the function returned"
+        message += " (os._exit?)" if end.code is not None else _UNKNOWN_EXIT
         return RankFailure(rank, "exit", now, message)
     name = _signal_name(end.signal)
     message = f"killed by {name} (signal {end.signal}){_cause(end, oom_kills)}"
@@ -69,10 +110,12 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int) -> RankFailure:
 
 
 def exit_text(end: Exit) -> str:
-    """Return how a process ended, as "exit 0", "SIGKILL" or "lost"."""
+    """Return how a process ended, as "exit 0", "exit unknown", "SIGKILL" or "lost"."""
     if end.lost:
         return "lost"
-    return f"exit {end.code}" if end.signal is None else _signal_name(end.signal)
+    if end.signal is not None:
+        return _signal_name(end.signal)
+    return f"exit {'unknown' if end.code is None else end.code}"
 
 
 def _signal_name(number: int) -> str:
@@ -93,7 +136,7 @@ def _cause(end: Exit, oom_kills: int) -> str:
         signal.SIGABRT: "native code gave up; its stderr says why",
         signal.SIGILL: "native code built for another processor",
         signal.SIGFPE: "an arithmetic fault in native code",
-        signal.SIGTERM: "somebody ended it",
+        signal.SIGTERM: "another process ended it",
     }
     hint = hints.get(signal.Signals(end.signal)) if end.signal in set(signal.Signals) else None
     return f": {hint}" if hint else ""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from notebook_accelerate.launch.state.run_events import RUN, RunEvent
-from notebook_accelerate.launch.state.run_state import RunState
-from notebook_accelerate.telemetry import Store
+from notebook_accelerate.launch.state.run_events import RUN, RankReturned, RunEvent
+from notebook_accelerate.launch.state.run_state import RunState, without_result
+from notebook_accelerate.telemetry import Store, steady_time
 from notebook_accelerate.telemetry.store import Record
 
 Listener = Callable[[Sequence[Record]], None]
@@ -22,12 +21,15 @@ class Journal:
     All events of the run itself are kept. Records of the ranks are kept in the store, within its bounds; listeners
     receive all of them. Any thread may append and read.
 
+    Args:
+        store: Another journal's store, to share it; None creates one.
+
     Attributes:
         store: Records of the ranks: metrics, progress, step times, lines of output.
     """
 
-    def __init__(self) -> None:
-        self.store = Store()
+    def __init__(self, store: Store | None = None) -> None:
+        self.store = Store() if store is None else store
         self._state = RunState()
         self._lock = threading.Lock()
         self._records: list[Record] = []
@@ -50,7 +52,7 @@ class Journal:
         Raises:
             TransitionError: The event is not allowed now; the journal is unchanged.
         """
-        record = Record(RUN, time.time() if at is None else at, event)
+        record = Record(RUN, steady_time.now() if at is None else at, event)
         with self._lock:
             self._state = self._state.apply(event, record.time)
             self._records.append(record)
@@ -69,6 +71,27 @@ class Journal:
                 self.append(record.event, record.time)
             else:
                 self.add([record])
+
+    def free_old_results(self) -> None:
+        """Free the results of earlier attempts and of ranks that were stopped: no rank of the run's state has them."""
+        with self._lock:
+            kept = {id(info.returned) for info in self._state.ranks}
+            found = [record.event.result for record in self._records if isinstance(record.event, RankReturned)]
+        for result in found:
+            if id(result) not in kept:
+                result.free("the results of an attempt that did not succeed were freed")
+
+    def without_results(self, why: str) -> Journal:
+        """Return a copy without the ranks' results and exception objects, which shares the store.
+
+        Args:
+            why: Why the results are missing.
+        """
+        copied = Journal(self.store)
+        with self._lock:
+            copied._state = self._state.without_results(why)
+            copied._records = [record._replace(event=without_result(record.event, why)) for record in self._records]
+        return copied
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener(records)`` after every append, on the appending thread; return a function to unsubscribe."""

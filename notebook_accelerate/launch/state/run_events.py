@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from notebook_accelerate.telemetry import Event, RankFailure
 
 if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis
     from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.state.rank_result import RankResult
 
 RUN = -1
 """The rank number in records that concern the complete run."""
@@ -91,7 +92,7 @@ class RankReturned(RunEvent):
     """The function has returned ``result`` on a rank, whose process still exists."""
 
     rank: int
-    result: Any
+    result: RankResult
 
 
 @dataclass(slots=True)

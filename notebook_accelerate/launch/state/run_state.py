@@ -6,7 +6,7 @@ emitter has a bug.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from notebook_accelerate.telemetry import RankFailure
 if TYPE_CHECKING:
     from notebook_accelerate.debug.diagnosis import Diagnosis
     from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.state.rank_result import RankResult
 
 RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -74,7 +75,7 @@ class RankInfo:
         state: "starting", "running", "succeeded", "failed" or "stopped".
         last_step: The last step that it logged; None when it has logged none.
         exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
-        result: What the function returned; None unless it succeeded.
+        returned: Holds what the function returned; None unless it succeeded.
         node: Index of the machine it runs on.
         host: Name of that machine; "" for this one.
         exited: Whether its process has ended.
@@ -85,10 +86,20 @@ class RankInfo:
     state: str = "starting"
     last_step: int | None = None
     exit: str = ""
-    result: Any = field(default=None, repr=False)
+    returned: RankResult | None = field(default=None, repr=False)
     node: int = 0
     host: str = ""
     exited: bool = field(default=False, repr=False)
+
+    @property
+    def result(self) -> Any:
+        """What the function returned, unpickled when it is first read; None unless the rank succeeded.
+
+        Raises:
+            SerializationError: It cannot be brought to the kernel.
+            ResultsFreedError: It was freed.
+        """
+        return None if self.returned is None else self.returned.read()
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,13 @@ class RunState:
             return "none"
         return "running" if self.attempts[-1].ended is None else "ended"
 
+    def without_results(self, why: str) -> RunState:
+        """Return the state without results and exception objects, which refer to frames and their variables."""
+        ranks = tuple(
+            info if info.returned is None else replace(info, returned=info.returned.freed(why)) for info in self.ranks
+        )
+        return replace(self, ranks=ranks, failures=_without_exceptions(self.failures), cause=None)
+
     # ---- one method for each event
 
     def _created(self, event: events.RunCreated, time: float) -> RunState:
@@ -221,7 +239,7 @@ class RunState:
 
     def _rank_returned(self, event: events.RankReturned, _time: float) -> RunState:
         info = self._living(event.rank, event)
-        return self._with_rank(replace(info, result=event.result))
+        return self._with_rank(replace(info, returned=event.result))
 
     def _rank_failed(self, event: events.RankFailed, _time: float) -> RunState:
         return self._moved(event.failure.rank, "failed", event)
@@ -233,8 +251,8 @@ class RunState:
         info = self._living(event.rank, event)
         self._require(event.state in ENDED, event)
         after = self if info.state == event.state else self._moved(event.rank, event.state, event)
-        result = info.result if event.state == "succeeded" else None
-        return after._with_rank(replace(after.rank(event.rank), exit=event.exit, result=result, exited=True))
+        returned = info.returned if event.state == "succeeded" else None
+        return after._with_rank(replace(after.rank(event.rank), exit=event.exit, returned=returned, exited=True))
 
     def _prompt_opened(self, event: events.PromptOpened, _time: float) -> RunState:
         _check("prompt", PROMPT_TRANSITIONS, "open" if event.rank in self.prompts else "none", "open")
@@ -315,6 +333,23 @@ class RunState:
                 f"{event} does not fit a run that is {self.status}, its attempt {self.attempt_status}, "
                 f"its stop sequence at {self.stop_phase!r}"
             )
+
+
+def without_result(event: Any, why: str) -> Any:
+    """Return an event of the journal without its result or exception objects; see `RunState.without_results`."""
+    if isinstance(event, events.RankReturned):
+        return replace(event, result=event.result.freed(why))
+    if isinstance(event, events.RankFailed):
+        return replace(event, failure=_without_exceptions([event.failure])[0])
+    if isinstance(event, events.FailuresRecorded):
+        return replace(event, failures=_without_exceptions(event.failures))
+    if isinstance(event, events.RunEnded):
+        return replace(event, cause=None)
+    return event
+
+
+def _without_exceptions(found: Sequence[RankFailure]) -> tuple[RankFailure, ...]:
+    return tuple(replace(failure, exception=None) for failure in found)
 
 
 def _check(what: str, table: Mapping[str, frozenset[str]], before: str, after: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 from notebook_accelerate.launch.state import error_messages, failures
@@ -141,6 +144,15 @@ def _event(error: BaseException, kind: str = "exception") -> FailureEvent:
         return failure_event(caught, kind)
 
 
+def _failure(rank: int, event: FailureEvent) -> RankFailure:
+    return failures.from_event(rank, event, failures.ExceptionLoader())
+
+
+class SlowError(Exception):
+    def __reduce__(self) -> Any:
+        return time.sleep, (2,)
+
+
 class OddError(Exception):
     def __init__(self, code: int, *, reason: str) -> None:
         super().__init__(f"{code} {reason}")
@@ -161,7 +173,7 @@ class HoldingError(Exception):
 
 
 def test_an_exception_comes_back_as_itself() -> None:
-    found = failures.from_event(1, _event(KeyError("lost")))
+    found = _failure(1, _event(KeyError("lost")))
     assert isinstance(found.exception, KeyError)
     assert found.message == "KeyError: 'lost'"
 
@@ -175,14 +187,25 @@ def test_an_exception_comes_back_as_itself() -> None:
     ],
 )
 def test_exceptions_that_do_not_travel_are_told_all_the_same(error: Exception, words: list[str]) -> None:
-    found = failures.from_event(1, _event(error))
+    found = _failure(1, _event(error))
     assert all(word in found.message for word in words), found.message
     assert found.chain[-1].frames
 
 
+def test_all_exceptions_of_a_run_share_the_time_to_unpickle_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "UNPICKLE_SECONDS", 0.1)
+    exceptions = failures.ExceptionLoader()
+    first = failures.from_event(0, _event(SlowError()), exceptions)
+    second = failures.from_event(1, _event(KeyError("x")), exceptions)
+    assert "the exception takes more than 0.1 s" in first.message
+    assert "KeyError: 'x'  (not unpickled: those of other ranks took 0.1 s)" in second.message
+    assert second.exception is None
+    assert isinstance(_failure(1, _event(KeyError("x"))).exception, KeyError)
+
+
 def test_system_exit_says_with_what() -> None:
-    assert "sys.exit(3)" in failures.from_event(0, _event(SystemExit(3), "exit")).message
-    assert "sys.exit('gone')" in failures.from_event(0, _event(SystemExit("gone"), "exit")).message
+    assert "sys.exit(3)" in _failure(0, _event(SystemExit(3), "exit")).message
+    assert "sys.exit('gone')" in _failure(0, _event(SystemExit("gone"), "exit")).message
 
 
 def test_chains_notes_and_groups_are_told() -> None:

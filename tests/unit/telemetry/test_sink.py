@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from notebook_accelerate import telemetry
 from notebook_accelerate.telemetry import (
@@ -20,16 +17,6 @@ from notebook_accelerate.telemetry import (
     install_sink,
 )
 from notebook_accelerate.telemetry.sink import QUEUE_LIMIT
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Channel, Sink]]:
-    kernel, theirs = Channel.pair()
-    sink = Sink(Channel(theirs))
-    yield kernel, sink
-    install_sink(None)
-    sink.channel.close()
-    kernel.close()
 
 
 def _take(kernel: Channel, least: int) -> list[Event]:

@@ -1,0 +1,59 @@
+"""Writes to the kernel's standard streams, which the user may have replaced by any object."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from typing import Any
+
+
+class StandardStream:
+    """A standard stream of the kernel; writing to it never raises.
+
+    The stream may be None (pythonw, some servers), an object with `write` only, of an encoding that lacks characters,
+    or broken. Characters that it cannot encode are escaped; a stream that raises is not used again.
+
+    Args:
+        stream: The stream.
+        name: "stdout" or "stderr".
+    """
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self._stream, self._name = stream, name
+        self._broken = False
+
+    def write(self, text: str) -> None:
+        """Write and flush a text; does nothing if the stream is closed or missing."""
+        stream = self._stream
+        if stream is None or self._broken:
+            return
+        try:
+            if getattr(stream, "closed", False):
+                return
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:
+                stream.write(escape(text, stream))
+            if hasattr(stream, "flush"):
+                stream.flush()
+        except Exception as error:  # noqa: BLE001 - the stream is the user's
+            self._broken = True
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        text = f"sys.{self._name} raised {type(error).__name__}: {error}; run.logs() returns the ranks' output"
+        with suppress(Exception):  # warnings are errors here, or are written to the same stream
+            warnings.warn(text, stacklevel=3)
+
+
+def escape(text: str, stream: Any) -> str:
+    """Return a text with escapes in place of the characters that a stream cannot encode."""
+    encoding = getattr(stream, "encoding", None)
+    encoding = encoding if isinstance(encoding, str) else "ascii"
+    try:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    except LookupError:
+        return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
+__all__ = ["StandardStream", "escape"]

@@ -1,0 +1,157 @@
+"""What a rank's function returned: unpickled when it is first read, in the reader's thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from notebook_accelerate.errors import ResultsFreedError, SerializationError
+from notebook_accelerate.telemetry import ResultEvent
+from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.pickling import load_bytes
+from notebook_accelerate.telemetry.results import ResultFiles
+
+MAX_ESTIMATED = 10_000
+"""Objects whose sizes are added for an estimate."""
+
+
+class RankResult:
+    """The return value of a rank; any thread may read it.
+
+    Unpickling runs code of the value's classes, which may fail, end the process or take long: it happens where the
+    value is read, not on the supervisor's thread.
+
+    Args:
+        load: Returns the value; called once, again if it fails.
+        nbytes: Bytes that the value takes about; None: those of the value that ``load`` returns.
+        rank: Global index, for error messages.
+        advice: What to return in place of a value that cannot be read.
+    """
+
+    def __init__(self, load: Callable[[], Any], nbytes: int | None = 0, *, rank: int = 0, advice: str = "") -> None:
+        self._load: Callable[[], Any] | None = load
+        self._rank, self._advice, self._freed = rank, advice, ""
+        self._value: Any = None
+        self._loading = threading.RLock()  # held for as long as unpickling takes
+        self._lock = threading.Lock()  # held for moments: the supervisor's thread takes it
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the value takes about."""
+        if self._nbytes is None:
+            self._nbytes = estimated_bytes(self.read())
+        return self._nbytes
+
+    def read(self) -> Any:
+        """Return the value.
+
+        Raises:
+            SerializationError: It cannot be read; a later call tries again.
+            ResultsFreedError: It was freed.
+        """
+        with self._loading:
+            with self._lock:
+                freed, load, value = self._freed, self._load, self._value
+            if load is not None and not freed:
+                value = self._loaded(load)
+                with self._lock:
+                    freed = self._freed
+                    if not freed:
+                        self._value, self._load = value, None
+            if freed:
+                del value
+                raise ResultsFreedError(freed)
+            return value
+
+    def _loaded(self, load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except (SerializationError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            hint = f"; {self._advice}" if self._advice else ""
+            raise SerializationError(
+                f"the return value of rank {self._rank} cannot be unpickled: {describe_error(error)}{hint}"
+            ) from error
+
+    def free(self, reason: str) -> None:
+        """Drop the value; reading it raises an error with ``reason``. Does not wait for a thread that unpickles it."""
+        with self._lock:
+            if self._freed:
+                return
+            dropped = self._load, self._value
+            self._freed, self._load, self._value, self._nbytes = reason, None, None, 0
+        del dropped  # without the lock: deleting it may run code of the user
+
+    def freed(self, reason: str) -> RankResult:
+        """Return the result in its place that raises an error with ``reason``."""
+        result = RankResult(int)
+        result.free(reason)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return holding, (self.read(),)
+
+
+def holding(value: object) -> RankResult:
+    """Return a `RankResult` that holds a value of this process."""
+    return RankResult(lambda: value, None)
+
+
+def estimated_bytes(value: object) -> int:
+    """Return about how many bytes a value takes, from its first objects."""
+    total, left = 0, [value]
+    seen: set[int] = set()
+    while left and len(seen) < MAX_ESTIMATED:
+        item = left.pop()
+        if id(item) not in seen:
+            seen.add(id(item))
+            with suppress(Exception):  # classes of the user
+                total += _own_bytes(item)
+                left += _parts(item)
+    return total
+
+
+def _own_bytes(item: object) -> int:
+    if type(item).__module__.partition(".")[0] in ("torch", "numpy"):
+        return int(getattr(item, "nbytes", 0))
+    return sys.getsizeof(item)
+
+
+def _parts(item: object) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return item
+    return vars(item).values() if hasattr(item, "__dict__") and not isinstance(item, type) else ()
+
+
+def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int, *, here: bool = False) -> RankResult:
+    """Return the result that a rank, ``here`` or of another notebook, has sent with the descriptors of its files."""
+    if event.error:
+        return _unreadable(f"rank {rank}: {event.error}", rank)
+    if event.sizes is None:
+        payload = event.payload
+        return RankResult(lambda: load_bytes(payload), len(payload), rank=rank, advice=event.advice)
+    if not descriptors:
+        size = f"{sum(event.sizes) / 1e6:.0f} MB"
+        where = (
+            "was lost: the kernel has no free file descriptors" if here else "is in the notebook that started the rank"
+        )
+        return _unreadable(f"the return value of rank {rank} ({size}) {where}", rank)
+    files = ResultFiles(descriptors, event.sizes)
+    return RankResult(files.load, files.nbytes, rank=rank, advice=event.advice)
+
+
+def _unreadable(text: str, rank: int) -> RankResult:
+    def refuse() -> Any:
+        raise SerializationError(text)
+
+    return RankResult(refuse, rank=rank)
+
+
+__all__ = ["RankResult", "holding", "received"]

@@ -1,0 +1,303 @@
+"""Return values on their way from a rank to the kernel: large ones in anonymous files, which the kernel maps.
+
+A file without a name needs no folder and no cleaning up: the system removes it when the last process that has it open
+ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from notebook_accelerate.errors import SerializationError
+from notebook_accelerate.telemetry.error_text import describe_error
+from notebook_accelerate.telemetry.pickling import Pickler, anonymous_file, pickle_in_band
+from notebook_accelerate.telemetry.sampler import machine_memory
+
+COPIED_BYTES = 1 << 16
+"""Smaller buffers are copied when a value is read: a small tensor of it does not keep the complete file in memory."""
+RESERVED_PART = 16
+"""This fraction of the memory stays free, up to `RESERVED_BYTES`: beyond it, the system ends processes."""
+RESERVED_BYTES = 1 << 30
+_WRITE_BYTES = 1 << 26
+_ALIGN = 64
+Bytes = bytes | bytearray | memoryview
+
+
+class PickledResult(NamedTuple):
+    """A pickled return value: in ``payload``, or in files.
+
+    Attributes:
+        payload: What `load_bytes` reads; b"" if the value is in files.
+        sizes: Bytes of each buffer in the second file; None if the value is in the payload.
+        descriptors: The files of the pickle and of its buffers, owned by the holder.
+    """
+
+    payload: bytes
+    sizes: list[int] | None = None
+    descriptors: tuple[int, ...] = ()
+
+
+# ---- in the rank
+
+
+def dump_result(value: object, what: str, in_channel: int | None) -> PickledResult:
+    """Pickle a return value, tensors as CPU tensors.
+
+    Args:
+        value: Any value that cloudpickle supports.
+        what: Name of the value in an error.
+        in_channel: Pickles of more bytes are written to files; None: none are.
+
+    Raises:
+        SerializationError: A part of ``value`` cannot be pickled, or it takes more memory than is available.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    stream = _Spool(in_channel, what)
+    try:
+        Pickler(stream, buffers, keep_device=False).dump(value)
+        raw = [buffer.raw() for buffer in buffers]
+        size = stream.size + sum(buffer.nbytes for buffer in raw)
+        if in_channel is None or size <= in_channel:
+            return PickledResult(pickle_in_band(stream.contents(), raw))
+        return PickledResult(b"", [buffer.nbytes for buffer in raw], (stream.spill(), _write_buffers(raw, what)))
+    except (SerializationError, KeyboardInterrupt):
+        stream.close()
+        raise
+    except BaseException as error:  # a __reduce__ may raise SystemExit too
+        stream.close()
+        text = f"{what} cannot be pickled: {describe_error(error)}; {advice(value)}"
+        raise SerializationError(text) from error
+
+
+class _Spool:
+    """A file for the pickler, in memory up to a limit.
+
+    Args:
+        limit: Bytes to keep in memory; None: all.
+        what: Name of the value in an error.
+    """
+
+    def __init__(self, limit: int | None, what: str) -> None:
+        self._limit, self._what = limit, what
+        self._memory = io.BytesIO()
+        self._file: _File | None = None
+        self.size = 0
+
+    def write(self, data: Bytes) -> int:
+        count = memoryview(data).nbytes
+        self.size += count
+        if self._limit is not None and self.size > self._limit:
+            self.spill()
+        if self._file is not None:
+            self._file.write(data)
+        else:
+            self._memory.write(data)
+        return count
+
+    def contents(self) -> bytes:
+        """Return what was written, if it is in memory."""
+        return self._memory.getvalue()
+
+    def spill(self) -> int:
+        """Move what was written to a file; return its descriptor."""
+        if self._file is None:
+            self._file = _File(self._what)
+            self._file.write(self._memory.getbuffer())
+        return self._file.descriptor
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _write_buffers(buffers: Sequence[memoryview], what: str) -> int:
+    file = _File(what)
+    file.require(sum(buffer.nbytes for buffer in buffers))
+    for buffer in buffers:
+        file.write(b"\0" * (-file.size % _ALIGN))
+        file.write(buffer)
+    return file.descriptor
+
+
+class _File:
+    """Writes an anonymous file while there is memory for it.
+
+    Args:
+        what: Name of the value in an error.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._unchecked = what, 0
+        self.descriptor = anonymous_file()
+        self.size = 0
+
+    def write(self, data: Bytes) -> None:
+        rest = memoryview(data).cast("B")
+        while rest.nbytes:
+            part = rest[:_WRITE_BYTES]
+            self._unchecked += part.nbytes
+            if self._unchecked >= _WRITE_BYTES:  # other ranks write at the same time
+                self._unchecked = 0
+                self.require(part.nbytes)
+            try:
+                written = os.write(self.descriptor, part)
+            except OSError as error:
+                self.close()
+                raise SerializationError(f"{self._what} cannot be written to memory: {error}; {_SAVE}") from error
+            self.size += written
+            rest = rest[written:]
+
+    def close(self) -> None:
+        """Close the file, which removes it; closing twice does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def require(self, size: int) -> None:
+        """Check that ``size`` bytes more can be written.
+
+        Raises:
+            SerializationError: Less memory is available; the file is closed.
+        """
+        total, available = machine_memory()
+        if size <= available - min(total // RESERVED_PART, RESERVED_BYTES):
+            return
+        self.close()
+        raise SerializationError(
+            f"{self._what} is too large to return: {(self.size + size) / 1e9:.1f} GB travel through memory, of which "
+            f"{max(0, available) / 1e9:.1f} GB are available; {_SAVE}"
+        )
+
+
+_SAVE = "save it in the function and return its path: torch.save(value, path), or accelerator.save_state(folder)"
+_UNWRAP = (
+    "return the model without its wrapper, accelerator.unwrap_model(model), or its weights, "
+    "accelerator.get_state_dict(model)"
+)
+
+
+def advice(value: object) -> str:
+    """Return what to return in place of a value that cannot be brought to the kernel."""
+    return _UNWRAP if _holds_model(value, depth=3) else _SAVE
+
+
+def _holds_model(value: object, depth: int) -> bool:
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn"):
+        return False
+    if isinstance(value, torch.nn.Module):
+        return True
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = value
+    elif hasattr(type(value), "__dataclass_fields__"):
+        parts = vars(value).values() if hasattr(value, "__dict__") else ()
+    return depth > 0 and any(_holds_model(part, depth - 1) for part in list(parts)[:1000])
+
+
+# ---- in the kernel
+
+
+class ResultFiles:
+    """A large return value in the files that a rank has written.
+
+    Args:
+        descriptors: The files of the pickle and of its buffers; closed with this object.
+        sizes: Bytes of each buffer.
+    """
+
+    def __init__(self, descriptors: tuple[int, ...], sizes: Sequence[int]) -> None:
+        self._descriptors, self._sizes, self._owner = descriptors, sizes, os.getpid()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both files."""
+        return sum(os.fstat(descriptor).st_size for descriptor in self._descriptors)
+
+    def load(self) -> Any:
+        """Return the value; its tensors and arrays own the mapped file."""
+        stream, buffers = self._descriptors
+        _keep_contents(self._descriptors)
+        with io.BufferedReader(_Reader(stream), 1 << 16) as file:
+            return pickle.load(file, buffers=_mapped(buffers, self._sizes))
+
+    def close(self) -> None:
+        """Close the files; a value that was loaded stays valid.
+
+        Forked ranks inherit the descriptors, and may read the value. Without emptying files that no process has read,
+        their memory would be in use until the last of these ranks ends.
+        """
+        descriptors, self._descriptors = self._descriptors, ()
+        for descriptor in descriptors:
+            if self._owner == os.getpid():
+                _empty(descriptor)
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _keep_contents(descriptors: Sequence[int]) -> None:
+    """Seal files against emptying: a mapped page that was removed kills the process that reads it."""
+    with suppress(OSError, ImportError, AttributeError):
+        import fcntl
+
+        for descriptor in descriptors:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+
+def _empty(descriptor: int) -> None:
+    """Remove the contents of a file that no process has read; only possible where files have seals."""
+    with suppress(OSError, ImportError, AttributeError):
+        import fcntl
+
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == 0:
+            os.ftruncate(descriptor, 0)  # refused if another process seals it in between
+
+
+class _Reader(io.RawIOBase):
+    """Reads a file from its start; processes that share the descriptor read it independently of each other."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._position = descriptor, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        count = os.preadv(self._descriptor, [buffer], self._position)
+        self._position += count
+        return count
+
+
+def _mapped(descriptor: int, sizes: Sequence[int]) -> list[Any]:
+    """Return the buffers of a file: mapped privately, small ones copied.
+
+    The pages are shared with the file until they are written to, as with a fork.
+    """
+    length = os.fstat(descriptor).st_size
+    if not length:
+        return [bytearray() for _ in sizes]
+    view = memoryview(mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    buffers: list[Any] = []
+    position = 0
+    for size in sizes:
+        position += -position % _ALIGN
+        part = view[position : position + size]
+        buffers.append(bytearray(part) if size < COPIED_BYTES else pickle.PickleBuffer(part))
+        position += size
+    return buffers
+
+
+__all__ = ["PickledResult", "ResultFiles", "advice", "dump_result"]

@@ -1,0 +1,341 @@
+"""What ended runs keep: no arguments, and the results of the last runs and of those that a variable refers to."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import notebook_accelerate
+from notebook_accelerate import ResultsFreedError, Run, RunNotFinishedError, WorkerError, notebook_launcher
+from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.state import rank_result
+from notebook_accelerate.launch.state.run_events import RunEnded
+from notebook_accelerate.telemetry import MetricEvent, emit
+from tests.support.runs import plan_run
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("zygote")
+START_METHODS = [("inline", 1), ("fork", 2), ("zygote", 2), pytest.param("spawn", 2, marks=pytest.mark.nightly)]
+METHODS = pytest.mark.parametrize(("method", "count"), START_METHODS)
+SEPARATE = pytest.mark.parametrize(("method", "count"), START_METHODS[1:])
+LARGE = 2 << 20
+
+
+class Argument:
+    """What a test looks after."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(100)
+
+
+def _launch(function: Any, *args: Any, **options: Any) -> Run:
+    return notebook_launcher(
+        function, args, **{"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False, **options}
+    )
+
+
+@pytest.fixture(autouse=True)
+def without_collector() -> Iterator[None]:
+    """Switch the collector of cycles off: what is freed here is freed at once."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _launch_several(count: int = run_registry.KEPT_RESULTS, **options: Any) -> None:
+    for _ in range(count):
+        _launch(int, **options)
+
+
+# ---- arguments
+
+
+@METHODS
+def test_nothing_of_the_call_outlives_the_run(method: str, count: int) -> None:
+    def run_it() -> tuple[Run, list[weakref.ref[Any]]]:
+        argument, closed_over = Argument(), Argument()
+
+        def train(given: Argument) -> float:
+            return float(given.tensor.sum() + closed_over.tensor.sum())
+
+        run = _launch(train, argument, num_processes=count, start_method=method)
+        return run, [weakref.ref(argument), weakref.ref(closed_over), weakref.ref(train)]
+
+    run, references = run_it()
+    assert run.results == (200.0,) * count
+    until(lambda: [reference() for reference in references] == [None] * 3)
+
+
+@SEPARATE
+def test_arguments_are_dropped_while_the_ranks_run(method: str, count: int, tmp_path: Path) -> None:
+    def wait(given: Argument) -> float:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return float(given.tensor.sum())
+
+    argument = Argument()
+    reference = weakref.ref(argument)
+    run = _launch(wait, argument, num_processes=count, start_method=method, block=False)
+    del argument
+    until(lambda: reference() is None)
+    (tmp_path / "go").touch()
+    assert run.wait(60)
+    assert run.results == (100.0,) * count
+
+
+@SEPARATE
+def test_arguments_are_kept_for_restarts_and_dropped_with_the_last(method: str, count: int) -> None:
+    def fail_once(given: Argument) -> float:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise RuntimeError("once")
+        return float(given.tensor.sum())
+
+    argument = Argument()
+    reference = weakref.ref(argument)
+    run = _launch(fail_once, argument, num_processes=count, start_method=method, block=False, max_restarts=1)
+    del argument
+    assert run.wait(60)
+    assert run.results == (100.0,) * count
+    until(lambda: reference() is None)
+
+
+def test_arguments_of_a_launch_that_fails_are_dropped() -> None:
+    class Unpicklable(Argument):
+        def __reduce__(self) -> Any:
+            raise TypeError("no")
+
+    argument = Unpicklable()
+    reference = weakref.ref(argument)
+    with pytest.raises(notebook_accelerate.SerializationError):
+        _launch(int, argument, start_method="zygote")
+    del argument
+    gc.collect()  # the error's traceback refers to its frames, and they to the error
+    assert reference() is None
+
+
+# ---- results
+
+
+def _value_of(run: Run) -> weakref.ref[Any]:
+    return weakref.ref(run.results[0])
+
+
+@METHODS
+def test_a_run_that_nobody_refers_to_is_among_the_last_three(method: str, count: int) -> None:
+    run = _launch(lambda: torch.ones(10), num_processes=count, start_method=method)
+    value, number = _value_of(run), run.id
+    del run
+    _launch_several(run_registry.KEPT_RESULTS - 1)
+    assert value() is not None
+    kept = next(run for run in notebook_accelerate.runs() if run.id == number)
+    assert kept.results[0] is value()
+    del kept
+    _launch_several(1)
+    assert value() is None
+
+
+@METHODS
+def test_a_run_that_a_variable_refers_to_keeps_its_results(method: str, count: int) -> None:
+    run = _launch(lambda: torch.ones(10), num_processes=count, start_method=method)
+    _launch_several(run_registry.KEPT_RESULTS + 1)
+    assert run in notebook_accelerate.runs()
+    assert run.results[0].sum() == 10
+    value = _value_of(run)
+    del run
+    assert value() is None
+
+
+def test_the_state_of_a_rank_keeps_its_result() -> None:
+    info = _launch(lambda: torch.ones(10)).ranks[1]
+    _launch_several()
+    assert float(info.result.sum()) == 10
+
+
+def _train() -> Any:
+    print("a line")
+    emit(MetricEvent({"loss": 0.25}, 3))
+    return torch.ones(LARGE)
+
+
+@METHODS
+def test_everything_but_the_results_of_an_old_run_can_be_read(method: str, count: int) -> None:
+    run = _launch(_train, num_processes=count, start_method=method)
+    number, text, html, lines = run.id, run.report().text, run.report().html, run.logs()
+    records = [type(record.event) for record in run.journal.records]
+    del run
+    _launch_several()
+    old = next(run for run in notebook_accelerate.runs() if run.id == number)
+    assert (old.status, old.done, old.wait(0), old.logs()) == ("succeeded", True, True, lines)
+    assert (old.report().text, old.report().html) == (text, html)
+    assert float(old.metrics["loss"].values[0]) == 0.25
+    assert [type(record.event) for record in old.journal.records] == records
+    assert old is next(run for run in notebook_accelerate.runs() if run.id == number)
+    old.stop()
+    old.close()
+    with pytest.raises(ResultsFreedError, match=rf"run {number} were freed.*run = notebook_launcher"):
+        old.results  # noqa: B018
+
+
+def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
+    def fail() -> None:
+        held = torch.ones(LARGE)
+        raise ValueError("text", held.shape)
+
+    with pytest.raises(WorkerError, match="text") as caught:
+        _launch(fail, num_processes=1, start_method="inline")
+    reference = weakref.ref(caught.value)
+    del caught
+    number = notebook_accelerate.runs()[-1].id
+    _launch_several()
+    gc.collect()  # tracebacks
+    assert reference() is None
+    old = next(run for run in notebook_accelerate.runs() if run.id == number)
+    assert "ValueError" in str(old.error)
+    assert "fail" in old.report().text
+    with pytest.raises(WorkerError):
+        old.results  # noqa: B018
+
+
+def test_large_results_of_the_last_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_registry, "KEPT_RESULT_BYTES", 10 * LARGE)
+    numbers = [_launch(lambda: torch.ones(LARGE)).id for _ in range(3)]  # 8 bytes for each of LARGE, by two ranks
+
+    def kept() -> list[bool]:
+        found = {run.id: run for run in notebook_accelerate.runs()}
+        return [bool(found[number].result_bytes) for number in numbers]
+
+    assert kept() == [False, False, True]
+    numbers.append(_launch(lambda: torch.ones(4 * LARGE)).id)
+    assert kept() == [False, False, False, True], "the last run keeps its results, whatever they take"
+
+
+def test_the_last_runs_are_those_that_ended_last(tmp_path: Path) -> None:
+    def wait() -> Any:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return "slow"
+
+    number = _launch(wait, block=False).id
+    _launch_several()
+    (tmp_path / "go").touch()
+    until(lambda: notebook_accelerate.runs()[-4].done)
+    slow = next(run for run in notebook_accelerate.runs() if run.id == number)
+    assert slow.results == ("slow",) * 2
+
+
+def test_a_run_that_lasts_is_kept_whatever_ends() -> None:
+    number = _launch(time.sleep, 600, block=False).id
+    _launch_several(4)
+    lasting = next(run for run in notebook_accelerate.runs() if run.id == number)
+    assert lasting.status == "running"
+    lasting.stop(grace=1.0)
+
+
+def test_results_may_use_the_registry_when_they_are_deleted() -> None:
+    found: list[int] = []
+
+    class Asks:
+        def __del__(self) -> None:
+            found.append(len(notebook_accelerate.runs()))
+
+    _launch(Asks, num_processes=1, start_method="inline")
+    _launch_several()
+    assert found
+
+
+def test_deleting_runs_while_others_are_launched() -> None:
+    errors: list[BaseException] = []
+
+    def launch_and_drop() -> None:
+        try:
+            for _ in range(4):
+                assert _launch(lambda: np.ones(LARGE), start_method="zygote").results[1].sum() == LARGE
+                assert notebook_accelerate.runs()
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=launch_and_drop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# ---- close
+
+
+@METHODS
+def test_close_frees_the_results_at_once(method: str, count: int) -> None:
+    run = _launch(lambda: torch.ones(LARGE), num_processes=count, start_method=method)
+    info, value = run.ranks[0], _value_of(run)
+    run.close()
+    assert value() is None
+    assert run.result_bytes == 0
+    run.close()
+    for read in (lambda: run.results, lambda: info.result):
+        with pytest.raises(ResultsFreedError, match=rf"results of run {run.id} were freed by run\.close\(\)"):
+            read()
+    assert (run.status, run in notebook_accelerate.runs()) == ("succeeded", True)
+    assert run.report().text
+
+
+def test_close_of_a_run_that_lasts_is_refused() -> None:
+    run = _launch(time.sleep, 600, block=False)
+    until(lambda: run.status == "running")
+    with pytest.raises(RunNotFinishedError, match=rf"run {run.id} is running; end it first: run\.stop\(\)"):
+        run.close()
+    run.stop(grace=1.0)
+    run.close()
+
+
+def test_close_keeps_what_the_user_has_read() -> None:
+    run = _launch(lambda: torch.ones(LARGE))
+    value = run.results[0]
+    run.close()
+    assert float(value.sum()) == LARGE
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "most"),
+    [
+        (torch.ones(LARGE), 4 * LARGE, 4 * LARGE + 1000),
+        ({"a": [np.ones(LARGE)], "b": b"x" * LARGE}, 9 * LARGE, 9 * LARGE + 1000),
+        ([Argument()] * 1000, 400, 20_000),
+        (list(range(1_000_000)), 8_000_000, 9_000_000),
+        (int, 0, 2000),
+    ],
+)
+def test_the_estimate_of_a_value_in_the_kernel(value: Any, least: int, most: int) -> None:
+    assert least <= rank_result.holding(value).nbytes <= most
+
+
+def test_results_are_deleted_without_the_lock_of_the_registry() -> None:
+    ended: list[bool] = []
+
+    class ListsRuns:
+        def __del__(self) -> None:
+            thread = threading.Thread(target=notebook_accelerate.runs, daemon=True)
+            thread.start()
+            thread.join(10)
+            ended.append(not thread.is_alive())
+
+    planned = plan_run()
+    planned.journal.append(RunEnded("failed", "LaunchError", "it failed"))
+    run = Run.rebuilt(planned.config, "train", planned.journal.records)
+    run.marker = ListsRuns()  # type: ignore[attr-defined]
+    run_registry._entries.append(run_registry._Entry(run))
+    del run
+    run_registry._drop_old_results(planned)
+    assert ended == [True]
